@@ -234,6 +234,28 @@ def test_extents_are_sorted_into_lists_of_tiles_before_the_launches_that_read_th
     assert steps.lists(replace(call, hopper=False), "forward") == steps.lists(HOPPER, "forward") == ()
 
 
+def test_key_extents_become_intervals_of_tiles_in_every_pass():
+    call = replace(HOPPER, given=frozenset({"key_extents"}), clean=True)
+    assert [x.kernel for x in steps.lists(call, "forward")] == ["extent_bounds", "intervals", "not_finite"]
+    assert [x.kernel for x in steps.lists(call, "backward")] == ["extent_bounds", "intervals", "query_tiles"]
+    for kernel in ("forward", "backward", "dq", "dkv"):
+        names = [name for x in steps.lists(call, kernel) for name in x.output_names]
+        assert len(names) == len(set(names)) and "intervals" in names
+    wide = replace(call, head_dim=256, v_dim=256)
+    for launch in (steps.forward(call, True, True), hopper.backward(call, True, True), steps.dq(wide, True, True)):
+        assert {"intervals", "key_extents"} <= set(launch.inputs)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("given", [frozenset({"key_extents"}), frozenset({"key_extents", "extents"})], ids=len)
+def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, given):
+    call = replace(HOPPER, given=given, clean=True, head_dim=dim, v_dim=dim, q_runs=2, k_runs=2)
+    passes = [steps.dq, steps.dkv] if dim > 128 else [lambda call, *_: hopper.backward(call, True, True)]
+    for launch in (one(call, True, True) for one in (steps.forward, *passes)):
+        assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("place", [(True, False), (False, False)])
 @pytest.mark.parametrize("packed", [False, True])

@@ -41,7 +41,7 @@ CASES = [case for case in [*LONG, *WIDE, *EVERYTHING, *SPECIAL, *pairs(grid()), 
 
 WIDTHS = (64, 64), (128, 128), (96, 96), (128, 128), (192, 128), (256, 256)
 HOPPER = [
-    replace(case, dtype=dtype, head_dim=head_dim, v_dim=v_dim, key_extents=None)
+    replace(case, dtype=dtype, head_dim=head_dim, v_dim=v_dim)
     for case, (head_dim, v_dim), dtype in zip(
         [*LONG, *EVERYTHING, *SPECIAL], WIDTHS * 99, ("bfloat16", "float16", "bfloat16") * 99, strict=False
     )
@@ -125,7 +125,7 @@ def test_the_hopper_forward_at_real_size_is_the_portable_one(dim, mask):
     assert (ours - portable).norm() / portable.norm() <= 5e-3
 
 
-@pytest.mark.parametrize("feature", ["key_mask", "extents", "softcap", "alibi_slopes"])
+@pytest.mark.parametrize("feature", ["key_mask", "extents", "key_extents", "softcap", "alibi_slopes"])
 def test_features_of_the_hopper_kernels_at_real_size_are_the_portable_ones(feature):
     from ring_attn_torch import ring_attention
 
@@ -138,10 +138,24 @@ def test_features_of_the_hopper_kernels_at_real_size_are_the_portable_ones(featu
         "extents": torch.stack([token // 2048 * 2048, token // 2048 * 2048 + 2048], -1)[None],
         "softcap": 30.0,
         "alibi_slopes": torch.tensor([0.5, 0.1, 0.01, -0.001], device="cuda"),
-    }[feature]
+    }.get(feature)
+    if feature == "key_extents":
+        value = deep_tree(16384)
     both = [gradients(partial(ring_attention, backend=each, **{feature: value}), *given) for each in ("hopper", "triton")]
     for ours, portable in zip(*both, strict=True):
         assert (ours.float() - portable.float()).norm() <= 6e-3 * portable.float().norm()
+
+
+def deep_tree(tokens):
+    """Two trees whose segments have gaps between all their ancestors, more of them than a list of intervals holds."""
+    from ring_attn_torch import tree_extents
+
+    parents, deepest = [-1, *[0] * 20, -1], 21
+    for _ in range(32):  # a leaf beside each segment of a chain
+        parents += [deepest, deepest]
+        deepest = len(parents) - 1
+    lengths = np.diff(np.linspace(0, tokens, len(parents) + 1).astype(int))
+    return tree_extents(parents, lengths.tolist()).key_extents.cuda()
 
 
 def arrays(length=4096, heads=8, kv_heads=2, dim=128, dtype=torch.bfloat16):

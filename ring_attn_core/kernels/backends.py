@@ -88,8 +88,6 @@ def _hopper(problem: Problem) -> str | None:
         return broken
     if not _has_gluon():
         return "its kernels are written in Gluon, which this triton does not have: pip install 'triton>=3.6'"
-    if any(array.name == "key_extents" for array in problem.arrays):
-        return "its kernels do not take key_extents"
     if not problem.tma:
         return "its kernels read by TMA descriptors, which this jaxlib cannot make: pip install 'jaxlib>0.11.0'"
     return refusal_of_shape(problem.dtypes[0], problem.q_shape[-1], problem.v_shape[-1])

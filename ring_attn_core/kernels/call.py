@@ -62,6 +62,11 @@ class RingCall:
         """Return the names of the optional arrays, and "softcap" if the call has one."""
         return self.given if self.softcap is None else self.given | {"softcap"}
 
+    @property
+    def by_extents(self) -> bool:
+        """Return whether the tiles that a program visits depend on extents of queries or of keys."""
+        return not self.given.isdisjoint({"extents", "key_extents"})
+
     def tiles(self, kernel: str) -> TileConfig:
         """Return the tiles of a kernel: ``tiles_asked``, or those of ``choose_tiles``."""
         if self.tiles_asked is not None:

@@ -10,6 +10,7 @@ from .hopper import launches as hopper
 from .hopper import wide_launches as wide
 from .hopper.supports import columns, refusal
 from .launch import Launch
+from .portable import extent_launches
 from .portable import launches as portable
 from .tile_sizes import HOPPER_BACKWARD_KEYS, hopper_passes
 
@@ -84,23 +85,32 @@ def dkv(call: RingCall, first: bool, last: bool) -> Launch:
 def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
     """Return the launches whose outputs a launch of a step needs besides its arrays.
 
-    ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". Only Hopper's kernels need any, for extents.
+    ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". Only Hopper's kernels need any, for extents of
+    queries or of keys.
     """
-    if "extents" not in call.given or not _takes(call, "forward" if kernel == "forward" else "backward"):
+    if not call.by_extents or not _takes(call, "forward" if kernel == "forward" else "backward"):
         return ()
-    if kernel == "backward":
-        return (portable.query_tiles(call, hopper.queries(call), HOPPER_BACKWARD_KEYS),)
-    if kernel == "dkv":
-        return (portable.query_tiles(call, wide.tiles_of(call).dkv_block_q, wide.BLOCK_K),)
+    of_keys = "key_extents" in call.given
+    if kernel in ("backward", "dkv"):
+        one_pass = hopper.queries(call), HOPPER_BACKWARD_KEYS
+        sizes = one_pass if kernel == "backward" else (wide.tiles_of(call).dkv_block_q, wide.BLOCK_K)
+        found = _intervals(call, *sizes, whole=False) if of_keys else ()
+        return *found, extent_launches.query_tiles(call, *sizes)
     tiles = hopper.tiles_of_forward(call) if kernel == "forward" else wide.tiles_of(call)
-    return portable.key_tiles(call, tiles.block_q, tiles.block_k), portable.not_finite(call)
+    sizes = tiles.block_q, tiles.block_k
+    found = _intervals(call, *sizes, whole=True) if of_keys else (extent_launches.key_tiles(call, *sizes),)
+    return *found, extent_launches.not_finite(call)
+
+
+def _intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> tuple[Launch, ...]:
+    return extent_launches.key_bounds(call, block_k), extent_launches.intervals(call, block_q, block_k, whole)
 
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: RingCall) -> Launch:
     """Return the launch that computes the extent bounds of the backward's query tiles."""
     if in_one_pass(call):
-        return portable.extent_bounds(call, hopper.queries(call))
-    return portable.extent_bounds(
+        return extent_launches.extent_bounds(call, hopper.queries(call))
+    return extent_launches.extent_bounds(
         call, wide.tiles_of(call).dkv_block_q if _takes(call, "backward") else call.tiles("dkv").block_q
     )

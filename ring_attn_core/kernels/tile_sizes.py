@@ -149,7 +149,7 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
         return HopperConfig(128, 128, 2, q_in_registers=True)  # 446 (192 queries 412, 64 keys 391)
     # 620 (599 without q in registers, 64 keys 538). The key mask, ALiBi and dropout need q's registers. In ms, without (with) q
     # in registers: key mask 2.05 (2.11) and ALiBi 2.08 (2.22), both in an earlier version of the kernel; dropout 2.56 (4.10).
-    return HopperConfig(128, 128, 2, q_in_registers=not features & {"key_mask", "alibi_slopes", "dropout_seed"})
+    return HopperConfig(128, 128, 2, q_in_registers=not features & {"key_extents", "key_mask", "alibi_slopes", "dropout_seed"})
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from ..portable.scores import LOG2E
 from .backward_dkv import finish, hide_unseen, keys_seen_by_some
 from .backward_dq import SUM_COLUMNS, SUM_ROWS, adder, hand_over, layout_of_dq
 from .backward_producer import Sources, producer
-from .backward_scheduler import keys_of_program, query_tiles, survey
+from .backward_scheduler import keys_of_program, queries_of_keys, query_tiles, survey
 from .barriers import (
     BACKWARD_STAGES,
     DOUT_READ,
@@ -93,7 +93,9 @@ class BackwardArguments(NamedTuple):
 
     rows: Any
     extents: Any
+    key_extents: Any
     bounds: Any
+    intervals: Any
     query_tiles: Any
     key_mask: Any
     key_mask_spans: Any
@@ -144,7 +146,9 @@ def hopper_backward(
     delta_BHS,
     rows_ptr,
     extents_ptr,
+    key_extents_ptr,
     bounds_ptr,
+    intervals_ptr,
     query_tiles_ptr,
     key_mask_BT,
     key_mask_spans_ptr,
@@ -188,14 +192,16 @@ def hopper_backward(
         FIRST, CLEAN, ALIGNED, STAGES, OUT_STAGES,
     )  # fmt: skip
     args = BackwardArguments(
-        rows_ptr, extents_ptr, bounds_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
-        lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, softcap, threshold, rescale, S, T,
+        rows_ptr, extents_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr,
+        alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, softcap,
+        threshold, rescale, S, T,
     )  # fmt: skip
     work = survey(args, keys_of_program(together, args, sizes), sizes)
     sources = Sources(Parts(q_BSHD, q_BSHD), Parts(dout_BSHE, dout_BSHE), Parts(k_BTGD, k_BTGD), Parts(v_BTGE, v_BTGE))
     extents, first_query = None, None
-    if extents_ptr is not None:
+    if query_tiles_ptr is not None:
         first_query = allocate_numbers(STAGES)
+    if extents_ptr is not None:
         extents = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = BackwardSharedMemory(
         allocate_parts(sources.q, STAGES, BLOCK_Q, BLOCK_D, 0),
@@ -257,7 +263,7 @@ def consumer(args, shared, work, sizes: gl.constexpr):
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
                 run = run_of(args, work, sizes, q_run, head, j, seen)
-                if args.extents is not None:
+                if args.query_tiles is not None:
                     for _ in range(gl.where(q_run == 0, work.visited[0], work.visited[1])):
                         m0 = read_number(shared.first_query, at[0], 8)
                         at, s, dk, dv = visit_queries(at, s, dk, dv, m0, run, args, shared, work, sizes, True)
@@ -284,11 +290,14 @@ class RunOfQueries(NamedTuple):
     """A run of queries, with the interval of queries that see each key.
 
     ``begin``: the first query that sees a key, and ``width`` more see it; with extents ``begin`` is the key's index in the tile.
+    ``first_query``, ``queries``: the first query that sees a key by the band and its key extent, and their number.
     ``bias``: the ALiBi bias of the keys. ``stream``: the dropout stream of the head.
     """
 
     begin: Any
     width: Any
+    first_query: Any
+    queries: Any
     q_len: Any
     q_start: Any
     k_start: Any
@@ -308,6 +317,10 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
         begin = gl.where(seen, j + row.lo, 2147483647)
     else:
         begin = gl.where(seen, j - work.n0, NOTHING_BEGINS)
+    first, queries = 0, 0
+    if args.key_extents is not None:
+        first, end = queries_of_keys(j, args, work, row)
+        queries = gl.where(seen, gl.maximum(end - first, 0), 0)
     bias = 0.0
     if args.alibi_slopes is not None:
         slope = gl.load(args.alibi_slopes + head).to(gl.float32) * LOG2E
@@ -315,7 +328,7 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
     stream = 0
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * sizes.H + head)
-    return RunOfQueries(begin, row.hi - row.lo, row.q_len, row.q_start, row.k_start, row.stride, bias, stream)
+    return RunOfQueries(begin, row.hi - row.lo, first, queries, row.q_len, row.q_start, row.k_start, row.stride, bias, stream)
 
 
 @gluon.jit
@@ -408,13 +421,19 @@ def visit_queries(
 def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
     """Return the visibility, bool [keys, queries]."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
-    if args.extents is None:
-        i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
-        i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)
+    i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
+    i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)
+    if args.key_extents is not None:
+        seen = (i - gl.expand_dims(run.first_query, 1)).to(gl.uint32) < gl.expand_dims(run.queries, 1).to(gl.uint32)
+    elif args.extents is None:
         seen = (i - gl.expand_dims(run.begin, 1)).to(gl.uint32) <= run.width.to(gl.uint32)
-    else:
+    if args.extents is not None:
         words = gl.expand_dims(shared.extents.index(stage).load(gl.SliceLayout(0, S_LAYOUT)), 0)
-        seen = (gl.expand_dims(run.begin, 1) - (words & 255)).to(gl.uint32) < (words >> 8).to(gl.uint32)
+        by_query = (gl.expand_dims(run.begin, 1) - (words & 255)).to(gl.uint32) < (words >> 8).to(gl.uint32)
+        if args.key_extents is None:
+            seen = by_query
+        else:
+            seen &= by_query
     return seen
 
 

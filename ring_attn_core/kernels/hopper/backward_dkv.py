@@ -36,14 +36,14 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 def hide_unseen(tile, args, work, sizes: gl.constexpr):
     """Zero the keys or values in ``tile`` that no query sees, because 0 times NaN is NaN.
 
-    With extents, which differ between queries, all elements that are not finite become 0, visible or not. A query that sees such
+    With extents of either kind all elements that are not finite become 0, visible or not. A query that sees such
     a key has NaN in out, but not in all gradients, as it would without extents.
     """
     LINES: gl.constexpr = rows_by_lines(tile.shape[1], gl.num_warps())
     j = work.n0 + gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES))
     seen = gl.expand_dims(keys_seen_by_some(args, work, sizes, j), 1)
     x = tile.load(LINES)
-    if args.extents is not None:
+    if args.query_tiles is not None:
         x = gl.where(gl.abs(x.to(gl.float32)) < float("inf"), x, 0.0)
     tile.store(gl.where(seen, x, 0.0))
     fence_async_shared()

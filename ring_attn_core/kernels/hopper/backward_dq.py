@@ -18,7 +18,7 @@ from triton.experimental.gluon import language as gl
 
 from ..portable.rows import load_row
 from . import launches
-from .backward_scheduler import keys_in_extents, visits, walk_of
+from .backward_scheduler import keys_in_extents, keys_in_intervals, visits, walk_of
 from .barriers import DQ_FREE, DQ_FULL, arrive, every_lane, sync, with_one_warp
 from .gluon import add_tile, constexpr_function
 
@@ -68,17 +68,21 @@ def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
     turn = 0
     turns = 0
     for k_run in range(sizes.K_RUNS):
-        row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
-        m0 = tile * sizes.BLOCK_Q
-        first = gl.maximum(m0 - row.hi, 0) // sizes.BLOCK_K
-        last = (gl.minimum(gl.maximum(m0 + sizes.BLOCK_Q - row.lo, 0), row.k_len) + sizes.BLOCK_K - 1) // sizes.BLOCK_K
-        if args.extents is not None:
-            least, greatest = keys_in_extents(args, work, sizes, q_run, k_run, tile)
-            first = gl.maximum(first, least)
-            last = gl.minimum(last, greatest)
-        some = (row.lo <= row.hi) & (m0 < row.q_len) & (m0 < row.k_len + row.hi)
-        count = gl.where(some, gl.maximum(last - first, 0), 0)
-        turn += gl.where(k_run < work.k_run, count, 0) + gl.where(k_run == work.k_run, work.k_tile - first, 0)
+        if args.intervals is not None:
+            count, before, _ = keys_in_intervals(args, work, sizes, q_run, k_run, tile)
+        else:
+            row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
+            m0 = tile * sizes.BLOCK_Q
+            first = gl.maximum(m0 - row.hi, 0) // sizes.BLOCK_K
+            last = (gl.minimum(gl.maximum(m0 + sizes.BLOCK_Q - row.lo, 0), row.k_len) + sizes.BLOCK_K - 1) // sizes.BLOCK_K
+            if args.extents is not None:
+                least, greatest = keys_in_extents(args, work, sizes, q_run, k_run, tile)
+                first = gl.maximum(first, least)
+                last = gl.minimum(last, greatest)
+            some = (row.lo <= row.hi) & (m0 < row.q_len) & (m0 < row.k_len + row.hi)
+            count = gl.where(some, gl.maximum(last - first, 0), 0)
+            before = work.k_tile - first
+        turn += gl.where(k_run < work.k_run, count, 0) + gl.where(k_run == work.k_run, before, 0)
         turns += count
     return turn, turns
 

@@ -68,6 +68,7 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
                             acquire(Q_READ + stage, 2)
                         if args.extents is not None:
                             shared.extents.index(stage).store(seen)
+                        if args.query_tiles is not None:
                             write_number(shared.first_query, stage, tile * BLOCK_Q)
                         shared.lse2.index(stage).store(lse2)
                         sync_warp()

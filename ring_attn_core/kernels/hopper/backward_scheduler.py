@@ -1,11 +1,11 @@
 """The scheduler of the Hopper backward: the query tiles that a program visits, in Gluon.
 
-    visited = tiles that meet the band, and with extents tiles whose bounds meet the tile of keys
+    visited = tiles that meet the band, and with extents tiles whose bounds, with key extents tiles whose intervals, meet the keys
 
 A run of queries is walked from its last tile to its first, so that programs follow each other and adders rarely wait.
 
 Shapes     rows int32 [q_runs, k_runs, fields], bounds int32 [B, q tiles, 4] (portable/backward_sums.py), query_tiles int32
-           [B, k tiles, q_runs, 4] (portable/extent_lists.py)
+           [B, k tiles, q_runs, 4] and intervals (portable/extent_lists.py)
 Units      local indices of a run, except bounds, which are token positions
 """
 
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.rows import Tiles, load_row, tiles_in_band
+from ..portable.extent_lists import HEADER, LIST
+from ..portable.rows import Tiles, load_row, seen_from, tiles_in_band
 
 
 class KeyWork(NamedTuple):
@@ -116,14 +117,42 @@ def walk_of(work, q_run):
 @gluon.jit
 def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
     """Return whether some query of a tile may see the program's key tile by its extent; without ``gaps`` all tiles do."""
-    if args.extents is None:
+    if args.query_tiles is None:
         some = True
     else:
         some = tile >= -1
         if gaps:
-            first, last = keys_in_extents(args, work, sizes, q_run, work.k_run, tile)
-            some = (first <= work.k_tile) & (work.k_tile < last)
+            if args.intervals is None:
+                first, last = keys_in_extents(args, work, sizes, q_run, work.k_run, tile)
+                some = (first <= work.k_tile) & (work.k_tile < last)
+            else:
+                _, _, some = keys_in_intervals(args, work, sizes, q_run, work.k_run, tile)
     return some
+
+
+@gluon.jit
+def queries_of_keys(j, args, work, row):
+    """Return the first and the end of the queries of a run that see each key by the band and by its key extent."""
+    first, end = seen_from(j, args.key_extents, work.batch, args.T, row)
+    return gl.maximum(first, j + row.lo), gl.minimum(end, j + row.hi + 1)
+
+
+@gluon.jit
+def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
+    """Return how many key tiles of a run a query tile visits, how many before the program's, and whether it visits that one.
+
+    ``adder`` calls it one tile ahead, so ``tile`` may be -1; that result is not used. One lane reads one interval.
+    """
+    tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
+    tile = (work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)
+    at = args.intervals + (tile * sizes.K_RUNS + k_run) * LIST
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    inside = lane < gl.load(at + 2)
+    first = gl.load(at + HEADER + 2 * lane, mask=inside, other=0)
+    end = gl.load(at + HEADER + 1 + 2 * lane, mask=inside, other=0)
+    before = gl.sum(gl.maximum(gl.minimum(end, work.k_tile) - first, 0), 0)
+    here = gl.max(((first <= work.k_tile) & (work.k_tile < end)).to(gl.int32), 0)
+    return gl.load(at), before, here > 0
 
 
 @gluon.jit

@@ -80,7 +80,9 @@ class ForwardArguments(NamedTuple):
 
     rows: Any
     extents: Any
+    key_extents: Any
     key_tiles: Any
+    intervals: Any
     not_finite: Any
     key_mask: Any
     key_mask_spans: Any
@@ -112,6 +114,7 @@ class ForwardSharedMemory(NamedTuple):
     key_mask: Any
     some_hidden: Any
     not_finite: Any
+    first_key: Any
     extents: Any
     work: Any
     q_full: Any
@@ -129,6 +132,7 @@ def hopper_forward(
     v_BTGE,
     rows_ptr,
     extents_ptr,
+    key_extents_ptr,
     key_mask_BT,
     key_mask_spans_ptr,
     sinks_ptr,
@@ -137,6 +141,7 @@ def hopper_forward(
     out_in_BSHE,
     lse_in_BSH,
     key_tiles_ptr,
+    intervals_ptr,
     not_finite_ptr,
     tickets_in_ptr,
     out_BSHE,
@@ -179,18 +184,21 @@ def hopper_forward(
         Q_IN_REGISTERS, FIRST, LAST, FOLDED, CLEAN, ALIGNED,
     )  # fmt: skip
     args = ForwardArguments(
-        rows_ptr, extents_ptr, key_tiles_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr, sinks_ptr, alibi_slopes_ptr,
-        dropout_BH, out_in_BSHE, lse_in_BSH, out_BSHE, lse_BSH, tickets_ptr, inner, softcap, threshold, rescale, S, T, together,
-        total,
+        rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr,
+        sinks_ptr, alibi_slopes_ptr, dropout_BH, out_in_BSHE, lse_in_BSH, out_BSHE, lse_BSH, tickets_ptr, inner, softcap,
+        threshold, rescale, S, T, together, total,
     )  # fmt: skip
     of_q, of_k = Parts(q_BSHD, q_tail_BSHD), Parts(k_BTGD, k_tail_BTGD)
     q = allocate_parts(of_q, GROUPS, 64, BLOCK_D, TAIL_D)
     out = q.main
     if BLOCK_D + TAIL_D <= 128:
         out = gl.allocate_shared_memory(DTYPE, [GROUPS, 1, 64, 1, BLOCK_D], q_BSHD.layout)
-    key_mask, some_hidden, not_finite, extents = None, None, None, None
-    if extents_ptr is not None:
+    key_mask, some_hidden, not_finite, first_key, extents = None, None, None, None, None
+    if not_finite_ptr is not None:
         not_finite = allocate_numbers(2 * STAGES)
+    if intervals_ptr is not None:
+        first_key = allocate_numbers(2 * STAGES)
+    if extents_ptr is not None:
         extents = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if key_mask_BT is not None:
         key_mask = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -203,6 +211,7 @@ def hopper_forward(
         key_mask,
         some_hidden,
         not_finite,
+        first_key,
         extents,
         allocate_numbers(NUMBERS),
         allocate_barriers(GROUPS),
@@ -299,6 +308,8 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
     if sizes.Q_IN_REGISTERS:
         q = in_registers(q, S_LAYOUT, 0)
     wait_for_keys(shared, step, end, STAGES)
+    if args.intervals is not None:
+        n0 = read_number(shared.first_key, step % (2 * STAGES))
     products = multiply_keys(q, shared, step % STAGES, sizes)
     s = scores_under_key_mask(products, q, 0, step % STAGES, shared, args, sizes)
     release(K_FREE + step % STAGES, sizes.GROUPS)
@@ -370,6 +381,8 @@ def visit_keys(
     q, i, end = queries
     STAGES: gl.constexpr = sizes.STAGES
     stage = step % STAGES
+    if args.intervals is not None and (MASKED or args.alibi_slopes is not None or args.dropout is not None):
+        n0 = read_number(shared.first_key, step % (2 * STAGES))
     products = multiply_keys(q, shared, stage, sizes)
     acc = multiply_values(acc, p, shared, step - 1, sizes)
     s = scores_under_key_mask(products, q, 1, stage, shared, args, sizes)

@@ -20,7 +20,7 @@ from ..portable.rows import load_row
 from .barriers import K_FREE, Q_FREE, V_FREE, WORK_READ, acquire, sync_warp, write_number
 from .gluon import copy_tile
 from .parts import bring_parts, expect_parts
-from .scheduler import announce, extents_of_group, key_tiles, tile_at, work_of
+from .scheduler import announce, extents_of_group, key_tiles, next_place, start_of, work_of
 
 
 @gluon.jit
@@ -51,17 +51,23 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
                 bring_parts(q_BSHD, work.batch, token, work.head, 0, full, shared.q, each, sizes.TAIL_D)
             loads += 1
             at = [work.batch, work.first_token, group, 0]
-            fill_keys(k_BTGD, args, shared, at, step, sizes)
+            first_key = 0
+            if args.intervals is not None:
+                first_key = work.first_token - load_row(args.rows, work.q_run * sizes.K_RUNS + work.first_run).k_base
+            fill_keys(k_BTGD, args, shared, at, step, sizes, 1, first_key)
             began = step
             before = 0
             for run in range(work.first_run, sizes.K_RUNS):
                 pair = work.q_run * sizes.K_RUNS + run
                 tiles = key_tiles(args, work.batch, pair, work.m0, sizes)
                 k_base = load_row(args.rows, pair).k_base
+                place = start_of(args, work.batch, pair, work.m0, sizes)
                 for t in range(tiles.last - tiles.first):
-                    token = k_base + tile_at(t, tiles) * sizes.BLOCK_K
+                    place = next_place(place, t, tiles, args)
+                    token = k_base + place.tile * sizes.BLOCK_K
                     if step > began:
-                        fill_keys(k_BTGD, args, shared, [work.batch, token, group, 0], step, sizes)
+                        at = [work.batch, token, group, 0]
+                        fill_keys(k_BTGD, args, shared, at, step, sizes, 1, place.tile * sizes.BLOCK_K)
                         at = [work.batch, before, group, sizes.V_COLUMN]
                         fill_values(v_BTGE, shared, at, step - 1, sizes)
                     before = token
@@ -95,11 +101,12 @@ def take(args):
 
 
 @gluon.jit
-def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl.constexpr = 1):
+def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl.constexpr = 1, n0=0):
     """Load the keys of a step by TMA, their key mask, and the flag that the values, or else the keys, are not all finite.
 
     Mask and flag are read before the stage is free, to hide their latency. The flag has twice as many places as there are stages:
-    consumers read it after they have released the keys, and have done so once those of two steps later are released.
+    consumers read it after they have released the keys, and have done so once those of two steps later are released. ``n0``: the
+    local index of the first key, which consumers of a list of intervals read from a place like that of the flag.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
@@ -118,6 +125,8 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl
         acquire(K_FREE + stage, sizes.GROUPS)
     if args.not_finite is not None:
         write_number(shared.not_finite, step % (2 * sizes.STAGES), some_nan.to(gl.int32))
+        if args.intervals is not None:
+            write_number(shared.first_key, step % (2 * sizes.STAGES), n0)
         if args.key_mask is None:
             sync_warp()
     if args.key_mask is not None:

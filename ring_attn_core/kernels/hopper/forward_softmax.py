@@ -19,7 +19,7 @@ from .barriers import VALUES_CLEAN, among_consumers, read_number, sync
 from .dropout import kept_of_tile
 from .instructions import packed_half, special_tanh
 from .register_layouts import accumulator, matrix, rows_by_lines
-from .scheduler import visible
+from .scheduler import visible, visible_by_key
 
 
 @gluon.jit
@@ -120,6 +120,8 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
         s += ahead * (run.slope / factor)
     if MASKED:
         s = gl.where(visible(columns, run.begin - n0, run.end - n0), s, -float("inf"))
+        if args.key_extents is not None:
+            s = gl.where(visible_by_key(columns, i, n0, run, args, work), s, -float("inf"))
     m_new = gl.maximum(m, row_maximum(s) * factor)
     if MASKED or args.key_mask is not None:
         shift = gl.where(m_new == -float("inf"), 0.0, m_new)
@@ -163,7 +165,7 @@ def hide_unseen(tile, run, n0, args, work, sizes: gl.constexpr, GROUP: gl.conste
     S_LAYOUT: gl.constexpr = accumulator(HALF)
     LINES: gl.constexpr = rows_by_lines(tile.shape[1])
     row = load_row(args.rows, run.pair)
-    if args.extents is None:
+    if args.extents is None and args.key_extents is None:
         seen_end = gl.minimum(gl.minimum(work.m0 + sizes.BLOCK_Q, row.q_len) - row.lo, row.k_len)
         some_unseen = (n0 < work.m0 - row.hi) | (n0 + sizes.BLOCK_K > seen_end)
     else:
@@ -176,7 +178,10 @@ def hide_unseen(tile, run, n0, args, work, sizes: gl.constexpr, GROUP: gl.conste
             for group in gl.static_range(sizes.GROUPS):
                 i = work.m0 + group * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
                 begin, end = keys_seen(i, args.extents, work.batch, args.S, row)
-                seen |= visible(columns, begin - first, end - first).to(gl.int32)
+                sees = visible(columns, begin - first, end - first)
+                if args.key_extents is not None:
+                    sees &= visible_by_key(columns, i, first, run, args, work)
+                seen |= sees.to(gl.int32)
             seen = gl.convert_layout(gl.max(seen, 0), gl.SliceLayout(1, LINES))
             half = tile.slice(GROUP * HALF, HALF, 0)
             half.store(gl.where(gl.expand_dims(seen, 1) > 0, half.load(LINES), 0.0))

@@ -60,7 +60,9 @@ def forward(call: RingCall, portable: Launch) -> Launch:
     arguments = _descriptors(call, tiles, d, e)
     for parameter, argument in portable.arguments:
         if parameter == "out_BSHE":
-            arguments |= extent_lists(call, "key_tiles", "not_finite") | {"tickets_in_ptr": Array("tickets_in", "int32")}
+            arguments |= extent_lists(call, "key_tiles", "intervals", "not_finite") | {
+                "tickets_in_ptr": Array("tickets_in", "int32")
+            }
         arguments.setdefault(parameter, argument)
         if parameter == "lse_BSH":
             arguments["tickets_ptr"] = Array("tickets", "int32")
@@ -90,8 +92,12 @@ def _widths(call: RingCall) -> tuple[Columns, int]:
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
-    """Return those arrays of portable/extent_lists.py by parameter, none without extents."""
-    return {f"{name}_ptr": Array(name, "int32") for name in names if "extents" in call.given}
+    """Return those arrays of portable/extent_lists.py by parameter, none without extents of either kind.
+
+    ``intervals`` are there with key extents only, and ``key_tiles`` only without.
+    """
+    left_out = "key_tiles" if "key_extents" in call.given else "intervals"
+    return {f"{name}_ptr": Array(name, "int32") for name in names if call.by_extents and name != left_out}
 
 
 def _descriptors(call: RingCall, tiles: HopperConfig, d: Columns, e: int) -> dict[str, Argument]:
@@ -182,8 +188,10 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "delta_BHS": Array("delta", "float32"),
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": call.array("extents", "int32"),
-        "bounds_ptr": call.array("extents", "int32", "bounds"),
-        "query_tiles_ptr": call.array("extents", "int32", "query_tiles"),
+        "key_extents_ptr": call.array("key_extents", "int32"),
+        "bounds_ptr": None if "key_extents" in call.given else call.array("extents", "int32", "bounds"),
+        "intervals_ptr": call.array("key_extents", "int32", "intervals"),
+        "query_tiles_ptr": Array("query_tiles", "int32") if call.by_extents else None,
         "key_mask_BT": call.array("key_mask"),
         "key_mask_spans_ptr": call.array("key_mask", "int32", "key_mask_spans"),
         "alibi_slopes_ptr": call.array("alibi_slopes"),

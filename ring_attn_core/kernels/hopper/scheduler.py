@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from ..portable.extent_lists import HEADER, LIST
 from ..portable.rows import (
     Tiles,
     count_partly_seen,
@@ -85,18 +86,49 @@ def visible(column, begin, end):
 
 
 @gluon.jit
+def visible_by_key(columns, i, n0, run, args, work):
+    """Return whether the key extent of each key of a tile contains each query, bool [queries, keys]."""
+    row = load_row(args.rows, run.pair)
+    inside = n0 + columns < row.k_len
+    at = args.key_extents + (work.batch.to(gl.int64) * args.T + row.k_base + n0 + columns) * 2
+    first, end = gl.load(at, mask=inside, other=0), gl.load(at + 1, mask=inside, other=0)
+    width = gl.expand_dims(gl.maximum(end - first, 0).to(gl.uint32), 0)
+    position = row.q_start + row.stride * i
+    return (gl.expand_dims(position, 1) - gl.expand_dims(first, 0)).to(gl.uint32) < width
+
+
+@gluon.jit
 def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the ``rows.Tiles`` that a query tile visits of a run of keys; with extents they come from ``extent_lists``."""
-    if args.key_tiles is None:
+    """Return the ``rows.Tiles`` that a query tile visits of a run of keys; with extents they come from ``extent_lists``.
+
+    With key extents the tiles are places in the list of intervals, of which the first need a mask.
+    """
+    if args.intervals is not None:
+        at = list_of(args, batch, pair, m0, sizes)
+        count, masked = gl.load(at), gl.load(at + 1)
+        tiles = Tiles(0, count, masked, count)
+    elif args.key_tiles is None:
         row = load_row(args.rows, pair)
         m1 = gl.minimum(m0 + sizes.BLOCK_Q, row.q_len)
         tiles = tiles_in_band(m0, m1, row.lo, row.hi, row.k_len, sizes.BLOCK_K)
     else:
-        tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
-        tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
-        at = args.key_tiles + (tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS) * 4
+        at = args.key_tiles + query_tile(args, batch, pair, m0, sizes) * 4
         tiles = Tiles(gl.load(at), gl.load(at + 1), gl.load(at + 2), gl.load(at + 3))
     return tiles
+
+
+@gluon.jit
+def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
+    """Return the index of a query tile and a run of keys, int64, in the arrays of ``extent_lists``."""
+    tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
+    tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
+    return tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS
+
+
+@gluon.jit
+def list_of(args, batch, pair, m0, sizes: gl.constexpr):
+    """Return the pointer to the list of intervals of a query tile and a run of keys."""
+    return args.intervals + query_tile(args, batch, pair, m0, sizes) * LIST
 
 
 @gluon.jit
@@ -148,7 +180,11 @@ def survey(args, batch, q_run, m0, sizes: gl.constexpr):
     for run in range(sizes.K_RUNS):
         pair = q_run * sizes.K_RUNS + run
         tiles = key_tiles(args, batch, pair, m0, sizes)
-        token = load_row(args.rows, pair).k_base + tile_at(0, tiles) * sizes.BLOCK_K
+        token = load_row(args.rows, pair).k_base
+        first = tile_at(0, tiles)
+        if args.intervals is not None:
+            first = gl.load(list_of(args, batch, pair, m0, sizes) + HEADER + 1) - 1
+        token += first * sizes.BLOCK_K
         first_run = gl.where(count == 0, run, first_run)
         first_token = gl.where(count == 0, token, first_token)
         count += tiles.last - tiles.first
@@ -160,6 +196,39 @@ def tile_at(t, tiles):
     """Return the t-th tile of a run in the order of the walk: those that need a mask, then the others from the last on."""
     masked = count_partly_seen(tiles)
     return gl.where(t < masked, partly_seen(t, tiles), tiles.whole_last - 1 - (t - masked))
+
+
+class Place(NamedTuple):
+    """A place in the walk of a run: its key tile; with intervals also the tiles left in this one, and the next interval."""
+
+    tile: Any
+    left: Any
+    interval: Any
+
+
+@gluon.jit
+def start_of(args, batch, pair, m0, sizes: gl.constexpr):
+    """Return the place before the first key tile of a run."""
+    if args.intervals is None:
+        place = Place(0, 0, 0)
+    else:
+        place = Place(0, 0, list_of(args, batch, pair, m0, sizes) + HEADER)
+    return place
+
+
+@gluon.jit
+def next_place(place, t, tiles, args):
+    """Return the place of the t-th key tile, the one after ``place``; an interval is walked from its last tile on."""
+    if args.intervals is None:
+        place = Place(tile_at(t, tiles), 0, 0)
+    else:
+        tile, left, interval = place
+        if left == 0:
+            tile = gl.load(interval + 1)
+            left = tile - gl.load(interval)
+            interval += 2
+        place = Place(tile - 1, left - 1, interval)
+    return place
 
 
 @gluon.jit

@@ -107,10 +107,12 @@ def hopper_wide_dkv(
     delta_BHS,
     rows_ptr,
     extents_ptr,
+    key_extents_ptr,
     key_mask_BT,
     alibi_slopes_ptr,
     dropout_BH,
     bounds_ptr,
+    intervals_ptr,
     query_tiles_ptr,
     dk_in_BTGD,
     dv_in_BTGE,
@@ -153,16 +155,18 @@ def hopper_wide_dkv(
         FIRST, CLEAN, ALIGNED, STAGES, STAGES, IN_REGISTERS,
     )  # fmt: skip
     args = BackwardArguments(
-        rows_ptr, extents_ptr, bounds_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
-        lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, None, dk_BTGD, dv_BTGE, scale, inner, softcap, threshold, rescale, S, T,
+        rows_ptr, extents_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr,
+        alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, None, dk_BTGD, dv_BTGE, scale, inner, softcap,
+        threshold, rescale, S, T,
     )  # fmt: skip
     work = survey(args, keys_of_program(together, args, sizes), sizes)
     sources = Sources(
         Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE), Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE)
     )  # fmt: skip
     extents, first_query = None, None
-    if extents_ptr is not None:
+    if query_tiles_ptr is not None:
         first_query = allocate_numbers(STAGES)
+    if extents_ptr is not None:
         extents = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = WideSharedMemory(
         allocate_parts(sources.q, STAGES, BLOCK_Q, BLOCK_D, TAIL_D),
@@ -217,7 +221,7 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
                 run = run_of(args, work, sizes, q_run, head, j, seen)
-                if args.extents is not None:
+                if args.query_tiles is not None:
                     for _ in range(gl.where(q_run == 0, work.visited[0], work.visited[1])):
                         m0 = read_number(shared.first_query, step % sizes.STAGES)
                         step, s, dv = visit_queries(step, s, dv, k, m0, run, args, shared, work, sizes, True)

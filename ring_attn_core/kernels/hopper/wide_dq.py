@@ -51,7 +51,7 @@ from .parts import (
     zeros_of_parts,
 )
 from .register_layouts import accumulator, by_eights, here, rows_and_columns, rows_by_lines
-from .scheduler import NUMBERS, announced, run_of, tile_at, visible
+from .scheduler import NUMBERS, announced, run_of, tile_at, visible, visible_by_key
 from .wide_dq_producer import producer
 
 
@@ -84,7 +84,9 @@ class DqArguments(NamedTuple):
 
     rows: Any
     extents: Any
+    key_extents: Any
     key_tiles: Any
+    intervals: Any
     not_finite: Any
     key_mask: Any
     key_mask_spans: Any
@@ -120,6 +122,7 @@ class DqSharedMemory(NamedTuple):
     key_mask: Any
     some_hidden: Any
     not_finite: Any
+    first_key: Any
     work: Any
     q_full: Any
     k_full: Any
@@ -142,10 +145,12 @@ def hopper_wide_dq(
     delta_BHS,
     rows_ptr,
     extents_ptr,
+    key_extents_ptr,
     key_mask_BT,
     alibi_slopes_ptr,
     dropout_BH,
     key_tiles_ptr,
+    intervals_ptr,
     not_finite_ptr,
     dq_in_BSHD,
     tickets_in_ptr,
@@ -188,9 +193,9 @@ def hopper_wide_dq(
         IN_REGISTERS, FIRST, CLEAN, ALIGNED,
     )  # fmt: skip
     args = DqArguments(
-        rows_ptr, extents_ptr, key_tiles_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
-        lse2_BHS, delta_BHS, dq_in_BSHD, dq_BSHD, scale, inner, softcap, threshold, rescale, S, T, tickets_ptr, together,
-        total,
+        rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr,
+        alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dq_in_BSHD, dq_BSHD, scale, inner, softcap, threshold, rescale, S, T,
+        tickets_ptr, together, total,
     )  # fmt: skip
     sources = Sources(
         Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE), Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE)
@@ -199,9 +204,11 @@ def hopper_wide_dq(
     out = q
     if IN_REGISTERS:
         out = allocate_parts(sources.q, GROUPS, 64, BLOCK_D, TAIL_D)
-    key_mask, some_hidden, not_finite, extents = None, None, None, None
-    if extents_ptr is not None:
+    key_mask, some_hidden, not_finite, first_key, extents = None, None, None, None, None
+    if not_finite_ptr is not None:
         not_finite = allocate_numbers(2 * STAGES)
+    if intervals_ptr is not None:
+        first_key = allocate_numbers(2 * STAGES)
     if extents_ptr is not None and IN_REGISTERS:  # beside tiles of 256 columns there is no room
         extents = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if key_mask_BT is not None:
@@ -219,6 +226,7 @@ def hopper_wide_dq(
         key_mask,
         some_hidden,
         not_finite,
+        first_key,
         allocate_numbers(NUMBERS),
         allocate_barriers(GROUPS),
         allocate_barriers(STAGES),
@@ -338,6 +346,8 @@ def visit_keys(
         dout = tile_of(shared.dout, here(gl.to_tensor(GROUP)), sizes.TAIL_E)
     stage, v_stage = step % sizes.STAGES, step % sizes.V_STAGES
     mbarrier.wait(shared.k_full.index(stage), step // sizes.STAGES & 1)
+    if args.intervals is not None and (MASKED or args.alibi_slopes is not None or args.dropout is not None):
+        n0 = read_number(shared.first_key, step % (2 * sizes.STAGES))
     k = tile_of(shared.k, stage, sizes.TAIL_D)
     s = multiply_transposed(q, k, 64, BLOCK_K, sizes.TAIL_D)
     mbarrier.wait(shared.v_full.index(v_stage), step // sizes.V_STAGES & 1)
@@ -378,6 +388,8 @@ def visit_keys(
         ds *= factor
     if MASKED:
         ds = gl.where(visible(columns, run.begin - n0, run.end - n0), ds, 0.0)
+        if args.key_extents is not None:
+            ds = gl.where(visible_by_key(columns, i, n0, run, args, work), ds, 0.0)
         if sizes.CLEAN > 0 and some_nan:
             hide_unseen(k.main, run, n0, args, work, sizes, GROUP)
             if sizes.TAIL_D > 0:

@@ -17,7 +17,7 @@ from ..portable.rows import load_row
 from .barriers import K_FREE, Q_FREE, V_FREE, WORK_READ, acquire, sync_warp
 from .forward_producer import fill_keys, take
 from .parts import bring_parts, expect_parts
-from .scheduler import announce, extents_of_group, key_tiles, tile_at, work_of
+from .scheduler import announce, extents_of_group, key_tiles, next_place, start_of, work_of
 
 
 @gluon.jit
@@ -37,9 +37,12 @@ def producer(sources, args, shared, sizes: gl.constexpr):
                 pair = work.q_run * sizes.K_RUNS + run
                 tiles = key_tiles(args, work.batch, pair, work.m0, sizes)
                 k_base = load_row(args.rows, pair).k_base
+                place = start_of(args, work.batch, pair, work.m0, sizes)
                 for t in range(tiles.last - tiles.first):
-                    token = k_base + tile_at(t, tiles) * sizes.BLOCK_K
-                    fill_keys(sources.k, args, shared, [work.batch, token, group, 0], step, sizes, 0)
+                    place = next_place(place, t, tiles, args)
+                    n0 = place.tile * sizes.BLOCK_K
+                    token = k_base + n0
+                    fill_keys(sources.k, args, shared, [work.batch, token, group, 0], step, sizes, 0, n0)
                     stage = step % sizes.V_STAGES
                     if step >= sizes.V_STAGES:
                         acquire(V_FREE + stage, sizes.GROUPS)

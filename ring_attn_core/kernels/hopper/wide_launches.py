@@ -35,7 +35,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
     total = call.q_tiles(tiles.block_q) * call.heads * call.batch
     numbers = {"together": Scalar(heads_together(call), "i32"), "total": Scalar(total, "i32")}
     arguments: dict[str, Argument] = {}
-    for parameter, argument in _arguments(call, portable, 64, tiles.block_k, "key_tiles", "not_finite").items():
+    for parameter, argument in _arguments(call, portable, 64, tiles.block_k, "key_tiles", "intervals", "not_finite").items():
         if parameter == "dq_BSHD":
             arguments["tickets_in_ptr"] = Array("tickets_in", "int32")
         arguments[parameter] = argument
@@ -66,7 +66,7 @@ def dkv(call: RingCall, portable: Launch) -> Launch:
         "REGISTERS": tiles.registers,
         "PRODUCER_REGISTERS": tiles.producer_registers,
     }
-    arguments = _arguments(call, portable, tiles.dkv_block_q, BLOCK_K, "query_tiles") | {
+    arguments = _arguments(call, portable, tiles.dkv_block_q, BLOCK_K, "intervals", "query_tiles") | {
         "together": Scalar(kv_heads_together(call, BLOCK_K), "i32")
     }
     return replace(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .rows import NOTHING_BEGINS, Q_LEN, ROW_FIELDS
+from .rows import NOTHING_BEGINS, ROW_FIELDS
 from .scores import LOG2E
 
 
@@ -64,20 +64,25 @@ def delta(
 
 
 @triton.jit
-def extent_bounds(extents_ptr, rows_ptr, bounds_ptr, S, Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Store four numbers of a query tile's extents: the least first, the greatest end, the greatest first, the least end.
+def extent_bounds(
+    extents_ptr, rows_ptr, bounds_ptr, S, RUNS: tl.constexpr, ROW: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Store four numbers of a tile's extents: the least first, the greatest end, the greatest first, the least end.
+
+    The tiles are of queries, or of keys with key extents. ROW rows after each other belong to one run; LENGTH is the field of a
+    row that holds the run's length.
 
     An empty extent counts as first = NOTHING_BEGINS, end = 0. So the first two numbers ignore it, and the last two say that no
     key is seen by all queries.
     """
-    q_slot = S // Q_RUNS
-    tiles = tl.cdiv(q_slot, BLOCK_Q)
+    slot = S // RUNS
+    tiles = tl.cdiv(slot, BLOCK)
     program = tl.program_id(0)
-    run = program // tiles % Q_RUNS
-    batch = (program // tiles // Q_RUNS).to(tl.int64)
-    i = program % tiles * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    valid = i < tl.load(rows_ptr + run * K_RUNS * ROW_FIELDS + Q_LEN)
-    at = extents_ptr + (batch * S + run * q_slot + i) * 2
+    run = program // tiles % RUNS
+    batch = (program // tiles // RUNS).to(tl.int64)
+    i = program % tiles * BLOCK + tl.arange(0, BLOCK)
+    valid = i < tl.load(rows_ptr + run * ROW * ROW_FIELDS + LENGTH)
+    at = extents_ptr + (batch * S + run * slot + i) * 2
     first = tl.load(at, mask=valid, other=0)
     end = tl.load(at + 1, mask=valid, other=0)
     some = valid & (first < end)

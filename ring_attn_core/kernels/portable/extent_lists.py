@@ -5,6 +5,14 @@
                                                     gaps among first .. last - 1, count is less than last - first
     not_finite     int32 [B, G, 2, spans]           1 if one of 64 keys (0) or values (1) is infinite or NaN
 
+Key extents leave gaps among the key tiles of a query tile, so their list has intervals of tiles:
+
+    key_bounds     int32 [B, k tiles, 4]            the bounds of a key tile's extents, as in backward_sums.py
+    intervals      int32 [B, q tiles, k_runs, 32]   tiles, of which need a mask, intervals, 0, then first and end of each interval
+
+The intervals whose tiles need a mask come first. A query tile that has more than INTERVALS of them gets a single one, from its
+first tile to its last, whose tiles all need a mask.
+
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py); spans in
            whole blocks of MASK_BLOCK keys, as in loads.py
 Program    one (tile, run of the others, batch row); of ``not_finite`` one (span, key head, batch row)
@@ -16,11 +24,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from . import extent_launches
 from .loads import SPAN, SPANS
 from .rows import keys_seen, load_row, tiles_in_band, tiles_in_extents
 
 SCAN = tl.constexpr(128)
-"""Number of query tiles whose bounds are read at a time."""
+"""Number of tiles whose bounds are read at a time."""
+
+HEADER = tl.constexpr(extent_launches.HEADER)
+INTERVALS = tl.constexpr(extent_launches.INTERVALS)
+LIST = tl.constexpr(extent_launches.HEADER + 2 * extent_launches.INTERVALS)
 
 
 @triton.jit
@@ -47,11 +60,97 @@ def key_tiles(
 
 
 @triton.jit
+def intervals(
+    rows_ptr, extents_ptr, key_bounds_ptr, intervals_ptr, S, T,
+    Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Store the key tiles of a run that a query tile visits by the key extents, as intervals of tiles.
+
+    WHOLE: tell the tiles that need no mask from the others; without it all count as in need of one.
+    """
+    q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
+    k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
+    program = tl.program_id(0)
+    k_run = program % K_RUNS
+    tile = program // K_RUNS % (Q_RUNS * q_tiles)
+    batch = program // K_RUNS // (Q_RUNS * q_tiles)
+    row = load_row(rows_ptr, tile // q_tiles * K_RUNS + k_run)
+    m0 = tile % q_tiles * BLOCK_Q
+    m1 = tl.minimum(m0 + BLOCK_Q, row.q_len)
+    m1 = tl.where(m0 < row.k_len + row.hi, m1, m0)  # beyond that, only padding lies within the band: key tiles leave it out
+    tiles = tiles_in_band(m0, m1, row.lo, row.hi, row.k_len, BLOCK_K)
+    if extents_ptr is not None:
+        i = m0 + tl.arange(0, BLOCK_Q)
+        begin, end = keys_seen(i, extents_ptr, batch, S, row)
+        tiles = tiles_in_extents(tiles, begin, end, i < row.q_len, BLOCK_K)
+    bounds = key_bounds_ptr + (batch * K_RUNS + k_run).to(tl.int64) * k_tiles * 4
+    first, last = row.q_start + row.stride * m0, row.q_start + row.stride * (m1 - 1)
+    to = intervals_ptr + program.to(tl.int64) * LIST
+    count, partly, begun, ended = 0, 0, 0, 0
+    lowest, highest = tiles.last, tiles.first
+    for part in tl.static_range(2 if WHOLE else 1):
+        for start in range(tiles.first, tiles.last, SCAN):
+            each = start + tl.arange(0, SCAN)
+            here = belongs(each, part, tiles, bounds, first, last, WHOLE)
+            begins = here & ~belongs(each - 1, part, tiles, bounds, first, last, WHOLE)
+            ends = here & ~belongs(each + 1, part, tiles, bounds, first, last, WHOLE)
+            number = begun + tl.cumsum(begins.to(tl.int32), 0) - 1
+            tl.store(to + HEADER + 2 * number, each, mask=begins & (number < INTERVALS))
+            number = ended + tl.cumsum(ends.to(tl.int32), 0) - 1
+            tl.store(to + HEADER + 2 * number + 1, each + 1, mask=ends & (number < INTERVALS))
+            begun += tl.sum(begins.to(tl.int32), 0)
+            ended += tl.sum(ends.to(tl.int32), 0)
+            count += tl.sum(here.to(tl.int32), 0)
+            lowest = tl.minimum(lowest, tl.min(tl.where(here, each, tiles.last), 0))
+            highest = tl.maximum(highest, tl.max(tl.where(here, each + 1, tiles.first), 0))
+        if part == 0:
+            partly = count
+    if begun > INTERVALS:
+        count, partly, begun = highest - lowest, highest - lowest, 1
+        tl.debug_barrier()  # the stores below overwrite those above
+        tl.store(to + HEADER, lowest)
+        tl.store(to + HEADER + 1, highest)
+    tl.store(to, count)
+    tl.store(to + 1, partly)
+    tl.store(to + 2, begun)
+    tl.store(to + 3, 0)
+
+
+@triton.jit
+def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
+    """Return whether each key tile is in a part. Some query sees a key of it, and it needs a mask (0) or none (1).
+
+    ``first``, ``last``: positions of the first and the last query.
+    """
+    inside = (tile >= tiles.first) & (tile < tiles.last)
+    at = bounds + tile * 4
+    some = inside & (tl.load(at, mask=inside, other=0) <= last) & (tl.load(at + 1, mask=inside, other=0) > first)
+    if WHOLE:
+        whole = some & (tile >= tiles.whole_first) & (tile < tiles.whole_last)
+        whole &= (tl.load(at + 2, mask=whole, other=0) <= first) & (tl.load(at + 3, mask=whole, other=0) > last)
+        some = (some & ~whole) if part == 0 else whole
+    return some
+
+
+@triton.jit
+def lies_in(tile, list_ptr, inside):
+    """Return whether a key tile lies in an interval of each of the lists at ``list_ptr``, false outside of ``inside``."""
+    found = inside & False
+    some = tl.load(list_ptr + 2, mask=inside, other=0)
+    for each in range(INTERVALS):
+        here = inside & (each < some)
+        first = tl.load(list_ptr + HEADER + 2 * each, mask=here, other=0)
+        end = tl.load(list_ptr + HEADER + 2 * each + 1, mask=here, other=0)
+        found |= (first <= tile) & (tile < end)
+    return found
+
+
+@triton.jit
 def query_tiles(
-    rows_ptr, bounds_ptr, query_tiles_ptr, S, T,
+    rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store the query tiles of a run that a key tile visits: those that meet the band, and by their bounds the tile."""
+    """Store the query tiles of a run that a key tile visits: those that meet the band, and by bounds or intervals the tile."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)
@@ -66,10 +165,14 @@ def query_tiles(
     for start in range(tiles.first, tiles.last, SCAN):
         tile = start + tl.arange(0, SCAN)
         inside = tile < tiles.last
-        bounds = bounds_ptr + ((batch * Q_RUNS + q_run).to(tl.int64) * q_tiles + tile) * 4
-        begin = (tl.maximum(tl.load(bounds, mask=inside, other=0) - row.k_start, 0) + row.stride - 1) // row.stride
-        end = (tl.maximum(tl.load(bounds + 1, mask=inside, other=0) - row.k_start, 0) + row.stride - 1) // row.stride
-        some = inside & (begin // BLOCK_K <= n0 // BLOCK_K) & (n0 // BLOCK_K < tl.cdiv(tl.minimum(end, row.k_len), BLOCK_K))
+        if intervals_ptr is not None:
+            of_tile = ((batch * Q_RUNS + q_run).to(tl.int64) * q_tiles + tile) * K_RUNS + k_tile // k_tiles
+            some = lies_in(n0 // BLOCK_K, intervals_ptr + of_tile * LIST, inside)
+        else:
+            bounds = bounds_ptr + ((batch * Q_RUNS + q_run).to(tl.int64) * q_tiles + tile) * 4
+            begin = (tl.maximum(tl.load(bounds, mask=inside, other=0) - row.k_start, 0) + row.stride - 1) // row.stride
+            end = (tl.maximum(tl.load(bounds + 1, mask=inside, other=0) - row.k_start, 0) + row.stride - 1) // row.stride
+            some = inside & (begin // BLOCK_K <= n0 // BLOCK_K) & (n0 // BLOCK_K < tl.cdiv(tl.minimum(end, row.k_len), BLOCK_K))
         lowest = tl.minimum(lowest, tl.min(tl.where(some, tile, tiles.last), 0))
         highest = tl.maximum(highest, tl.max(tl.where(some, tile + 1, tiles.first), 0))
         count += tl.sum(some.to(tl.int32), 0)

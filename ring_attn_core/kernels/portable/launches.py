@@ -62,7 +62,7 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
         "CLEAN": _clean(call),
     }
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
-    return _launch("forward", grid, arguments, constants, (out, *of_lse), tiles)
+    return launch_of("forward", grid, arguments, constants, (out, *of_lse), tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -88,79 +88,7 @@ def delta(call: RingCall, out_dtype: str) -> Launch:
     names = ("lse2", "delta", "factor") if call.carries_rest else ("lse2", "delta")
     outputs = tuple(Output(name, shape, "float32") for name in names)
     grid = -(-call.seq_local // tiles.block_q) * call.heads * call.batch
-    return _launch("delta", grid, arguments, constants, outputs, tiles)
-
-
-@lru_cache(maxsize=4096)
-def extent_bounds(call: RingCall, block_q: int) -> Launch:
-    """Return the launch that computes the extent bounds of tiles of ``block_q`` queries: ``bounds`` int32 [b, q tiles, 4]."""
-    arguments = {
-        "extents_ptr": Array("extents", "int32"),
-        "rows_ptr": Array("rows", "int32"),
-        "bounds_ptr": Array("bounds", "int32"),
-        "S": Scalar(call.seq_local, "i32"),
-    }
-    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q}
-    q_tiles = call.q_tiles(block_q)
-    outputs = (Output("bounds", (call.batch, q_tiles, 4), "int32"),)
-    return _launch("extent_bounds", q_tiles * call.batch, arguments, constants, outputs, TileConfig(0, 0, 1, 1))
-
-
-@lru_cache(maxsize=4096)
-def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that finds the tiles of ``block_k`` keys of each tile of ``block_q`` queries by the extents."""
-    arguments = {
-        "rows_ptr": Array("rows", "int32"),
-        "extents_ptr": Array("extents", "int32"),
-        "key_tiles_ptr": Array("key_tiles", "int32"),
-        "S": Scalar(call.seq_local, "i32"),
-    }
-    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q, "BLOCK_K": block_k}
-    output = Output("key_tiles", (call.batch, call.q_tiles(block_q), call.k_runs, 4), "int32")
-    grid = call.batch * call.q_tiles(block_q) * call.k_runs
-    return _launch("key_tiles", grid, arguments, constants, (output,), TileConfig(0, 0, 1, 1))
-
-
-@lru_cache(maxsize=4096)
-def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that finds the tiles of ``block_q`` queries of each tile of ``block_k`` keys by their extent bounds."""
-    arguments = {
-        "rows_ptr": Array("rows", "int32"),
-        "bounds_ptr": Array("bounds", "int32"),
-        "query_tiles_ptr": Array("query_tiles", "int32"),
-        "S": Scalar(call.seq_local, "i32"),
-        "T": Scalar(call.kv_local, "i32"),
-    }
-    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q, "BLOCK_K": block_k}
-    output = Output("query_tiles", (call.batch, call.k_tiles(block_k), call.q_runs, 4), "int32")
-    grid = call.batch * call.k_tiles(block_k) * call.q_runs
-    return _launch("query_tiles", grid, arguments, constants, (output,), TileConfig(0, 0, 1, 1))
-
-
-@lru_cache(maxsize=4096)
-def not_finite(call: RingCall) -> Launch:
-    """Return the launch that flags the spans of keys and of values that are not all finite."""
-    both = call.head_dim + call.v_dim
-    arguments = {
-        "k_BTGD": Array("kv" if call.packed else "k", call.dtype),
-        "v_BTGE": Array("kv" if call.packed else "v", call.dtype),
-        "not_finite_ptr": Array("not_finite", "int32"),
-        "T": Scalar(call.kv_local, "i32"),
-    }
-    constants = {
-        "G": call.kv_heads,
-        "D": call.head_dim,
-        "E": call.v_dim,
-        "K_STRIDE": both if call.packed else call.head_dim,
-        "V_STRIDE": both if call.packed else call.v_dim,
-        "V_COLUMN": call.head_dim if call.packed else 0,
-        "BLOCK_D": padded(call.head_dim),
-        "BLOCK_E": padded(call.v_dim),
-    }
-    spans = -(-call.kv_local // MASK_BLOCK) * (MASK_BLOCK // MASK_SPAN)
-    output = Output("not_finite", (call.batch, call.kv_heads, 2, spans), "int32")
-    grid = call.batch * call.kv_heads * spans
-    return _launch("not_finite", grid, arguments, constants, (output,), TileConfig(0, 0, 4, 1))
+    return launch_of("delta", grid, arguments, constants, outputs, tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -179,7 +107,7 @@ def unpack_key_mask(batch: int, kv_local: int) -> Launch:
     spans = Output("key_mask_spans", (batch, tiles * (MASK_BLOCK // MASK_SPAN)), "int32")
     outputs = Output("key_mask", (batch, kv_local), "float32"), spans
     constants, config = {"BLOCK_K": MASK_BLOCK}, TileConfig(0, MASK_BLOCK, 4, 1)
-    return _launch("unpack_key_mask", tiles * batch, arguments, constants, outputs, config)
+    return launch_of("unpack_key_mask", tiles * batch, arguments, constants, outputs, config)
 
 
 @lru_cache(maxsize=4096)
@@ -192,7 +120,7 @@ def dropout_streams(batch: int, heads: int) -> Launch:
         "H": Scalar(heads, "i32"),
     }
     outputs = (Output("dropout", (batch, heads), "uint32"),)
-    return _launch("dropout_streams", -(-batch * heads // 128), arguments, {"BLOCK": 128}, outputs, TileConfig(0, 0, 4, 1))
+    return launch_of("dropout_streams", -(-batch * heads // 128), arguments, {"BLOCK": 128}, outputs, TileConfig(0, 0, 4, 1))
 
 
 @lru_cache(maxsize=4096)
@@ -216,7 +144,7 @@ def dq(call: RingCall, first: bool, last: bool) -> Launch:
     }
     constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "CLEAN": _clean(call)}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
-    return _launch("dq", grid, arguments, constants, (out,), tiles)
+    return launch_of("dq", grid, arguments, constants, (out,), tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -249,7 +177,7 @@ def dkv(call: RingCall, first: bool, last: bool) -> Launch:
     }
     constants = {**_constants(call, tiles), "FIRST": first}
     grid = call.k_tiles(tiles.block_k) * call.kv_heads * call.batch
-    return _launch("dkv", grid, arguments, constants, outputs, tiles)
+    return launch_of("dkv", grid, arguments, constants, outputs, tiles)
 
 
 def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
@@ -330,7 +258,7 @@ def decode(call: DecodeCall) -> Launch:
     }
     pairs = Output("pairs", (call.splits, call.batch, call.queries, call.heads, call.v_dim + 1), "float32")
     grid = call.kv_heads * call.row_tiles * call.splits * call.batch if call.queries else 0
-    return _launch("decode", grid, arguments, constants, (pairs,), tiles)
+    return launch_of("decode", grid, arguments, constants, (pairs,), tiles)
 
 
 @lru_cache(maxsize=4096)
@@ -353,7 +281,7 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
     outputs = Output("out", (b, n, h, e), call.dtype), Output("lse", (b, n, h), "float32")
     if not final:
         outputs = (Output("merged", (b, n, h, e + 1), "float32"),)
-    return _launch("merge_pairs", b * n * h, arguments, constants, outputs, TileConfig(0, 0, 4, 1))
+    return launch_of("merge_pairs", b * n * h, arguments, constants, outputs, TileConfig(0, 0, 4, 1))
 
 
 def _count(value: int) -> Scalar:
@@ -412,7 +340,7 @@ def _clean(call: RingCall) -> int:
     return 0 if not call.clean else 1 if call.capability >= 90 else 2
 
 
-def _launch(
+def launch_of(
     kernel: str,
     grid: int,
     arguments: dict[str, Any],

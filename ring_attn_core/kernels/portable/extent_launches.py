@@ -1,0 +1,127 @@
+"""The launches that find the tiles which extents of queries or of keys leave to a program (``extent_lists.py``)."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from ...runs import Row
+from ..call import RingCall
+from ..launch import Array, Launch, Output, Scalar
+from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
+from .launches import launch_of
+
+HEADER = 4
+INTERVALS = 14
+"""Sizes of a list of ``intervals``: int32 before its intervals, and the largest number of these."""
+
+
+@lru_cache(maxsize=4096)
+def extent_bounds(call: RingCall, block_q: int) -> Launch:
+    """Return the launch that computes the extent bounds of tiles of ``block_q`` queries: ``bounds`` int32 [b, q tiles, 4]."""
+    arguments = {
+        "extents_ptr": Array("extents", "int32"),
+        "rows_ptr": Array("rows", "int32"),
+        "bounds_ptr": Array("bounds", "int32"),
+        "S": Scalar(call.seq_local, "i32"),
+    }
+    constants = {"RUNS": call.q_runs, "ROW": call.k_runs, "LENGTH": Row._fields.index("q_len"), "BLOCK": block_q}
+    q_tiles = call.q_tiles(block_q)
+    outputs = (Output("bounds", (call.batch, q_tiles, 4), "int32"),)
+    return launch_of("extent_bounds", q_tiles * call.batch, arguments, constants, outputs, TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
+    """Return the launch that finds the tiles of ``block_k`` keys of each tile of ``block_q`` queries by the extents."""
+    arguments = {
+        "rows_ptr": Array("rows", "int32"),
+        "extents_ptr": Array("extents", "int32"),
+        "key_tiles_ptr": Array("key_tiles", "int32"),
+        "S": Scalar(call.seq_local, "i32"),
+    }
+    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q, "BLOCK_K": block_k}
+    output = Output("key_tiles", (call.batch, call.q_tiles(block_q), call.k_runs, 4), "int32")
+    grid = call.batch * call.q_tiles(block_q) * call.k_runs
+    return launch_of("key_tiles", grid, arguments, constants, (output,), TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def key_bounds(call: RingCall, block_k: int) -> Launch:
+    """Return the launch that computes the extent bounds of tiles of ``block_k`` keys: ``key_bounds`` int32 [b, k tiles, 4]."""
+    arguments = {
+        "extents_ptr": Array("key_extents", "int32"),
+        "rows_ptr": Array("rows", "int32"),
+        "bounds_ptr": Array("key_bounds", "int32"),
+        "S": Scalar(call.kv_local, "i32"),
+    }
+    constants = {"RUNS": call.k_runs, "ROW": 1, "LENGTH": Row._fields.index("k_len"), "BLOCK": block_k}
+    k_tiles = call.k_tiles(block_k)
+    outputs = (Output("key_bounds", (call.batch, k_tiles, 4), "int32"),)
+    return launch_of("extent_bounds", k_tiles * call.batch, arguments, constants, outputs, TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch:
+    """Return the launch that finds the tiles of ``block_k`` keys of each tile of ``block_q`` queries by the key extents.
+
+    ``whole``: tiles that need no mask are told from the others.
+    """
+    arguments = {
+        "rows_ptr": Array("rows", "int32"),
+        "extents_ptr": call.array("extents", "int32"),
+        "key_bounds_ptr": Array("key_bounds", "int32"),
+        "intervals_ptr": Array("intervals", "int32"),
+        "S": Scalar(call.seq_local, "i32"),
+        "T": Scalar(call.kv_local, "i32"),
+    }
+    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q, "BLOCK_K": block_k, "WHOLE": whole}
+    output = Output("intervals", (call.batch, call.q_tiles(block_q), call.k_runs, HEADER + 2 * INTERVALS), "int32")
+    grid = call.batch * call.q_tiles(block_q) * call.k_runs
+    return launch_of("intervals", grid, arguments, constants, (output,), TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
+    """Return the launch that finds the tiles of ``block_q`` queries of each tile of ``block_k`` keys.
+
+    It inverts the ``intervals`` of the query tiles if the call has key extents, and else takes their extent bounds.
+    """
+    of_keys = "key_extents" in call.given
+    arguments = {
+        "rows_ptr": Array("rows", "int32"),
+        "bounds_ptr": None if of_keys else Array("bounds", "int32"),
+        "intervals_ptr": Array("intervals", "int32") if of_keys else None,
+        "query_tiles_ptr": Array("query_tiles", "int32"),
+        "S": Scalar(call.seq_local, "i32"),
+        "T": Scalar(call.kv_local, "i32"),
+    }
+    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": block_q, "BLOCK_K": block_k}
+    output = Output("query_tiles", (call.batch, call.k_tiles(block_k), call.q_runs, 4), "int32")
+    grid = call.batch * call.k_tiles(block_k) * call.q_runs
+    return launch_of("query_tiles", grid, arguments, constants, (output,), TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
+def not_finite(call: RingCall) -> Launch:
+    """Return the launch that flags the spans of keys and of values that are not all finite."""
+    both = call.head_dim + call.v_dim
+    arguments = {
+        "k_BTGD": Array("kv" if call.packed else "k", call.dtype),
+        "v_BTGE": Array("kv" if call.packed else "v", call.dtype),
+        "not_finite_ptr": Array("not_finite", "int32"),
+        "T": Scalar(call.kv_local, "i32"),
+    }
+    constants = {
+        "G": call.kv_heads,
+        "D": call.head_dim,
+        "E": call.v_dim,
+        "K_STRIDE": both if call.packed else call.head_dim,
+        "V_STRIDE": both if call.packed else call.v_dim,
+        "V_COLUMN": call.head_dim if call.packed else 0,
+        "BLOCK_D": padded(call.head_dim),
+        "BLOCK_E": padded(call.v_dim),
+    }
+    spans = -(-call.kv_local // MASK_BLOCK) * (MASK_BLOCK // MASK_SPAN)
+    output = Output("not_finite", (call.batch, call.kv_heads, 2, spans), "int32")
+    grid = call.batch * call.kv_heads * spans
+    return launch_of("not_finite", grid, arguments, constants, (output,), TileConfig(0, 0, 4, 1))
