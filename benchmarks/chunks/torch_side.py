@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ring_attn_torch import RingTransformer, loss
 
+from ..support.turns import peak_bytes
 from .problem import VOCAB, config_of
 
 DEVICE = "cuda"
@@ -25,7 +26,7 @@ class Cell(NamedTuple):
 
 def cell(part: str, tokens: int, chunk: int | None) -> Cell:
     work = _loss(tokens, chunk) if part == "loss" else _layers(part, tokens, chunk)
-    return Cell(work, partial(_peak, work))
+    return Cell(work, partial(peak_bytes, work))
 
 
 def _layers(part: str, tokens: int, chunk: int | None) -> Callable[[], object]:
@@ -56,12 +57,3 @@ def _loss(tokens: int, chunk: int | None) -> Callable[[], object]:
         return loss(hidden, labels, head=head, chunk=chunk)
 
     return lambda: torch.autograd.grad(value(), [hidden, head])
-
-
-def _peak(work: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before

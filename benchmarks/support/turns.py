@@ -70,6 +70,16 @@ def device_seconds(work: Work, calls: int) -> float:
     return sum(event.time_range.elapsed_us() for event in on_device) / calls / 1e6
 
 
+def peak_bytes(work: Work) -> int:
+    """Return the largest memory that PyTorch allocates on the GPU during a call, beyond what it held before."""
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def copy_bandwidth() -> float:
     """Return the bytes/s, read and written, of a copy of 2 GiB."""
     x = torch.empty(2**31, dtype=torch.uint8, device="cuda")

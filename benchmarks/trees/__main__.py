@@ -30,11 +30,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 import ring_attn_jax
 from ring_attn_core import causal
+from ring_attn_core.data.trees import TreeExtents
 from ring_attn_torch import RingTransformer, ring_attention, tree_extents
 
 from ..kernel.candidates import Case, of_jax, of_torch
 from ..support import harness
-from ..support.turns import Work, take_turns
+from ..support.turns import Work, peak_bytes, take_turns
 
 HEADS: dict[str, Any] = {"heads": 32, "kv_heads": 8}
 CHOICES = "causal row", "tree", "one by one"
@@ -45,7 +46,11 @@ def attention(options: Namespace, framework: str) -> Iterator[dict[str, Any]]:
     tokens = options.prompt + options.completions * options.length
     row, rollout = Case(**HEADS, tokens=tokens), Case(**HEADS, tokens=options.prompt + options.length)
     make = {"torch": _in_torch, "jax": _in_jax}[framework]
-    made = {"causal row": make(row, None), "tree": make(row, _tree(options)), "one by one": make(rollout, None)}
+    made = {
+        "causal row": make(row, None),
+        "tree": make(row, _tree(options).key_extents.cuda()),
+        "one by one": make(rollout, None),
+    }
     pairs = {
         "causal row": causal().area(tokens, tokens),
         "tree": visible(options),
@@ -72,9 +77,9 @@ def visible(options: Namespace) -> int:
     return own(options.prompt) + options.completions * (own(options.length) + options.prompt * options.length)
 
 
-def _tree(options: Namespace) -> torch.Tensor:
-    parents, lengths = [-1] + options.completions * [0], [options.prompt] + options.completions * [options.length]
-    return tree_extents(parents, lengths).key_extents.cuda()
+def _tree(options: Namespace) -> TreeExtents:
+    children = options.completions
+    return tree_extents([-1] + children * [0], [options.prompt] + children * [options.length])
 
 
 def _in_torch(case: Case, key_extents: torch.Tensor | None) -> tuple[Work, Work, Work]:
@@ -96,12 +101,12 @@ def layer(options: Namespace) -> Iterator[dict[str, Any]]:
         sizes: dict[str, Any] = {"dim": 4096, "hidden": 4096, "depth": 1, **HEADS}
         model = RingTransformer(vocab=256, **sizes, compute_dtype=torch.bfloat16)
         tokens = options.prompt + options.completions * options.length
-        found = tree_extents([-1] + options.completions * [0], [options.prompt] + options.completions * [options.length])
+        found = _tree(options)
         of_tree = {"positions": found.positions.cuda(), "key_extents": found.key_extents.cuda()}
         works = {"tree": _step(model, tokens, of_tree), "one by one": _step(model, options.prompt + options.length, {})}
     times = take_turns(works, options.rounds)
     times["one by one"] *= options.completions
-    peaks = {name: _peak(work) for name, work in works.items()}
+    peaks = {name: peak_bytes(work) for name, work in works.items()}
     yield {
         "framework": "torch",
         "part": "layer",
@@ -115,15 +120,6 @@ def _step(model: RingTransformer, tokens: int, given: dict[str, torch.Tensor]) -
     ids, dout = torch.randint(256, (1, tokens)), torch.randn(1, tokens, 4096, dtype=torch.bfloat16)
     weights = list(model.blocks.parameters())
     return lambda: torch.autograd.grad(model(ids, return_hidden=True, **given), weights, dout)
-
-
-def _peak(work: Callable[[], object]) -> int:
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
 
 
 def rows(options: Namespace) -> Iterator[dict[str, Any]]:
