@@ -77,6 +77,11 @@ class DirectPlan(RingPlan):
             found.append(each)
         return found
 
+    def sent(self, owner: int, shift: int) -> int:
+        """Return the tokens that ``owner`` sends at a shift, without the slices of any other owner."""
+        reader = (owner + shift) % self.ranks
+        return sum(self._visible(owner, reader, run)[1] for run in range(len(self.k_runs[0])))
+
     def _visible(self, owner: int, reader: int, run: int) -> tuple[int, int]:
         """Return the first token and the length of the part of the owner's run ``run`` that the reader's queries see."""
         base, *keys = self.k_runs[owner][run]

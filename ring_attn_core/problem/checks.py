@@ -56,7 +56,9 @@ def _finite(x: Any) -> bool:
     return isinstance(x, int | float) and not isinstance(x, bool) and -math.inf < x < math.inf
 
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+"""Bytes of a number of each dtype of q, k and v."""
+DTYPES = tuple(ITEM)
 INTEGERS = ("int32", "int64", "uint32", "uint8", "int16", "int8")
 
 

@@ -6,11 +6,14 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..plan.load import Load
+from ..plan.machine import Machine
 from ..plan.ring import RingPlan
 from ..records import hashed_once
-from .checks import DTYPES, OptionalArray, check_array
+from .auto import Choice, choose
+from .checks import DTYPES, ITEM, OptionalArray, check_array
 from .options import Options
-from .strategies import check_fit, chosen, plan_of_steps
+from .strategies import Strategy, check_fit, chosen, plan_of_steps
 
 
 @hashed_once
@@ -22,7 +25,8 @@ class Problem:
     v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
     ``arrays``: the optional arrays of the call, in the order of the signature. ``capability``: compute capability of the NVIDIA
     GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
-    descriptors.
+    descriptors. ``machine``: what the cost model knows of the machine, None if nothing. ``host_ranks``: number of consecutive
+    ranks on each host, 0 if unknown.
     """
 
     q_shape: tuple[int, ...]
@@ -36,6 +40,8 @@ class Problem:
     capability: int = 0
     framework: str = "jax"
     tma: bool = True
+    machine: Machine | None = None
+    host_ranks: int = 0
 
     @cached_property
     def plan(self) -> RingPlan:
@@ -48,12 +54,30 @@ class Problem:
     @cached_property
     def steps(self) -> RingPlan:
         """Return the plan of the steps, on the shards that the strategy joins: ``plan`` if it joins none."""
-        return plan_of_steps(self.options.strategy, self.plan, self.q_shape[2], self.k_shape[2])
+        return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2])
 
     @property
     def strategy(self) -> str:
         """Return the name of the strategy that runs this problem."""
-        return chosen(self.options.strategy, self.plan)
+        return chosen(self.travel, self.plan)
+
+    @property
+    def travel(self) -> Strategy:
+        """Return the name or record of the strategy, in place of "auto" the one that it takes."""
+        return self.choice.strategy if self.options.strategy == "auto" else self.options.strategy
+
+    @cached_property
+    def choice(self) -> Choice:
+        """Return what "auto" takes for this problem, and why."""
+        return choose(self.load, self.machine, self.options.backend, self.device)
+
+    @cached_property
+    def load(self) -> Load:
+        """Return the sizes on which the time depends. With extents the pairs are the mask's: ranks share no document lengths."""
+        (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
+        extents = any(array.name in ("extents", "key_extents") for array in self.arrays)
+        hosts = min(self.host_ranks, self.ranks)
+        return Load(self.plan, b, heads, kv_heads, d, e, ITEM[self.dtypes[0]], hosts, extents=extents)
 
     @property
     def scale(self) -> float:
@@ -71,7 +95,7 @@ class Problem:
             raise ValueError(
                 f"dropout_rate={rate} needs dropout_seed, an integer that is the same on every rank and another at every step"
             )
-        check_fit(self.options.strategy, self.ranks, self.q_shape[2], self.plan.layout)
+        check_fit(self.travel, self.ranks, self.q_shape[2], self.plan.layout)
         return self.plan
 
     @property
@@ -84,6 +108,7 @@ class Problem:
         own = asdict(self)
         options: dict[str, Any] = own.pop("options") | {"layout": str(self.options.layout)}
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}
+        own["machine"] = None if self.machine is None else self.machine.to_json()
         return own | options | lengths | {"scale": self.scale, "strategy": str(self.options.strategy)}
 
     def _check_shapes(self) -> None:

@@ -40,7 +40,7 @@ def read_strategy(text: str) -> Strategy:
 
 
 def name_of(strategy: Strategy) -> str:
-    """Return the name of the strategy; "auto" stands for "ring"."""
+    """Return the name of the strategy; "auto" stands for "ring", which it takes without a machine (``auto.py``)."""
     is_record = not isinstance(strategy, str)
     name = next(name for name, record in RECORDS.items() if type(strategy) is record) if is_record else str(strategy)
     return "ring" if name == "auto" else name
@@ -59,24 +59,29 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int)
     if name == "gather":
         return JoinedPlan(**own, k_shards=plan.ranks)
     if name == "ulysses":
-        size = _group(strategy, plan.ranks)
+        size = group_of(strategy, plan.ranks)
         return JoinedPlan(**own, q_shards=size, k_shards=size, shares=HeadShares(heads, kv_heads, size))
     if name == "two_level":
-        return TwoLevelPlan(**own, host_ranks=_group(strategy, plan.ranks))
+        return TwoLevelPlan(**own, host_ranks=group_of(strategy, plan.ranks))
     return plan
 
 
 def check_fit(strategy: Strategy, ranks: int, heads: int, layout: str | BalancedLayout) -> None:
     """Raise ValueError if the strategy cannot run on so many ranks or query heads, or in this layout."""
-    size, name, objection = _group(strategy, ranks), name_of(strategy), None
+    if (why := objection(strategy, ranks, heads, layout)) is not None:
+        raise ValueError(f'strategy={strategy!r} cannot run this: {why}. strategy="auto" takes one that can')
+
+
+def objection(strategy: Strategy, ranks: int, heads: int, layout: str | BalancedLayout) -> str | None:
+    """Return why the strategy cannot run on so many ranks or query heads, or in this layout; None if it can."""
+    size, name = group_of(strategy, ranks), name_of(strategy)
     if name == "ulysses":
-        objection = _of_ulysses(size, ranks, heads)
-    elif name == "two_level":
-        objection = _of_hosts(strategy, size, ranks)
-    elif name == "direct" and isinstance(layout, BalancedLayout):
-        objection = "its slices are cut from runs of equal length, and those of a balanced layout are of any length"
-    if objection is not None:
-        raise ValueError(f'strategy={strategy!r} cannot run this: {objection}. strategy="auto" takes {name_of("auto")!r}')
+        return _of_ulysses(size, ranks, heads)
+    if name == "two_level":
+        return _of_hosts(strategy, size, ranks)
+    if name == "direct" and isinstance(layout, BalancedLayout):
+        return "its slices are cut from runs of equal length, and those of a balanced layout are of any length"
+    return None
 
 
 def _of_ulysses(size: int, ranks: int, heads: int) -> str | None:
@@ -93,5 +98,6 @@ def _of_hosts(strategy: Strategy, size: int, ranks: int) -> str | None:
     return f"hosts of {size} ranks do not divide a ring of {ranks}" if ranks % size else None
 
 
-def _group(strategy: Strategy, ranks: int) -> int:
+def group_of(strategy: Strategy, ranks: int) -> int:
+    """Return the ranks of a group of the strategy: those that its record says, else all."""
     return ranks if isinstance(strategy, str) else strategy.ranks

@@ -7,10 +7,8 @@ from typing import NamedTuple
 
 from ..plan.direct import DirectPlan
 from ..plan.two_level import TwoLevelPlan
+from .checks import ITEM
 from .problem import Problem
-
-ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes of a number of each dtype."""
 
 
 class Traffic(NamedTuple):

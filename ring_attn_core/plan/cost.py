@@ -1,0 +1,266 @@
+"""The cost model of the strategies: the seconds of a forward and a backward, and the memory, of one rank on a machine.
+
+Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order of ``ring/strategies/`` of both packages.
+All transfers of a call share one queue, as those of a process group do in PyTorch, also if some of them cross between hosts.
+Pairs are counted from the plan, bytes from the shapes; a ``Machine`` says how fast both are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import NamedTuple
+
+from .direct import DirectPlan
+from .load import Load, Seconds
+from .machine import Machine
+from .ring import RingPlan
+from .timeline import Timeline
+from .two_level import TwoLevelPlan
+from .ulysses import HeadShares
+
+GATHERED, EXCHANGED = 1.12, 1.50
+"""The factors of the backward kernels' time on joined keys, and on joined keys and queries: measured on two H200s."""
+
+EXTENTS = 3.9
+"""The factor of a backward step's time beside its products if queries have extents: measured on two H200s."""
+
+SLICE, EXCHANGE = 13, 6
+"""The launches, in the time that one takes the host, by which PyTorch places a slice, and reorders arrays around an exchange."""
+
+
+class Work(NamedTuple):
+    """The pairs of a step, and the share of a rank's queries that see some of its keys."""
+
+    pairs: float
+    queries: float
+
+
+@dataclass
+class Pass:
+    """One pass of a call on a machine: its timeline, and the seconds of a step."""
+
+    load: Load
+    machine: Machine
+    backward: bool
+
+    def __post_init__(self) -> None:
+        load, machine = self.load, self.machine
+        self.line = Timeline(machine, load.local, machine.host_backward if self.backward else machine.host_forward)
+        self.rate = load.backward_rate(machine) if self.backward else load.forward_rate(machine)
+
+    def seconds(self, work: Work, continued: bool, slower: float = 1.0) -> float:
+        """Return the time of the launches of a step. ``continued``: its state is that of an earlier step, or of a later one."""
+        machine, load = self.machine, self.load
+        of_query = machine.backward_step if self.backward else machine.forward_step
+        of_query += machine.forward_state if continued and not self.backward else 0.0
+        of_query *= EXTENTS if load.extents and self.backward else 1.0
+        products = load.operations(work.pairs)[self.backward] / self.rate * (slower if self.backward else 1.0)
+        return products + of_query * load.q * work.queries * load.v_dim / 128
+
+    def work(self, shift: int) -> Work:
+        """Return the work of the slowest rank at a shift."""
+        return self.of_shifts(dict.fromkeys(self.load.sample, shift))
+
+    def of_shifts(self, shifts: dict[int, int]) -> Work:
+        """Return the work of the slowest of some ranks, each at its shift."""
+        load = self.load
+        queries = max(load.queries(rank, shift) for rank, shift in shifts.items())
+        return Work(max(load.area(rank, shift) for rank, shift in shifts.items()), queries / max(load.plan.seq_local, 1))
+
+
+def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
+    """Return the predicted time of a strategy. ``group``: ranks of a group of "ulysses" or of a host of "two_level"."""
+    passes = []
+    for backward in (False, True):
+        run = Pass(load, machine, backward)
+        SCHEDULES[name](run, group)
+        passes.append(run.line.end)
+    return Seconds(*passes)
+
+
+def memory(name: str, load: Load, group: int = 0) -> int:
+    """Return the bytes that a strategy holds at most besides a rank's own q, k, v, out and their gradients, in the backward."""
+    keys, gradients = load.kv * load.item, load.kv * load.wide
+    ranks = load.plan.ranks
+    if name == "gather":
+        return ranks * (keys + 3 * gradients)
+    if name == "ulysses":
+        sent = load.item * (load.q * (load.head_dim + 2 * load.v_dim) + load.kv * _shares(load, group).copies)
+        return 3 * sent + load.wide * (load.q * load.head_dim + 2 * load.kv) + (group < ranks) * (keys + 2 * gradients)
+    shards = {"ring": 1, "direct": 1, "two_way": 2, "two_level": 2}[name]
+    return shards * (keys + 2 * gradients)
+
+
+def _ring(run: Pass, group: int) -> None:
+    load = run.load
+    _one_way(run, [run.work(shift) for shift in load.plan.shifts], load.kv, load.hosts > 1, load.plan.home > 0)
+
+
+def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: bool, slower: float = 1.0) -> None:
+    """Send keys round; a backward step waits for the gradients of its keys, which were sent when the step before ended."""
+    line, load = run.line, run.load
+    travelling: float | None = None
+    for number, each in enumerate(works):
+        last = number + 1 == len(works)
+        arriving = None if last else line.send(kv * load.item, crosses)
+        line.wait(travelling)
+        line.compute(run.seconds(each, len(works) > 1, slower))
+        if run.backward and (not last or home):
+            travelling = line.send(kv * load.wide, crosses)
+        line.wait(arriving)
+    line.wait(travelling)
+
+
+def _two_way(run: Pass, group: int) -> None:
+    """Take turns between the ways: keys and gradients of one way travel during a step of the other."""
+    line, load = run.line, run.load
+    crosses = load.hosts > 1
+    ways = [list(way) for way in load.plan.ways if way]
+    arriving: list[float | None] = [line.send(load.kv * load.item, crosses) for _ in ways]
+    travelling: list[float | None] = [None] * len(ways)
+    line.compute(run.seconds(run.work(0), True))
+    for turn in range(max(map(len, ways), default=0)):
+        for at, way in enumerate(ways):
+            if turn >= len(way):
+                continue
+            line.wait(arriving[at])
+            last = turn + 1 == len(way)
+            arriving[at] = None if last else line.send(load.kv * load.item, crosses)
+            line.wait(travelling[at])
+            line.compute(run.seconds(run.work(way[turn]), True))
+            if run.backward:
+                travelling[at] = line.send(load.kv * load.wide, crosses)
+    for arrival in travelling:
+        line.wait(arrival)
+
+
+def _direct(run: Pass, group: int) -> None:
+    """Send the slices of the next step during a step, and the gradients of the step before."""
+    line, load, plan = run.line, run.load, run.load.plan
+    crosses = load.hosts > 1
+    sliced = DirectPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)})
+    of_token = load.kv / max(plan.kv_local, 1)
+    returning: float | None = None
+    for before, shift in zip(plan.shifts, plan.shifts[1:], strict=False):
+        tokens = max(sliced.sent(owner, shift) for owner in load.sample)
+        size = tokens * of_token
+        arriving = line.send(size * load.item, crosses)
+        _direct_step(run, before, returning)
+        returning = _sent_back(run, sliced, before)
+        line.wait(arriving)
+        line.copy((load.kv + 2 * size) * load.item, SLICE)
+    _direct_step(run, plan.shifts[-1], returning)
+    line.wait(_sent_back(run, sliced, plan.shifts[-1]))
+
+
+def _direct_step(run: Pass, shift: int, returning: float | None) -> None:
+    run.line.compute(run.seconds(run.work(shift), True))
+    run.line.wait(returning)
+
+
+def _sent_back(run: Pass, sliced: DirectPlan, shift: int) -> float | None:
+    if not run.backward or not shift:
+        return None
+    load = run.load
+    size = max(sliced.sent(owner, shift) for owner in load.sample) * load.kv / max(load.plan.kv_local, 1)
+    run.line.copy(3 * size * load.wide)
+    return run.line.send(size * load.wide, load.hosts > 1)
+
+
+def _gather(run: Pass, group: int) -> None:
+    """Gather all keys before the only step; in the backward send the gradients of all shards to their owners after it."""
+    line, load = run.line, run.load
+    ranks = load.plan.ranks
+    across = (load.plan.ranks - load.local) / load.local  # each shard comes to a host once, over one of its links
+    line.wait(line.collect((ranks - 1) * load.kv * load.item, across * load.kv * load.item))
+    line.copy(2 * ranks * load.kv * load.item)
+    work = max(sum(load.area(rank, shift) for shift in load.plan.shifts) for rank in load.sample)
+    line.compute(run.seconds(Work(work, 1.0), False, GATHERED))
+    if run.backward:
+        sent = load.kv * load.wide
+        line.copy(2 * ranks * sent)
+        line.wait(line.collect((ranks - 1) * sent, (ranks - load.local) * sent))
+        line.copy(3 * ranks * sent, 1)
+
+
+def _shares(load: Load, group: int) -> HeadShares:
+    return HeadShares(load.heads, load.kv_heads, group)
+
+
+def _ulysses(run: Pass, group: int) -> None:
+    """Exchange heads inside a group before the first step and after the last; send keys round the ring of groups."""
+    line, load, plan = run.line, run.load, run.load.plan
+    shares, across = _shares(load, group), load.host_ranks < group
+    kv = load.kv * shares.copies / group
+    q, w, i = load.q / group, load.wide, load.item
+    lse = w * q * (2 if i >= 4 else 1)
+    there, back = i * (q * load.head_dim + kv), i * q * load.v_dim + lse
+    if run.backward:
+        there += 2 * i * q * load.v_dim + lse + w * q
+        back = i * q * load.head_dim + kv * (i if shares.copies == 1 else w)
+
+    def exchange(size: float) -> None:
+        line.copy(2 * size * group, EXCHANGE)
+        line.wait(line.collect((min(group, load.local) - 1) * size, (group - load.local) * size if across else 0.0))
+        line.copy(2 * size * group, EXCHANGE)
+
+    exchange(there)
+    groups = range(0, plan.ranks, group)
+    pairs = [_group_pairs(run, shift, group) / group for shift in groups]
+    needed = [Work(each, 1.0) for number, each in enumerate(pairs) if each or not number]
+    _one_way(run, needed, kv * group, load.hosts > 1, len(needed) > 1, EXCHANGED)
+    exchange(back)
+
+
+def _group_pairs(run: Pass, shift: int, group: int) -> int:
+    """Return the pairs of all queries of a group and all keys of the group ``shift`` ranks before it."""
+    load, plan = run.load, run.load.plan
+    if group == plan.ranks:
+        return plan.mask.area(plan.length, plan.kv_length)
+    firsts = {rank - rank % group for rank in load.sample}
+    members = [(q, k) for q in range(group) for k in range(group)]
+    return max(sum(load.area(first + q, (shift + q - k) % plan.ranks) for q, k in members) for first in firsts)
+
+
+def _two_level(run: Pass, group: int) -> None:
+    """Send keys to the next host while they go round this one, and the sums of gradients of the host before."""
+    line, load, plan = run.line, run.load, run.load.plan
+    levels = TwoLevelPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)}, host_ranks=group)
+    left: float | None = None
+    sums: float | None = None
+    keys, gradients = load.kv * load.item, load.kv * load.wide
+    for ring in levels.inner_rings:
+        crossing = line.send(keys, load.hosts > 1) if ring.crossing else None
+        if ring.inner[0]:
+            line.wait(line.send(keys))
+        travelling: float | None = None
+        for number, inner in enumerate(ring.inner):
+            arriving = line.send(keys) if number + 1 < len(ring.inner) else None
+            line.wait(travelling)
+            line.compute(run.seconds(run.of_shifts({r: levels.shift(r, ring.outer, inner) for r in load.sample}), True))
+            if run.backward:
+                travelling = line.send(gradients)
+                if left is not None:  # the sum of the host before crosses during the next steps
+                    line.wait(left)
+                    line.wait(sums)
+                    line.copy(3 * gradients)
+                    sums, left = line.send(gradients, load.hosts > 1), None
+            line.wait(arriving)
+        left = travelling
+        line.wait(crossing)
+    if run.backward:
+        line.wait(left)
+        line.wait(sums)
+        line.wait(line.send(gradients, load.hosts > 1) if levels.crossing_home else None)
+
+
+SCHEDULES = {
+    "ring": _ring,
+    "direct": _direct,
+    "two_way": _two_way,
+    "gather": _gather,
+    "ulysses": _ulysses,
+    "two_level": _two_level,
+}
+"""The schedule of each strategy."""

@@ -1,0 +1,121 @@
+"""The sizes of a call, as far as its time depends on them: the pairs of ranks and steps, the bytes of a shard."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..runs import Band, Run
+from .direct import visible_keys
+from .machine import Machine
+from .ring import RingPlan
+
+SAMPLE = 12
+"""The most ranks whose work is counted; the slowest of them stands for all."""
+
+
+class Seconds(NamedTuple):
+    """The predicted time of a call, in seconds."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Load:
+    """The sizes of a call, as far as its time depends on them.
+
+    ``plan``: that of the ring. ``item``: bytes of a number of q, k and v. ``host_ranks``: number of consecutive ranks on a
+    host, 0 if unknown.
+    ``share``: visible pairs over those of the mask, below 1 if documents are packed and their lengths are known. ``extents``:
+    whether queries have extents.
+    """
+
+    plan: RingPlan
+    batch: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    item: int
+    host_ranks: int
+    share: float = 1.0
+    extents: bool = False
+
+    @property
+    def hosts(self) -> int:
+        return -(-self.plan.ranks // self.host_ranks) if self.host_ranks else 1
+
+    @property
+    def local(self) -> int:
+        """Return the ranks that share the links of a host."""
+        return min(self.plan.ranks, self.host_ranks)
+
+    @property
+    def kv(self) -> int:
+        """Return the number of elements of a shard of keys and values."""
+        return self.batch * self.plan.kv_local * self.kv_heads * (self.head_dim + self.v_dim)
+
+    @property
+    def q(self) -> int:
+        """Return the number of pairs of a query and a head."""
+        return self.batch * self.plan.seq_local * self.heads
+
+    @property
+    def wide(self) -> int:
+        """Return the bytes of a number in the accumulation dtype."""
+        return max(4, self.item)
+
+    @cached_property
+    def sample(self) -> tuple[int, ...]:
+        """Return the ranks whose work is counted: the first, the last, and others at equal distances."""
+        ranks, some = self.plan.ranks, min(self.plan.ranks, SAMPLE)
+        return tuple(sorted({i * (ranks - 1) // max(some - 1, 1) for i in range(some)}))
+
+    @cached_property
+    def _areas(self) -> dict[tuple[int, int], int]:
+        return {}
+
+    def area(self, rank: int, shift: int) -> int:
+        """Return the visible pairs of a rank at a shift, counted once."""
+        known = self._areas.get((rank, shift))
+        if known is None:
+            known = self._areas[rank, shift] = self.plan.area(rank, shift)
+        return known
+
+    def queries(self, rank: int, shift: int) -> int:
+        """Return the number of a rank's queries that see a key at a shift."""
+        plan, mask = self.plan, self.plan.mask
+        turned = Band(*(None if side is None else -side for side in (mask.hi, mask.lo)))
+        runs = [Run(start, length, stride) for _, length, start, stride in plan.k_runs[(rank - shift) % plan.ranks]]
+        total = 0
+        for _, length, start, stride in plan.q_runs[rank]:
+            seen = [visible_keys(keys, Run(start, length, stride), turned) for keys in runs]
+            some = [(first, end) for first, end in seen if first < end]
+            total += max((end for _, end in some), default=0) - min((first for first, _ in some), default=0)
+        return total
+
+    def operations(self, pairs: float) -> tuple[float, float]:
+        """Return the operations of ``pairs`` (query, key) pairs of all heads, forward and backward."""
+        d, e, each = self.head_dim, self.v_dim, 2 * self.batch * self.heads * self.share * pairs
+        return each * (d + e), each * (3 * d + 2 * e)
+
+    def ideal(self, machine: Machine) -> Seconds:
+        """Return the time of the mean work of a rank in one launch, without any transfer."""
+        mean = sum(self.area(rank, shift) for rank in self.sample for shift in self.plan.shifts) / len(self.sample)
+        forward, backward = self.operations(mean)
+        return Seconds(forward / self.forward_rate(machine), backward / self.backward_rate(machine))
+
+    def forward_rate(self, machine: Machine) -> float:
+        """Return the operations a second, fewer for narrow heads: 0.69 and 0.81 of it were measured for 64, here 0.67."""
+        return machine.forward_rate * min(1.0, (self.head_dim + 64) / 192)
+
+    def backward_rate(self, machine: Machine) -> float:
+        """As ``forward_rate``; wide heads need two passes, so 7 products in place of 5."""
+        passes = 5 / 7 if max(self.head_dim, self.v_dim) > 128 else 1.0
+        return machine.backward_rate * min(1.0, (self.head_dim + 64) / 192) * passes

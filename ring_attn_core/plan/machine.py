@@ -1,0 +1,145 @@
+"""The record of a machine for the cost model: rates, latencies and the time of the host, with a JSON form.
+
+``BUILT_IN`` holds records of hardware on which this library was measured; ``ring-attn doctor --measure`` makes others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from ..records import hashed_once
+
+VERSION = 1
+"""The version of the JSON form. Another one is not read."""
+
+
+@hashed_once
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """The speed of one rank and of its links. Rates are per second, times are seconds, sizes are bytes.
+
+    ``forward_rate``, ``backward_rate``: operations of attention on long shards, heads of 128, in items of 2 bytes (on a CPU of
+    4); 4 of each visible pair, head and dim forward, 10 backward. ``forward_step``, ``backward_step``: time of a step for each
+    head of a query that sees a key, beside the products; ``forward_state``: for its state, if there are other steps.
+    ``links``: pairs of a number of ranks of one host and the bytes that each of them sends to another one while it receives as
+    many. ``collective``: bytes that a rank receives in an all-gather or all-to-all of a host. ``network``: bytes that a rank
+    sends to another host. ``latency``, ``network_latency``: time before the first byte. ``host_forward``, ``host_backward``,
+    ``host_send``, ``host_copy``: time of the host to start a step, a transfer, a copy. ``copies``: bytes that a copy in memory
+    moves. ``memory``: memory of a rank.
+    """
+
+    name: str
+    forward_rate: float
+    backward_rate: float
+    forward_step: float
+    forward_state: float
+    backward_step: float
+    links: tuple[tuple[int, float], ...]
+    collective: float
+    network: float
+    latency: float
+    network_latency: float
+    host_forward: float
+    host_backward: float
+    host_send: float
+    host_copy: float
+    copies: float
+    memory: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"name must be the name of the hardware, got {self.name!r}")
+        if not self.links or not all(len(pair) == 2 and isinstance(pair[0], int) and pair[0] > 1 for pair in self.links):
+            raise ValueError(f"links must be pairs of a number of ranks, at least 2, and a rate, got {self.links!r}")
+        object.__setattr__(self, "links", tuple(sorted((ranks, rate) for ranks, rate in self.links)))
+        for name, value in [*asdict(self).items(), *(("links", rate) for _, rate in self.links)]:
+            if name in ("name", "links") and not isinstance(value, float | int):
+                continue
+            number = isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
+            if not number or value < 0 or (value == 0 and name in RATES):
+                raise ValueError(f"{name} must be a finite number {'above' if name in RATES else 'of at least'} 0, got {value!r}")
+
+    def link(self, ranks: int) -> float:
+        """Return the rate of a link between ``ranks`` ranks of a host: of the next larger number that was measured."""
+        return next((rate for of, rate in self.links if of >= ranks), self.links[-1][1])
+
+    def to_json(self) -> str:
+        """Return the record as JSON, with the version of its form."""
+        return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Machine:
+        """Return the record of ``text``. Raise ValueError, in words, if it is not one."""
+        found: Any = json.loads(text)
+        if not isinstance(found, dict) or found.get("version") != VERSION:
+            version = found.get("version") if isinstance(found, dict) else None
+            raise ValueError(f"it is not a record of version {VERSION}, but of {version!r}")
+        names = {field.name for field in fields(cls)}
+        wrong = sorted(names ^ (found.keys() - {"version"}))
+        if wrong:
+            raise ValueError(f"it lacks, or has besides the fields of a record: {', '.join(wrong)}")
+        links = found["links"]
+        if not isinstance(links, list) or not all(isinstance(pair, list) for pair in links):
+            raise ValueError(f"links must be a list of pairs, got {links!r}")
+        values: dict[str, Any] = {name: found[name] for name in names} | {"links": tuple(map(tuple, links))}
+        return cls(**values)
+
+
+RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "copies", "memory")
+"""The fields of which more is better; of all other numbers less is."""
+
+
+def slowest(machines: Sequence[Machine]) -> Machine:
+    """Return the machine whose every number is the worst of ``machines``: a ring waits for its slowest rank.
+
+    The result does not depend on the order, so all ranks that know the same records make the same one.
+    """
+    names = sorted({each.name for each in machines})
+    worst: dict[str, Any] = {"name": " and ".join(names)}
+    for field in fields(Machine):
+        if field.name not in ("name", "links"):
+            values = [getattr(each, field.name) for each in machines]
+            worst[field.name] = min(values) if field.name in RATES else max(values)
+    counts = sorted({ranks for each in machines for ranks, _ in each.links})
+    worst["links"] = tuple((ranks, min(each.link(ranks) for each in machines)) for ranks in counts)
+    return Machine(**worst)
+
+
+H200 = Machine(
+    name="NVIDIA H200",
+    forward_rate=640e12,
+    backward_rate=511e12,
+    forward_step=0.384e-9,
+    forward_state=0.434e-9,
+    backward_step=0.339e-9,
+    links=((2, 290e9), (4, 160e9), (8, 120e9)),
+    collective=390e9,
+    network=45e9,
+    latency=28e-6,
+    network_latency=30e-6,
+    host_forward=28e-6,
+    host_backward=460e-6,
+    host_send=16e-6,
+    host_copy=34e-6,
+    copies=2.5e12,
+    memory=141e9,
+)
+"""One of two to eight NVLink GPUs of a host. Links of 4 and 8 were measured alone; the rates come from rings without transfers
+and single launches, all else is fitted to calls on two GPUs (benchmarks/simulate). ``network`` and ``network_latency`` are
+nominal: 400 Gb/s for each GPU, 9 tenths of it data."""
+
+H100 = replace(H200, name="NVIDIA H100", copies=1.75e12, memory=80e9)
+"""As H200, with the bandwidth and size of its own memory; otherwise not measured."""
+
+BUILT_IN = (H200, H100)
+
+
+def built_in(name: str) -> Machine | None:
+    """Return the record of the hardware called ``name``; None if it was not measured, or has no NVLink."""
+    if "PCIe" in name or "NVL" in name:
+        return None
+    return next((each for each in BUILT_IN if each.name.removeprefix("NVIDIA ") in name.split()), None)

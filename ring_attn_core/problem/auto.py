@@ -1,0 +1,105 @@
+"""The choice of ``strategy="auto"``: the fastest strategy that can run a call by the cost model, and why in a sentence.
+
+The choice depends on facts that all ranks share: shapes, options, the names of the optional arrays, the machine and its hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from ..plan.cost import memory, seconds
+from ..plan.load import Load, Seconds
+from ..plan.machine import Machine
+from ..plan.two_level import TwoLevel
+from ..plan.ulysses import Ulysses
+from .strategies import Strategy, group_of, name_of, objection
+
+GAIN = 1.02
+"""The least predicted gain over the ring for which "auto" takes another strategy; smaller ones are noise."""
+
+ROOM = 1 / 16
+"""The share of a rank's memory that a strategy may take besides what the ring takes."""
+
+JOINED = "gather", "ulysses"
+"""The strategies that compute on several shards at once. With extents they take up to 1.5 times as long as predicted."""
+
+
+class Choice(NamedTuple):
+    """A strategy and the reason for it. ``predicted``: the seconds of each candidate, by its text; empty without a prediction."""
+
+    strategy: Strategy
+    why: str
+    predicted: dict[str, Seconds]
+
+
+def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
+    """Return what "auto" takes for a call.
+
+    ``machine``: None if nothing is known of it. ``backend``: the option of the call. ``device``: kind of the device.
+    """
+    ring = lambda why: Choice("ring", why, {})
+    if not load.plan.travels:
+        return ring("no rank needs the keys of another, so nothing travels")
+    if machine is None or not load.host_ranks:
+        return ring("the ring: the machine was not measured, or it is not known which ranks share a host")
+    if (why := _unmeasured(load, backend, device)) is not None:
+        return ring(f"the ring: {why}")
+    predicted: dict[str, Seconds] = {}
+    fastest: Strategy = "ring"
+    for strategy in candidates(load):
+        name, group = name_of(strategy), group_of(strategy, load.plan.ranks)
+        if memory(name, load, group) - memory("ring", load) > ROOM * machine.memory:
+            continue
+        predicted[str(strategy)] = taken = seconds(name, load, machine, group)
+        if taken.both < predicted[str(fastest)].both / (GAIN if fastest == "ring" else 1.0):
+            fastest = strategy
+    return Choice(fastest, _why(load, fastest, predicted), predicted)
+
+
+def candidates(load: Load) -> Iterator[Strategy]:
+    """Yield the strategies that can run a call, the ring first. Groups and hosts are those of the machine."""
+    all_of_them: tuple[Strategy, ...] = ("ring", "direct", "two_way", "gather", "ulysses")
+    if load.hosts > 1 and load.host_ranks > 1:
+        all_of_them += (Ulysses(ranks=load.host_ranks), TwoLevel(ranks=load.host_ranks))
+    for strategy in all_of_them:
+        refused = objection(strategy, load.plan.ranks, load.heads, load.plan.layout) is not None
+        if not refused and not (load.extents and name_of(strategy) in JOINED):
+            yield strategy
+
+
+def _unmeasured(load: Load, backend: str, device: str) -> str | None:
+    """Return why the cost model does not know the kernels of a call, else None."""
+    if backend not in ("auto", "hopper", "triton"):
+        return f"the machine was measured with its own kernels, and this is backend={backend!r}"
+    if not isinstance(load.plan.layout, str):
+        return "the runs of a balanced layout are of any length, and were not measured"
+    if device != "cpu" and load.item > 2:
+        return "GPUs were measured in bfloat16 and float16, and these numbers are wider"
+    return None
+
+
+def _why(load: Load, strategy: Strategy, predicted: dict[str, Seconds]) -> str:
+    where = "on one host" if load.hosts == 1 else f"across {load.hosts} hosts"
+    ms = lambda name: f"{predicted[name].both * 1e3:.3g} ms"
+    if strategy == "ring":
+        return f"the ring, {ms('ring')} {where}: no strategy that can run this is predicted to be {GAIN - 1:.0%} faster"
+    return f"{strategy}, {ms(str(strategy))} {where} where the ring takes {ms('ring')}: {_gain(load, strategy)}"
+
+
+def _gain(load: Load, strategy: Strategy) -> str:
+    """Return what makes a strategy faster than the ring, in words."""
+    hops, tokens = len(load.plan.hops), load.plan.kv_local
+    match name_of(strategy):
+        case "direct" if load.plan.mask.hi is not None:
+            return "of each shard only the keys that the window shows travel"
+        case "direct":
+            return "gradients go straight to their owner, while the next step is computed"
+        case "two_way":
+            return "no step waits for gradients of the step before it, and at most half of the hops follow one another"
+        case "gather":
+            return f"shards of {tokens:,} tokens are short: one step and one transfer cost less than {hops + 1} steps"
+        case "ulysses":
+            return f"shards of {tokens:,} tokens are short, and exchanged heads are fewer bytes than keys that visit every rank"
+        case _:
+            return f"a shard crosses to each host once, not in all of {hops} hops"
