@@ -3,24 +3,24 @@
     s^T = k q^T     p^T = exp2(s^T - lse2)     dv += p^T dout     dp^T = v dout^T     ds^T = p^T (dp^T - delta)     dk += ds^T q
     dq += ds k
 
-One pass over tiles of keys computes the same as portable/backward_dq.py and portable/backward_dkv.py, with 5 products instead of
-7. p^T and ds^T go from registers into the products; ds passes through shared memory once, for dq, of which each warpgroup
-computes one half.
+One pass over the key tiles computes the same as portable/backward_dq.py and portable/backward_dkv.py together, with 5 products
+instead of 7. The products take p^T and ds^T from registers. ds also passes through shared memory, for dq; each warpgroup
+computes one half of dq.
 
 Shapes     as in the portable kernels, and dq_RX; q, dout, k and v are read through TMA descriptors
-Program    one (tile of 128 keys, key head, batch row): it walks over the queries that see them, of every query head of the group.
-           Two warpgroups of 64 keys are one partition of 8 warps. It is the first partition, because the others get addresses in
-           shared memory as numbers, which take registers. One warp loads q and dout by TMA; another adds dq by TMA to float32
-           sums in memory
-Sums       dq_RX holds 8192 sums for each tile of queries, in the order of the accumulators' registers, then a word for each tile,
-           the number of the k tile whose turn it is. ``hopper_dq`` computes dq from the sums, once per ring
-Order      tiles of keys add to a tile of queries in their own order: each waits for its turn, so two runs give the same bits. No
-           program waits for one that starts later, because programs start in that order too. All of them walk from the last
-           queries to the first, so each follows the one before, and only the adding warps ever wait
-Extents    every tile of queries may skip some tiles of keys, by its bounds (backward_sums.extent_bounds). The producer stores the
-           visible keys of each query in a word, beside the number of the tile, and every score is masked
-ALiBi      the producer subtracts the part of the queries from lse2; the rest is one number per key
-Dropout    the sign of p holds the mask, for dv and for ds: ptxas would pack bools, which costs 30 % instead of 20 %
+Program    one for each (tile of 128 keys, key head, batch row). It visits the queries that see these keys, in every query head of
+           the group. Two warpgroups of 64 keys form one partition of 8 warps, which computes. It is the first partition, because
+           the others get shared-memory addresses as numbers, which take registers. One warp, the producer, loads q and dout by
+           TMA; another, the adder, adds dq by TMA to float32 sums in memory
+Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumulators' registers, then one word for each query
+           tile, its turn (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
+Order      key tiles add to a query tile in ascending order, each when its turn comes, so two runs give the same bits. Programs
+           start in the same order, so none waits for a later one. All programs walk from the last queries to the first, so each
+           follows the one before, and only the adder warps ever wait
+Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds). For each visited tile the producer stores
+           one word per query with the keys that it sees, and the tile's first query; every score is masked
+ALiBi      the producer subtracts the queries' part of the bias from lse2; the keys' part is one number per key
+Dropout    the sign of p holds the mask for dv and ds, which costs 20 %; with a mask of bools, which ptxas packs, it costs 30 %
 Tiles      BLOCK_Q and the stages come from launches.backward
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 
@@ -64,7 +64,7 @@ from .register_layouts import accumulator, here, matrix
 
 
 class BackwardConstants(NamedTuple):
-    """The constants of the kernel."""
+    """The compile-time constants of the kernel."""
 
     H: Any
     G: Any
@@ -89,7 +89,7 @@ class BackwardConstants(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """The kernel's arguments without its TMA descriptors; None for those that the call does not have."""
+    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None."""
 
     rows: Any
     extents: Any
@@ -118,7 +118,7 @@ class BackwardArguments(NamedTuple):
 
 
 class BackwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers that signal that they are full."""
+    """The tiles in shared memory, and the mbarriers that signal that a tile is full."""
 
     q: Any
     dout: Any
@@ -236,7 +236,7 @@ def hopper_backward(
 
 @gluon.jit
 def consumer(args, shared, work, sizes: gl.constexpr):
-    """Compute dk and dv of the keys, and their contribution to dq of each query tile."""
+    """Compute dk and dv of the program's keys, and their contribution to dq of each query tile."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     BLOCK_D: gl.constexpr = sizes.BLOCK_D
@@ -287,11 +287,11 @@ def consumer(args, shared, work, sizes: gl.constexpr):
 
 
 class RunOfQueries(NamedTuple):
-    """A run of queries, with the interval of queries that see each key.
+    """A run of queries, with the interval of queries that see each key of the program.
 
-    ``begin``: the first query that sees a key, and ``width`` more see it; with extents ``begin`` is the key's index in the tile.
-    ``first_query``, ``queries``: the first query that sees a key by the band and its key extent, and their number.
-    ``bias``: the ALiBi bias of the keys. ``stream``: the dropout stream of the head.
+    ``begin``, ``width``: queries ``begin .. begin + width`` see a key by the band; with extents ``begin`` is the key's index in
+    the tile. ``first_query``, ``queries``: with key extents, the first query that sees a key, and the number of them. ``bias``:
+    the ALiBi bias of the keys. ``stream``: the Philox key of the head's dropout mask.
     """
 
     begin: Any
@@ -308,9 +308,9 @@ class RunOfQueries(NamedTuple):
 
 @gluon.jit
 def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
-    """Return run ``q_run`` of a head's queries, with the interval of queries that see each key of ``j``.
+    """Return run ``q_run`` of a head's queries as ``RunOfQueries`` for the keys ``j``.
 
-    ``seen``: the mask of ``keys_seen_by_some``; a key outside it gets an empty interval.
+    ``seen``: the mask of ``keys_seen_by_some``; keys outside the mask get an empty interval.
     """
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     if args.extents is None:
@@ -335,10 +335,10 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
 def visit_queries(
     at, s, dk, dv, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Visit one query tile and return the position, s, dk and dv.
+    """Visit one query tile: add to dk and dv, hand dq to the adder, and return the position, s, dk and dv.
 
-    ``s`` is the tile's k q^T; that of the next tile overlaps with the products of dq and dk. No product stays in flight at the
-    end: across the edge of a loop, ptxas would make each product wait for the one before.
+    ``at``: the position (stage, phase, step). ``s``: k q^T of this tile on entry, of the next tile on return; the product of the
+    next tile overlaps with dq and dk. No product stays in flight at the end: across a loop's edge ptxas would serialize them.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
@@ -419,7 +419,7 @@ def visit_queries(
 
 @gluon.jit
 def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
-    """Return the visibility, bool [keys, queries]."""
+    """Return the mask of visible pairs of the tile from query ``m0`` on, bool [keys, queries]."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)
@@ -439,7 +439,7 @@ def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
 
 @gluon.jit
 def multiply_queries(shared, stage, sizes: gl.constexpr):
-    """Issue the product k q^T [keys, queries]; return it in flight."""
+    """Issue the asynchronous product k q^T [keys, queries], and return it in flight."""
     zero = gl.zeros([sizes.BLOCK_K, sizes.BLOCK_Q], gl.float32, accumulator(sizes.BLOCK_Q, 8))
     q = matrix(shared.q.main.index(stage))
     return warpgroup_mma(matrix(shared.k.main.index(here(0))), q.permute([1, 0]), zero, use_acc=False, is_async=True)

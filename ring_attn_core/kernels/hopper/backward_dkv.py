@@ -1,6 +1,6 @@
-"""The keys of a program of the Hopper backward: their visibility, and the stores of dk and dv, in Gluon.
+"""The key side of the Hopper backward, in Gluon: the mask of used keys, and the stores of dk and dv.
 
-    dk, dv = gradients of this step + dk_in, dv_in        dk_in, dv_in not at the first step
+    dk, dv = gradients of this step + dk_in, dv_in        without dk_in, dv_in at the first step
 
 Shapes     a tile of 128 keys in 8 warps, or of 64 in 4; dk_BTGD, dv_BTGE, or both packed in one array
 State      FIRST: dk and dv start at 0; else dk_in and dv_in in f32, which dk and dv may overwrite in place
@@ -19,7 +19,7 @@ from .register_layouts import by_eights, rows_and_columns, rows_by_lines
 
 @gluon.jit
 def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
-    """Return the mask of keys that some query of the shard sees, by the band, the length and the key mask."""
+    """Return the mask of keys ``j`` that some query of the shard sees, by the band, the length and the key mask."""
     some = gl.zeros_like(j)
     for q_run in range(sizes.Q_RUNS):
         row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
@@ -36,8 +36,8 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 def hide_unseen(tile, args, work, sizes: gl.constexpr):
     """Zero the keys or values in ``tile`` that no query sees, because 0 times NaN is NaN.
 
-    With extents of either kind all elements that are not finite become 0, visible or not. A query that sees such
-    a key has NaN in out, but not in all gradients, as it would without extents.
+    With extents or key extents, set every element that is not finite to 0, visible or not. A query that sees such a key then has
+    NaN in out, but not in all of its gradients; without extents all of these are NaN.
     """
     LINES: gl.constexpr = rows_by_lines(tile.shape[1], gl.num_warps())
     j = work.n0 + gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES))
@@ -54,7 +54,7 @@ def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of the steps before to ``x``, and store the sum; WIDTH columns lie inside the array."""
+    """Add the gradients of earlier steps to ``x`` and store the sum; WIDTH columns lie inside the array."""
     COLUMNS: gl.constexpr = x.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = to.dtype.element_ty
@@ -77,7 +77,7 @@ def finish(
 
 @gluon.jit
 def elements(start, row, column, args, work, sizes: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
-    """Return pointers to the elements of the keys, and the mask of those inside the array."""
+    """Return pointers to elements (row, column) of the program's keys, and the mask of those inside the array."""
     token = work.batch.to(gl.int64) * args.T + work.k_run * work.k_slot + work.n0
     start += (token * sizes.G + work.group) * STRIDE
     return start + (row * (sizes.G * STRIDE) + column), (work.n0 + row < work.k_slot) & (column < WIDTH)

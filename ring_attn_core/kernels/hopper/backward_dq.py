@@ -1,10 +1,10 @@
 """The gradient of the queries in the Hopper backward: summed by TMA in a fixed order, and rounded at the end.
 
-    sums[q tile] += ds k of a tile of keys      in the order of the tiles of keys, so that two runs give the same bits
+    sums[q tile] += ds k of a key tile          in the order of the key tiles, so that two runs give the same bits
     dq = scale sums                             ``hopper_dq``, once per ring
 
-Shapes     sums_RX f32 [rows, 256]: SUM_ROWS rows for each tile of queries, in the order of the accumulators' registers, then
-           a word for each tile: the number of the k tile whose turn it is -> dq_BSHD
+Shapes     sums_RX f32 [rows, 256]: SUM_ROWS rows for each query tile, in the order of the accumulators' registers, then one
+           word for each query tile, its turn: the number of key tiles that have added to it in this step -> dq_BSHD
 Program    ``adder`` is a warp of the backward; ``hopper_dq`` runs one program for each (q tile, head, batch row)
 Precision  f32; dq is rounded once to the input dtype
 """
@@ -30,7 +30,7 @@ TURN_SPACING = gl.constexpr(launches.TURN_SPACING)
 
 @gluon.jit
 def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
-    """Add each step's dq to the sums of its query tile by TMA, when it is the turn of this key tile."""
+    """Add each step's dq to the sums of its query tile by TMA, once the turn has come to the program's key tile."""
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, sizes.BLOCK_K) * sizes.K_RUNS * sizes.G)
     words = args.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS
@@ -64,7 +64,7 @@ def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
-    """Return the number of key tiles that add to a query tile before this program's, and the number of all that add to it."""
+    """Return (turn, turns): the key tiles that add to a query tile before the program's tile, and all that add to it."""
     turn = 0
     turns = 0
     for k_run in range(sizes.K_RUNS):
@@ -89,7 +89,7 @@ def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
 
 @gluon.jit
 def wait_for_turn(at, turn):
-    """Wait until ``turn`` programs have added their parts and these are visible.
+    """Spin until ``turn`` programs have added to the query tile and their sums are visible.
 
     The load is relaxed, because an acquire would empty the L1 cache at each step; TMA adds in the L2 cache, so L1 does not
     matter.
@@ -106,7 +106,7 @@ def wait_for_turn(at, turn):
 
 @gluon.jit
 def next_turn(at, by):
-    """Wait until the addition is complete, then add ``by`` to the turn."""
+    """Wait until this program's addition is complete, then add ``by`` to the query tile's turn."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     increment = gl.full([32], 0, gl.int32, EACH) + by
@@ -119,7 +119,7 @@ def next_turn(at, by):
 
 @gluon.jit
 def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
-    """Store the accumulators of dq to shared memory in the order of registers, so that no data moves between threads.
+    """Store the accumulators of dq to shared memory in register order, so that no data moves between threads.
 
     Register r of thread t in warpgroup w becomes float 4096 * w + 512 * (r // 4) + 4 * t + r % 4: a thread stores 16 bytes at a
     time. ``hopper_dq`` restores the order.
@@ -140,7 +140,7 @@ def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
 
 @constexpr_function
 def layout_of_dq(block_q):
-    """Return the layout of dq [64, 128] or [128, 64] in two warpgroups: each holds half of the columns, or of the queries."""
+    """Return the layout of dq, [64, 128] or [128, 64], in two warpgroups: each holds half of the columns, or of the queries."""
     return gl.NVMMADistributedLayout([3, 0], [4, 2] if block_q == 64 else [8, 1], [16, 64, 16])
 
 
@@ -156,7 +156,7 @@ def hopper_dq(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Load the sums of a query tile from the order in which ``hand_over`` stored them, scale them, and store dq in its dtype."""
+    """Load the sums of a query tile, undo the register order of ``hand_over``, scale them, and store dq in its dtype."""
     q_slot = S // Q_RUNS
     tiles = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0).to(tl.int64)

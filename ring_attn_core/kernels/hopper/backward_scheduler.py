@@ -1,8 +1,9 @@
-"""The scheduler of the Hopper backward: the query tiles that a program visits, in Gluon.
+"""The scheduler of the Hopper backward, in Gluon: the query tiles that a program visits for its key tile.
 
-    visited = tiles that meet the band, and with extents tiles whose bounds, with key extents tiles whose intervals, meet the keys
+    visited = query tiles that meet the band of the key tile. With extents their bounds (backward_sums.py), with key extents
+              their intervals (extent_lists.py), must meet the key tile too
 
-A run of queries is walked from its last tile to its first, so that programs follow each other and adders rarely wait.
+A program walks a run of queries from its last tile to its first. So programs follow each other, and the adder warps rarely wait.
 
 Shapes     rows int32 [q_runs, k_runs, fields], bounds int32 [B, q tiles, 4] (portable/backward_sums.py), query_tiles int32
            [B, k tiles, q_runs, 4] and intervals (portable/extent_lists.py)
@@ -45,7 +46,7 @@ class KeyWork(NamedTuple):
 
 @gluon.jit
 def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
-    """Return the ``rows.Tiles`` of a run of queries that meet the band of a key tile."""
+    """Return the query tiles of a run that meet the band of a key tile, as ``rows.Tiles``."""
     row = load_row(rows_ptr, q_run * sizes.K_RUNS + k_run)
     n0 = k_tile * sizes.BLOCK_K
     tiles = tiles_in_band(n0, gl.minimum(n0 + sizes.BLOCK_K, row.k_len), -row.hi, -row.lo, row.q_len, sizes.BLOCK_Q)
@@ -55,9 +56,9 @@ def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
 
 @gluon.jit
 def keys_of_program(together, args, sizes: gl.constexpr):
-    """Return the key tile of this program as a ``KeyWork`` without its query tiles.
+    """Return the key tile of this program as a ``KeyWork``, with its query tiles not yet counted.
 
-    Programs take ``together`` key heads at a time, and the tiles of each head in order.
+    Successive programs go through ``together`` key heads at a time: first tile 0 of each of these heads, then tile 1, and so on.
     """
     k_slot = args.T // sizes.K_RUNS
     tiles = gl.cdiv(k_slot, sizes.BLOCK_K)
@@ -75,9 +76,9 @@ def keys_of_program(together, args, sizes: gl.constexpr):
 
 @gluon.jit
 def survey(args, work, sizes: gl.constexpr):
-    """Return the work with its query tiles counted: in each run those of ``first .. last - 1`` for which ``visits`` is true.
+    """Return ``work`` with the fields ``first``, ``last``, ``visited`` and ``steps`` filled in.
 
-    With extents ``extent_lists`` has found them.
+    Without extents they follow from the band; with extents, ``extent_lists`` has computed them.
     """
     gl.static_assert(sizes.Q_RUNS <= 2)
     steps = 0
@@ -109,14 +110,14 @@ def survey(args, work, sizes: gl.constexpr):
 
 @gluon.jit
 def walk_of(work, q_run):
-    """Return the first query tile of a run that the program visits, the end of these tiles, and whether some are left out."""
+    """Return (first, end) of the query tiles to walk in a run, and whether the program skips some of these."""
     first, last = gl.where(q_run == 0, work.first[0], work.first[1]), gl.where(q_run == 0, work.last[0], work.last[1])
     return first, last, last - first > gl.where(q_run == 0, work.visited[0], work.visited[1])
 
 
 @gluon.jit
 def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
-    """Return whether some query of a tile may see the program's key tile by its extent; without ``gaps`` all tiles do."""
+    """Return whether the program visits a query tile; without ``gaps`` it visits all, else their extents decide."""
     if args.query_tiles is None:
         some = True
     else:
@@ -132,16 +133,16 @@ def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
 
 @gluon.jit
 def queries_of_keys(j, args, work, row):
-    """Return the first and the end of the queries of a run that see each key by the band and by its key extent."""
+    """Return [first, end) of the queries of a run that see each key, by the band and by its key extent."""
     first, end = seen_from(j, args.key_extents, work.batch, args.T, row)
     return gl.maximum(first, j + row.lo), gl.minimum(end, j + row.hi + 1)
 
 
 @gluon.jit
 def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Return how many key tiles of a run a query tile visits, how many before the program's, and whether it visits that one.
+    """Count the key tiles of a run that a query tile visits; return (all, those before the program's, whether that is one).
 
-    ``adder`` calls it one tile ahead, so ``tile`` may be -1; that result is not used. One lane reads one interval.
+    ``adder`` calls this function one tile ahead, so ``tile`` may be -1; that result is not used. Each lane reads one interval.
     """
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     tile = (work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)
@@ -157,9 +158,9 @@ def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
 
 @gluon.jit
 def keys_in_extents(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Return first and end (exclusive) of the key tiles of a run that queries of a tile may see by their extents.
+    """Return [first, end) of the key tiles of a run that queries of a tile may see by their extents.
 
-    ``adder`` calls it one tile ahead, so ``tile`` may be -1; that result is not used.
+    ``adder`` calls this function one tile ahead, so ``tile`` may be -1; that result is not used.
     """
     row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)

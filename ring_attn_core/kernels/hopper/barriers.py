@@ -1,10 +1,10 @@
-"""Barriers between the warps of Hopper's kernels, all in one table, and numbers passed through shared memory.
+"""All barriers between the warps of Hopper's kernels, and the numbers that warps pass through shared memory.
 
-An mbarrier signals that a buffer is full. TMA arrives with its bytes, or the producer arrives once; the phase flips at each use.
+An mbarrier signals that a buffer is full. TMA arrives with the bytes, or the producer arrives once. The phase flips at each use.
 
     forward    q_full [groups]       a group's q                         producer, TMA -> that consumer
                k_full, v_full        a stage of keys, of values          producer, TMA -> consumers
-               work_full [1]         which tile of queries comes next    producer      -> consumers
+               work_full [1]         the announced next query tile       producer      -> consumers
     backward   keys_full [1]         the program's k and v               producer, TMA -> consumers
                q_full, dout_full     a stage of q, of dout               producer, TMA -> consumers
 
@@ -19,11 +19,11 @@ in the table has arrived. ``groups``: consuming warpgroups, 2 or 3 in the forwar
     backward   Q_READ + stage        a stage of q has been read          consumers arrive, producer syncs     256 + 32
                DOUT_READ + stage     a stage of dout has been read       consumers arrive, producer syncs     256 + 32
                DQ_FULL               dq of a step is in shared memory    consumers arrive, adder syncs        256 + 32
-               DQ_FREE               TMA has read it                     adder arrives, consumers sync        256 + 32
+               DQ_FREE               TMA has read this dq                adder arrives, consumers sync        256 + 32
     wide dkv   Q_READ, DOUT_READ     as in the backward
                P_FULL                p of a step is in shared memory     the first warpgroup arrives, the second syncs     256
-               P_READ                the second has read it              the second arrives, the first syncs               256
-    wide dq    K_FREE, V_FREE, VALUES_CLEAN    as in the forward, of which VALUES_CLEAN is about keys
+               P_READ                the second warpgroup has read p     the second arrives, the first syncs               256
+    wide dq    K_FREE, V_FREE, VALUES_CLEAN    as in the forward, but VALUES_CLEAN concerns keys
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ WARP = gl.constexpr(32)
 WARPGROUP = gl.constexpr(128)
 
 FIRST_FREE = gl.constexpr(6)
-"""The first of the named barriers 0 to 15 that Triton leaves free; it takes 0, 1 and one for each partition.
+"""The first of the named barriers 0 to 15 that Triton leaves free: Triton uses 0, 1 and one for each partition.
 
-The numbers below are added to it.
+The numbers below are offsets from FIRST_FREE.
 """
 
 K_FREE = gl.constexpr(0)
@@ -63,13 +63,13 @@ BACKWARD_STAGES = gl.constexpr(3)
 
 @constexpr_function
 def with_one_warp(groups):
-    """Return the number of threads of ``groups`` consuming warpgroups and one warp, the producer or the adder."""
+    """Return the number of threads in ``groups`` consumer warpgroups plus one warp (the producer or the adder)."""
     return groups * WARPGROUP.value + WARP.value
 
 
 @constexpr_function
 def among_consumers(groups):
-    """Return the number of threads of ``groups`` consuming warpgroups."""
+    """Return the number of threads in ``groups`` consumer warpgroups."""
     return groups * WARPGROUP.value
 
 
@@ -82,8 +82,8 @@ def barrier_text(operation, threads):
 def arrive(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
     """Arrive at a named barrier with all WARPS of the calling partition, without waiting.
 
-    Call it after the instructions that use the last loads from the released buffer: bar.arrive does not wait for loads in flight,
-    and TMA, or another warp, would overwrite the buffer before they have read it.
+    Call it after the instructions that use the last loads from the released buffer. bar.arrive does not wait for loads in flight,
+    so TMA or another warp could otherwise overwrite the buffer before they have read it.
     """
     named_barrier(barrier_text("arrive", THREADS), number, WARPS)
 
@@ -96,14 +96,14 @@ def sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def named_barrier(TEXT: gl.constexpr, number, WARPS: gl.constexpr):
-    """Run PTX once in each thread of the calling partition, with the barrier's number in $1."""
+    """Run the barrier instruction TEXT (PTX) once in each thread of the calling partition, with the barrier's number in $1."""
     x = gl.full([WARPS * WARP], FIRST_FREE + number, gl.int32, gl.BlockedLayout([1], [WARP], [WARPS], [0]))
     gl.inline_asm_elementwise(TEXT, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def release(number, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Signal to the producer that this partition, one or all of GROUPS warpgroups, has read a buffer for the last time."""
+    """Signal the producer that this partition (one warpgroup, or all GROUPS of them) has finished reading a buffer."""
     arrive(number, with_one_warp(GROUPS), WARPS)
 
 

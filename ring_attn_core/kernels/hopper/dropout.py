@@ -1,8 +1,9 @@
-"""The dropout mask, drawn in the register layout of wgmma's accumulators, in Gluon.
+"""The dropout mask in the register layouts of wgmma's accumulators, in Gluon.
 
     kept_of_tile, kept_of_keys = portable.dropout.kept      the same mask, in the layouts of the forward and of the backward
 
-A thread draws for the elements that it holds (``kept_of_tile``), or for itself and a neighbour (``kept_of_keys``).
+A thread computes the random words of the elements that it holds (``kept_of_tile``), or of its own and a neighbour lane's
+(``kept_of_keys``).
 
 Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [KEYS, WIDTH queries], 16 keys to a warp
 Units      positions are token positions of the global sequence
@@ -20,17 +21,18 @@ from .register_layouts import accumulator
 
 @constexpr_function
 def counters_of_tile(width):
-    """Return the layout of counters [32, width / 4] of 64 queries: a thread draws for its elements of an ``accumulator``."""
+    """Return the layout of Philox counters [32, width / 4] of 64 queries: a thread serves its elements of an ``accumulator``."""
     keys = [[0, 4 << bit] for bit in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(keys, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, width // 4])
 
 
 @constexpr_function
 def counters_of_keys(width, keys):
-    """Return the layout of counters [keys / 4, width / 2], 16 keys to a warp: a thread draws for itself and for a neighbour.
+    """Return the layout of Philox counters [keys / 4, width / 2], 16 keys to a warp: a thread also serves a neighbour lane.
 
-    A counter serves keys k and k + 1, which an ``accumulator`` holds in two lanes, four apart. The lane of key k draws the
-    words of query q for both keys, the lane of key k + 1 those of query q + 1; then they exchange words (``exchanged_kept``).
+    A counter serves keys k and k + 1, which an ``accumulator`` holds in two lanes, four apart. The lane of key k computes the
+    words of query q for both keys, the lane of key k + 1 those of query q + 1. Then the lanes exchange words
+    (``exchanged_kept``).
     """
     queries = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 1], [1, 0], [2, 0]]
@@ -42,15 +44,15 @@ EXCHANGE = gl.constexpr(
     "{ .reg .b32 other; shfl.sync.bfly.b32 other, $2, 4, 0x1f, 0xffffffff;"
     "  prmt.b32 $0, $2, other, $3; prmt.b32 $1, $2, other, $4; }"
 )
-"""PTX that exchanges a word with the lane 4 away, and builds two words from the bytes of both.
+"""PTX that exchanges a word with the lane 4 away, and builds two words from the bytes of both lanes.
 
-The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other's.
+The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other lane's.
 """
 
 
 @gluon.jit
 def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """Return the dropout mask, bool [64, WIDTH], of queries ``i`` from ``m0`` on and keys from ``n0`` on."""
+    """Return the dropout mask, bool [64, WIDTH], True for kept, of queries ``i`` from ``m0`` on and keys from ``n0`` on."""
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_tile(WIDTH)
@@ -70,7 +72,7 @@ def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: 
 def kept_of_keys(
     stream, threshold, m0, n0, q_start, k_start, stride, KEYS: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
 ):  # fmt: skip
-    """Return the dropout mask, bool [KEYS, WIDTH queries], for queries from ``m0`` and keys from ``n0`` on."""
+    """Return the dropout mask, bool [KEYS, WIDTH queries], True for kept, of queries from ``m0`` on and keys from ``n0`` on."""
     LAYOUT: gl.constexpr = accumulator(WIDTH, KEYS // 16)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_keys(WIDTH, KEYS)
@@ -90,10 +92,10 @@ def kept_of_keys(
 
 @gluon.jit
 def exchanged_kept(word, even, threshold):
-    """Return the mask, bool [..., 2, 2], for queries q and q + 1 and this lane's keys k and k + 8.
+    """Exchange words with the neighbour lane; return the mask, bool [..., 2, 2], of queries q, q + 1 and keys k, k + 8.
 
-    The words are drawn in the layout ``counters_of_keys``. The lane with an even key has the words of q, and gets those of q + 1
-    from its neighbour, which has an odd key. For an odd key both words are rotated.
+    ``word`` has the layout ``counters_of_keys``; k and k + 8 are this lane's keys. The lane of an even key holds the words of q,
+    and receives those of q + 1 from the neighbour lane, which has the odd key. For an odd key both words are rotated.
     """
     first, second = gl.where(even, 0x3210, 0x6547), gl.where(even, 0x7654, 0x2103)
     first, second = gl.inline_asm_elementwise(

@@ -1,20 +1,20 @@
 """Forward attention of one rank's queries over one k/v shard, in Gluon for Hopper (sm_90a).
 
-    s_ij, lse_i, out_i           as in portable/forward.py: the arrays are the same, and the results agree to a rounding
+    s_ij, lse_i, out_i           as in portable/forward.py: the arrays are the same, and the results agree up to rounding
 
-Shapes     as in portable/forward.py; q, k and v are read through TMA descriptors of [batch, tokens, heads, columns], so that no
-           tile reaches into another batch row; q and k come in one part of columns or two (parts.py)
-Program    one per multiprocessor, persistent: one warp produces, 2 or 3 warpgroups consume, 64 queries each of a (q tile, head,
-           batch row). Programs take tiles by a ticket, a counter in memory: some heads at a time, which share their keys in the
-           L2 cache, of these the heaviest tiles first. The prologue and epilogue of a warpgroup's tile overlap with the products
-           of the other warpgroup
-Producer   takes tickets, and loads the next tile's q and first k while the consumers finish this one. It fills ring buffers of
-           STAGES tiles, k of a step ahead of v of the step before (forward_producer.py)
-Consumers  keep the probabilities in registers, and mostly q (HopperConfig); S = q k^T of this tile and P v of the tile before are
-           in flight together, and the softmax overlaps with P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
-K tiles    all runs of keys are walked one after the other; the pipeline never drains between them. Columns of a tile beyond its
-           run are masked or zeroed
-State      as in portable/forward.py; that of the keys seen before is read during the last product (forward_epilogue.py)
+Shapes     as in portable/forward.py. q, k and v are read through TMA descriptors of [batch, tokens, heads, columns], so that no
+           tile reaches into another batch row. The columns of q and k are in one part or two (parts.py)
+Program    one per multiprocessor, persistent: a producer warp, and 2 or 3 consumer warpgroups with 64 queries each of a (q tile,
+           head, batch row). Programs take q tiles by tickets from a counter in memory: some heads at a time, which share their
+           keys in the L2 cache, and of these heads the last tiles first (scheduler.py). The prologue and epilogue of one
+           warpgroup overlap with the products of the others
+Producer   takes tickets, and loads the next tile's q and first k while the consumers finish this tile. It fills ring buffers of
+           STAGES tiles, the k of each step before the v of the previous step (forward_producer.py)
+Consumers  keep the probabilities, and mostly q (HopperConfig), in registers. S = q k^T of this tile and P v of the previous tile
+           are in flight together, and the softmax overlaps with P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
+K tiles    the runs of keys are visited one after the other, and the pipeline never drains between runs. Columns of a tile beyond
+           its run are masked or zeroed
+State      as in portable/forward.py. The (out, lse) of earlier shards are read during the last product (forward_epilogue.py)
 Tiles      BLOCK_Q, BLOCK_K, STAGES and registers come from tile_sizes.hopper_tiles
 Precision  as in portable/forward.py, except softcap: its tanh has an error of 1.2e-5
 
@@ -52,7 +52,7 @@ from .scheduler import NUMBERS, announced, run_of, tile_at
 
 
 class ForwardConstants(NamedTuple):
-    """The constants of the kernel."""
+    """The compile-time constants of the kernel."""
 
     H: Any
     G: Any
@@ -76,7 +76,7 @@ class ForwardConstants(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """The kernel's arguments without its TMA descriptors; None for those that the call does not have."""
+    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None."""
 
     rows: Any
     extents: Any
@@ -105,7 +105,7 @@ class ForwardArguments(NamedTuple):
 
 
 class ForwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers that signal that they are full."""
+    """The tiles in shared memory, and the mbarriers that signal that a tile is full."""
 
     q: Any
     k: Any
@@ -250,7 +250,7 @@ def hopper_forward(
 
 
 class WarpgroupQueries(NamedTuple):
-    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, local indices ``i``, and the step after the last."""
+    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, local indices ``i``, and the ``end`` of their steps."""
 
     q: Any
     i: Any
@@ -260,8 +260,8 @@ class WarpgroupQueries(NamedTuple):
 class WarpgroupState(NamedTuple):
     """The state that a warpgroup carries from key tile to key tile.
 
-    ``step``: the next step. ``acc``: sums of p v. ``p``: probabilities not yet multiplied with their values. ``m``: row max in
-    base 2. ``l``: row sum of exponentials.
+    ``step``: number of the next step. ``acc``: sums of p v. ``p``: the last tile's probabilities, not yet multiplied with its
+    values. ``m``: row max in base 2. ``l``: row sum of exponentials.
     """
 
     step: Any
@@ -273,7 +273,7 @@ class WarpgroupState(NamedTuple):
 
 @gluon.jit
 def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute out and lse of this warpgroup's 64 queries of each query tile, until the producer announces that none is left."""
+    """Compute out and lse of this warpgroup's 64 queries in each query tile, until the producer announces that none is left."""
     taken = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     step = gl.to_tensor(0)
@@ -294,7 +294,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute out and lse of 64 queries; return the step after their last."""
+    """Compute out and lse of 64 queries; return the number of the step after their last."""
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
@@ -346,7 +346,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store out and lse of 64 queries that see no key of this shard, if this is the first or last step."""
+    """Store out and lse of 64 queries that see no key of this shard; do nothing between the first and the last step."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     if sizes.FIRST or sizes.LAST:
         i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
@@ -358,7 +358,7 @@ def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Visit the tiles of a run after the first ``done``: those that need a mask, then the others; return the progress."""
+    """Visit the tiles of a run after the first ``done``: first those that need a mask, then the others. Return the progress."""
     masked = count_partly_seen(run.tiles)
     for t in range(done, masked):
         n0 = partly_seen(t, run.tiles) * sizes.BLOCK_K
@@ -373,9 +373,9 @@ def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, 
 def visit_keys(
     progress, queries, run, n0, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Visit one key tile; its softmax overlaps with the product of the previous tile's probabilities. Return the progress.
+    """Visit one key tile; its softmax overlaps with the previous tile's product p v. Return the progress.
 
-    No product stays in flight at the end: across the edge of a loop, ptxas would make each product wait for the one before.
+    No product stays in flight at the end, because across a loop's edge ptxas would serialize the products.
     """
     step, acc, p, m, l = progress
     q, i, end = queries
@@ -401,13 +401,13 @@ def visit_keys(
 
 @gluon.jit
 def multiply_keys(q, shared, stage, sizes: gl.constexpr):
-    """Issue the product q k^T [64, keys]; return it in flight."""
+    """Issue the asynchronous product q k^T [64, keys], and return it in flight."""
     return multiply_transposed(q, tile_of(shared.k, stage, sizes.TAIL_D), 64, sizes.BLOCK_K, sizes.TAIL_D)
 
 
 @gluon.jit
 def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
-    """Issue acc + p v of a step once its values have arrived; return it in flight."""
+    """Wait until the values of a step have arrived, issue acc + p v, and return it in flight."""
     stage = step % sizes.STAGES
     meet()
     mbarrier.wait(shared.v_full.index(stage), step // sizes.STAGES & 1)
@@ -416,9 +416,9 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 
 @gluon.jit
 def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args, sizes: gl.constexpr):
-    """Wait for the products q k^T and return their scores, with -inf for keys that the key mask hides.
+    """Wait for the products q k^T and return their scores, with -inf for keys hidden by the key mask.
 
-    The wait leaves at most LATER later products in flight; q stays in its registers until then.
+    At most LATER later products stay in flight. The wait also keeps q in its registers until the products are complete.
     """
     some_hidden = False
     if args.key_mask is not None:

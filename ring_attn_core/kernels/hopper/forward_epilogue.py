@@ -1,10 +1,10 @@
-"""The epilogue of the Hopper forward, in Gluon: it merges (out, lse) of this shard with those seen before, and stores both.
+"""The epilogue of the Hopper forward, in Gluon: merge this shard's (out, lse) with those of earlier shards, and store both.
 
     lse_here = ln(2) m + log l                         natural log
     lse      = log(exp(lse_here) + exp(lse_before))    out = out_here exp(lse_here - lse) + out_before exp(lse_before - lse)
 
 Shapes     acc [64 queries, BLOCK_E] and m, l [64] in the layout of wgmma's results; out_BSHE, lse_BSH
-State      for the first shard lse_before is the sink, or absent
+State      at the first shard lse_before is the sink, or absent without sinks
 Precision  f32; out is rounded once to its dtype
 """
 
@@ -20,9 +20,9 @@ from .register_layouts import accumulator, by_eights, column, matrix, rows_and_c
 
 @gluon.jit
 def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Load out, in the layout ``by_eights``, and lse of the shards before; at the first step lse is the sink.
+    """Load out and lse of the earlier shards, out in the layout ``by_eights``; at the first step lse is the sink.
 
-    At the first step out, and without sinks lse, are placeholders that ``finish`` does not read.
+    At the first step out is a placeholder, and so is lse without sinks; ``finish`` does not read these.
     """
     out, lse = 0.0, 0.0
     if not sizes.FIRST:
@@ -37,7 +37,7 @@ def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def finish(acc, m, l, i, before, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Merge the result of this shard with that of ``seen_before``, and store out and lse."""
+    """Merge this shard's result with that of ``seen_before``, and store out and lse."""
     DTYPE: gl.constexpr = args.out.dtype.element_ty
     O_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_E)
     valid = i < load_row(args.rows, work.q_run * sizes.K_RUNS).q_len
@@ -79,7 +79,7 @@ def finish(acc, m, l, i, before, shared, args, work, sizes: gl.constexpr, GROUP:
 
 @gluon.jit
 def elements_of_lse(lse, i, args, work, sizes: gl.constexpr):
-    """Return pointers to the elements of lse for the queries, and the mask of those inside the run."""
+    """Return pointers to lse of the queries ``i``, and the mask of those inside the run."""
     return lse + ((first_token(args, work, sizes) + i) * sizes.H + work.head), i < args.S // sizes.Q_RUNS
 
 
@@ -87,7 +87,7 @@ def elements_of_lse(lse, i, args, work, sizes: gl.constexpr):
 def elements_of_out(args, work, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
     """Return pointers to the elements of out for 64 queries, and the mask of those inside the array.
 
-    The order of the additions, here and below, matters to ptxas: other orders leave registers on the stack.
+    Here and below, keep the order of the additions: with other orders ptxas spills registers to the stack.
     """
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     e = gl.expand_dims(gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, LAYOUT)), 0)
@@ -97,7 +97,7 @@ def elements_of_out(args, work, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT
 
 @gluon.jit
 def elements_of_out_f32(out, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Return the same as ``elements_of_out`` for a float32 out, in the layout ``by_eights``."""
+    """Return pointers and mask as ``elements_of_out`` does, for a float32 out in the layout ``by_eights``."""
     i, e = rows_and_columns(64, sizes.BLOCK_E)
     first, row, inside = offsets(i, e, args, work, sizes, GROUP)
     return out + first + (row + e), inside
@@ -105,7 +105,7 @@ def elements_of_out_f32(out, args, work, sizes: gl.constexpr, GROUP: gl.constexp
 
 @gluon.jit
 def offsets(i, e, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Return the offset of the first query, the offsets of all rows from it, and the mask of elements inside the array."""
+    """Return the first query's offset, each row's offset from it, and the mask of elements inside the array."""
     m0 = work.m0 + GROUP * 64
     first = ((first_token(args, work, sizes) + m0) * sizes.H + work.head) * sizes.E
     return first, i * (sizes.H * sizes.E), (m0 + i < args.S // sizes.Q_RUNS) & (e < sizes.E)

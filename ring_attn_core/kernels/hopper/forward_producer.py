@@ -2,8 +2,8 @@
 
     q of every group | k of step 0 | k of step 1, v of step 0 | k of step 2, v of step 1 | ... | v of the last step
 
-The loads are in the order of their use by the consumers, each as soon as its stage is free (barriers.py). With the keys of a step
-the producer stores their key mask.
+The producer loads tiles in the order in which consumers use them, each as soon as its stage is free (barriers.py). With the keys
+of a step it stores their key mask.
 
 Shapes     q_BSHD, k_BTGD as ``Parts`` of TMA descriptors, v_BTGE as one, key_mask_BT f32, key_mask_spans int32
            (portable/loads.py), extents and not_finite int32 (portable/extent_lists.py)
@@ -25,7 +25,7 @@ from .scheduler import announce, extents_of_group, key_tiles, next_place, start_
 
 @gluon.jit
 def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
-    """Take one query tile after the other; load q, then the keys of each step and the values of the step before, by TMA."""
+    """Load each query tile of this program by TMA: q, then for each step its keys and the previous step's values."""
     STAGES: gl.constexpr = sizes.STAGES
     step = gl.to_tensor(0)
     loads = gl.to_tensor(0)
@@ -89,7 +89,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
 
 @gluon.jit
 def take(args):
-    """Take a ticket from the global counter: the number of the first query tile that no program has taken yet."""
+    """Take a ticket, the number of the next free query tile, from a global counter by an atomic addition."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + args.tickets.to(gl.int64)
     text: gl.constexpr = (
@@ -102,11 +102,11 @@ def take(args):
 
 @gluon.jit
 def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl.constexpr = 1, n0=0):
-    """Load the keys of a step by TMA, their key mask, and the flag that the values, or else the keys, are not all finite.
+    """Load the keys of a step by TMA, and store their key mask and a flag for values (or keys) that are not all finite.
 
-    Mask and flag are read before the stage is free, to hide their latency. The flag has twice as many places as there are stages:
-    consumers read it after they have released the keys, and have done so once those of two steps later are released. ``n0``: the
-    local index of the first key, which consumers of a list of intervals read from a place like that of the flag.
+    Mask and flag are loaded before the stage is free, to hide their latency. OF_VALUES: the flag concerns the values (1) or the
+    keys (0). Consumers read a flag after they release its keys, but before they release the keys of two steps later; so there are
+    twice as many flags as stages. ``n0``: local index of the first key, stored beside the flag if the call has intervals.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
@@ -141,7 +141,7 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl
 
 @gluon.jit
 def fill_values(v_BTGE, shared, at, step, sizes: gl.constexpr):
-    """Load the values of a step by TMA, once their stage is free."""
+    """Load the values of a step by TMA, as soon as their stage is free."""
     stage = step % sizes.STAGES
     if step >= sizes.STAGES:
         acquire(V_FREE + stage, sizes.GROUPS)

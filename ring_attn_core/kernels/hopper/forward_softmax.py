@@ -1,8 +1,8 @@
-"""The softmax of a tile in the Hopper forward: from products to scores, exponentials and probabilities, in Gluon.
+"""The softmax of a tile in the Hopper forward, in Gluon: from products to scores, exponentials and probabilities.
 
     s_ij = factor^-1 (score in base 2)          ``factor`` goes into the exponential's multiply-add
     m_i  = max(m_i so far, factor max_j s_ij)
-    w_ij = exp2(factor s_ij - m_i)              p_ij = w_ij where dropout keeps it, else 0
+    w_ij = exp2(factor s_ij - m_i)              p_ij = w_ij if dropout keeps it, else 0
 
 Shapes     products, s, w, p [64 queries, keys] in the layout of wgmma's results, 64 queries to a warpgroup; m, l [64]
 Precision  f32; p is rounded once to the input dtype
@@ -24,7 +24,7 @@ from .scheduler import visible, visible_by_key
 
 @gluon.jit
 def scores(products, args, sizes: gl.constexpr):
-    """Return the scores in base 2, divided by the factor of ``softmax_step``, which is positive and goes into exp2."""
+    """Return the scores in base 2, divided by the positive ``factor`` of ``softmax_step``, which multiplies them in exp2."""
     s = products
     if args.softcap is not None:
         s = special_tanh(products * args.inner)
@@ -51,10 +51,10 @@ def row_sum(x):
 
 @gluon.jit
 def of_thread(x):
-    """Split an accumulator [64, columns] into the upper and the lower eight rows of every sixteen.
+    """Split an accumulator [64, columns] into upper and lower rows: the first and last eight of every sixteen.
 
-    A thread has one row of each. Both results are [4, 8, 4, 2, ..., 2]: the last dimensions hold a thread's elements of its row,
-    and the very last one halves them.
+    Each thread holds elements of one upper and one lower row. Both results are [4, 8, 4, 2, ..., 2]; the dimensions of 2 index a
+    thread's elements of a row, and splitting the last dimension halves them.
     """
     if x.shape[1] == 128:
         x = x.reshape([4, 2, 8, 2, 2, 2, 2, 4, 2]).permute([0, 2, 7, 8, 6, 5, 4, 3, 1])
@@ -66,7 +66,7 @@ def of_thread(x):
 
 @gluon.jit
 def of_rows(upper, lower, LAYOUT: gl.constexpr):
-    """Join the numbers of the upper and of the lower rows, [4, 8] each, to one number per row [64]."""
+    """Join one number per upper row and one per lower row, [4, 8] each, to one number per row [64]."""
     ROWS: gl.constexpr = gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [4, 8])
     upper = gl.convert_layout(upper, ROWS, assert_trivial=True)
     lower = gl.convert_layout(lower, ROWS, assert_trivial=True)
@@ -76,10 +76,10 @@ def of_rows(upper, lower, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def maximum_in_order(m, x):
-    """Return the maximum of m and a thread's columns of x, taken one column after the other; m may be None.
+    """Return the maximum of m and a thread's columns of x, reduced one column after the other; m may be None.
 
-    Triton from 3.8 on reduces by pairs. That takes more registers, so ptxas starts the exponentials of the first row after the
-    maxima of both rows, not during that of the second: the forward is 2 to 3 % slower.
+    ``gl.max`` of Triton 3.8 and later reduces by pairs, which takes more registers. Then ptxas starts the exponentials of the
+    first row after the maxima of both rows, not during the second row's maximum, and the forward is 2 to 3 % slower.
     """
     if len(x.shape) > 3:
         first, second = gl.split(x)
@@ -93,7 +93,7 @@ def maximum_in_order(m, x):
 
 @gluon.jit
 def sum_in_order(l, x):
-    """Return the sum of l and a thread's columns of x, taken one column after the other; l may be None."""
+    """Return the sum of l and a thread's columns of x, added one column after the other; l may be None."""
     if len(x.shape) > 3:
         first, second = gl.split(x)
         l = sum_in_order(sum_in_order(l, first), second)
@@ -106,7 +106,7 @@ def sum_in_order(l, x):
 
 @gluon.jit
 def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.constexpr):
-    """Take one step of online softmax; return exp2(score - row max), the new row max, and the factor that rescales the sums."""
+    """Take one step of online softmax; return exp2(score - row max), the new row max, and the factor that rescales old sums."""
     columns = gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(0, s.type.layout))
     factor = 1.0
     if args.softcap is not None:
@@ -132,9 +132,9 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
 
 @gluon.jit
 def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr):
-    """Return the weights in 16 bits as the first factor of the product with the step's values, with dropout applied.
+    """Return the weights in 16 bits, with dropout applied, as left operand of the product with the step's values.
 
-    Values that no query sees become 0 if they may hold NaN.
+    If values that no query sees may hold NaN, zero them in shared memory.
     """
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
@@ -157,9 +157,9 @@ def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.const
 
 @gluon.jit
 def hide_unseen(tile, run, n0, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Zero the rows of a key tile that no query of the program sees, because 0 times NaN is NaN.
+    """Zero the rows of a key or value tile that no query of the program sees, because 0 times NaN is NaN.
 
-    Two warpgroups zero half of them each.
+    Each of the first two warpgroups zeroes one half of the tile.
     """
     HALF: gl.constexpr = sizes.BLOCK_K // 2
     S_LAYOUT: gl.constexpr = accumulator(HALF)

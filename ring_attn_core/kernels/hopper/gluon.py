@@ -1,4 +1,4 @@
-"""Names of Gluon, Triton's language of explicit layouts, that differ between releases 3.6, 3.7 and 3.9, and its host side."""
+"""Names of Gluon, Triton's language of explicit layouts, that differ between Triton 3.6, 3.7 and 3.9, and its host side."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = Non
 
 @_core.builtin
 def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
-    """Wait like ``warpgroup_mma_wait``, each warpgroup for its own products only, even in a partition of two warpgroups.
+    """Wait like ``warpgroup_mma_wait``, but each warpgroup for its own products only.
 
-    Triton 3.9 puts a barrier of all warps of the partition behind each wait, unless the wait is marked as local to a warpgroup.
+    This matters in a partition of two warpgroups: Triton 3.9 puts a barrier of all its warps behind each wait that is not marked
+    as local to a warpgroup.
     """
     results: Any = hopper.warpgroup_mma_wait(in_flight, deps, _semantic=_semantic)
     first = results if len(deps) == 1 else results[0]

@@ -1,4 +1,4 @@
-"""Wrappers of PTX instructions without a Gluon function: conversions in pairs, and tanh of the special function unit."""
+"""Wrappers of PTX instructions for which Gluon has no function: conversions in pairs, and the fast tanh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def packing_text(dtype, positive):
 def packed_half(p, DTYPE: gl.constexpr, POSITIVE: gl.constexpr = False):
     """Round float32 to DTYPE, two elements at a time; POSITIVE makes negative values 0.
 
-    ``.to`` takes one more byte permutation per element.
+    ``x.to(DTYPE)`` needs one more byte permutation per element.
     """
     text: gl.constexpr = packing_text(DTYPE, POSITIVE)
     if DTYPE.is_bf16():
@@ -29,8 +29,8 @@ def packed_half(p, DTYPE: gl.constexpr, POSITIVE: gl.constexpr = False):
 
 @gluon.jit
 def special_tanh(x):
-    """Return the hyperbolic tangent of the special function unit.
+    """Return the hyperbolic tangent computed by the special function unit (tanh.approx).
 
-    Its relative error is at most 1.2e-5 (tested on GPUs); 5e-4 is documented.
+    The relative error is at most 1.2e-5, as tested on GPUs; PTX documents 5e-4.
     """
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -11,7 +11,7 @@ from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
 from .supports import Columns, columns, in_parts
 
 L2_SHARE = 8 * 2**20
-"""Bytes of keys and values of the heads that run at a time, which share the L2 cache.
+"""Most bytes of keys and values of the heads that are processed at a time, so that they stay in the L2 cache.
 
 TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tokens, 32/8 heads of 128 627 / 630 / 627 / 623 /
 625, 32/32 heads of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 heads of 128 513 / 535 / 530 / 537 / 528.
@@ -27,10 +27,10 @@ If a GPU has fewer, or other kernels hold some of them, programs that start late
 
 KV_HEADS_TOGETHER = 8
 KEY_TILES_TOGETHER = 1024
-"""Number of key heads whose gradients are computed at a time: at most KV_HEADS_TOGETHER, with about KEY_TILES_TOGETHER key tiles.
+"""Number of key heads that the backward processes at a time: at most KV_HEADS_TOGETHER, with about KEY_TILES_TOGETHER key tiles.
 
-The programs that run together then read the same queries from the L2 cache. In a longer walk they drift further apart, and fewer
-heads fit.
+Programs that run at the same time then read the same queries from the L2 cache. In a longer walk programs drift further apart,
+so fewer heads fit.
 
 TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens, 16/16 heads of 128 549 / 552 / 545, 32/8 heads
 461 / 515 / 537, 32/32 heads of 64 419 / 431 / 442. With 1 / 2 / 4 / 8 heads of 128: 32,768 tokens 561 / 563 / 558 / 543, 131,072
@@ -39,7 +39,7 @@ TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens
 
 
 def forward(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of the Hopper forward, with the arrays and outputs of the portable one."""
+    """Return the launch of the Hopper forward, with the arrays and outputs of the launch ``portable``."""
     d, e = _widths(call)
     tiles = tiles_of_forward(call)
     given = dict(portable.constants)
@@ -86,15 +86,18 @@ def tiles_of_forward(call: RingCall) -> HopperConfig:
 
 
 def _widths(call: RingCall) -> tuple[Columns, int]:
-    """Return the padded head dimensions of q and k, and of v: only beside values of up to 128 are keys in parts."""
+    """Return the padded head dimensions of q and k, and of v.
+
+    Split q and k into two parts only if v has at most 128 padded columns.
+    """
     e = columns(call.v_dim)
     return in_parts(call.head_dim) if e <= 128 else Columns(columns(call.head_dim), 0), e
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
-    """Return those arrays of portable/extent_lists.py by parameter, none without extents of either kind.
+    """Return the arguments of those arrays of portable/extent_lists.py in ``names`` that the call needs, by parameter.
 
-    ``intervals`` are there with key extents only, and ``key_tiles`` only without.
+    Calls without extents or key extents need none. ``intervals`` needs key extents; ``key_tiles`` excludes them.
     """
     left_out = "key_tiles" if "key_extents" in call.given else "intervals"
     return {f"{name}_ptr": Array(name, "int32") for name in names if call.by_extents and name != left_out}
@@ -116,7 +119,7 @@ def _descriptors(call: RingCall, tiles: HopperConfig, d: Columns, e: int) -> dic
 def parts(
     of: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: Columns, pitch: int = 0
 ) -> dict[str, Argument]:
-    """Return the descriptors of tiles of ``rows`` rows in parts, by parameter, such as q_BSHD and q_tail_BSHD."""
+    """Return the TMA descriptors of tiles of ``rows`` rows, one for each part of the columns, by parameter (as q_tail_BSHD)."""
     made: dict[str, Argument] = {}
     for part, width in (("", columns_of.main), ("_tail", columns_of.tail)):
         if width:
@@ -125,7 +128,7 @@ def parts(
 
 
 def heads_together(call: RingCall) -> int:
-    """Return the number of query heads that run at a time: those of the key heads that fit into L2_SHARE."""
+    """Return the number of query heads processed at a time: those of the key heads whose k and v fit into L2_SHARE."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
@@ -133,29 +136,29 @@ def heads_together(call: RingCall) -> int:
 
 SUM_ROWS = 32
 SUM_COLUMNS = 256
-"""Shape of the float32 sums of dq of a query tile, to all of which TMA adds at once."""
+"""Shape of the float32 dq sums of one query tile; one TMA operation adds to all of them."""
 TURN_SPACING = 8
-"""Number of 32-bit words from the turn of one query tile to that of the next."""
+"""Number of 32-bit words from the turn of one query tile to the turn of the next."""
 
 
 @lru_cache(maxsize=4096)
 def sums_of_dq(call: RingCall) -> tuple[int, int]:
-    """Return the shape of the array in which dq is summed: the sums of each query tile, then the turn of each.
+    """Return the shape of the array of dq sums: the sums of every query tile, then one turn counter per tile.
 
-    The array starts at 0; see hopper/backward_dq.py.
+    The array must start at 0; see hopper/backward_dq.py.
     """
     tiles = call.batch * call.heads * call.q_tiles(queries(call))
     return tiles * SUM_ROWS + -(-tiles * TURN_SPACING // SUM_COLUMNS), SUM_COLUMNS
 
 
 def queries(call: RingCall) -> int:
-    """Return the number of queries of a tile of the backward."""
+    """Return the number of queries per tile of the backward."""
     return 64 if columns(call.head_dim) == 128 else 128
 
 
 @lru_cache(maxsize=4096)
 def backward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch of a backward step, with the sums of dq and the outputs of ``portable.dkv``.
+    """Return the launch of a backward step; its outputs are the sums of dq, then those of ``portable.dkv``.
 
     The sums have the shape ``sums_of_dq`` and overwrite ``dq_in``.
     """
@@ -231,7 +234,7 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
 
 
 def kv_heads_together(call: RingCall, block_k: int = HOPPER_BACKWARD_KEYS) -> int:
-    """Return the number of key heads whose gradients are computed at a time."""
+    """Return the number of key heads processed at a time by the backward."""
     enough = -(-KEY_TILES_TOGETHER * HOPPER_BACKWARD_KEYS // block_k // call.k_tiles(block_k))
     return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 

@@ -1,11 +1,11 @@
-"""Tiles whose columns come in one part or in two, and their products, in Gluon.
+"""Tiles whose columns are stored in one or two parts, and their products, in Gluon.
 
     192 columns = main 128 + tail 64        the columns of a tile in Gluon are a power of two
     a b^T = a_main b_main^T + a_tail b_tail^T
     a [b_main b_tail] = [a b_main, a b_tail]
 
-TAIL is the number of columns in the tail, 0 if there is only the main part. Each part of a product is a wgmma group of its own,
-which waits count.
+TAIL is the number of columns in the tail, 0 if there is only the main part. Each part of a product is a separate wgmma group, and
+waits count these groups.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .register_layouts import accumulator, matrix
 
 
 class Parts(NamedTuple):
-    """The ``main`` and ``tail`` columns of a tile, an accumulator or a TMA descriptor; a missing tail is a placeholder."""
+    """The ``main`` and ``tail`` parts of a tile, an accumulator or a TMA descriptor; a missing tail is a placeholder."""
 
     main: Any
     tail: Any
@@ -29,7 +29,7 @@ class Parts(NamedTuple):
 
 @gluon.jit
 def allocate_parts(source, COUNT: gl.constexpr, ROWS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
-    """Allocate COUNT tiles [ROWS, MAIN + TAIL] in shared memory for the TMA descriptors ``source``."""
+    """Allocate COUNT tiles [ROWS, MAIN + TAIL] in shared memory, in the layouts of the TMA descriptors ``source``."""
     main = gl.allocate_shared_memory(source.main.dtype, [COUNT, 1, ROWS, 1, MAIN], source.main.layout)
     tail = main
     if TAIL > 0:
@@ -39,7 +39,10 @@ def allocate_parts(source, COUNT: gl.constexpr, ROWS: gl.constexpr, MAIN: gl.con
 
 @gluon.jit
 def bring_parts(source, batch, token, head, COLUMN: gl.constexpr, full, tiles, index, TAIL: gl.constexpr):
-    """Load a tile by TMA from a token and COLUMN on; ``full`` expects its bytes already."""
+    """Load a tile by TMA into ``tiles[index]``, from row ``token`` and column COLUMN on.
+
+    The mbarrier ``full`` must already expect the tile's bytes (``expect_parts``).
+    """
     copy_tile(source.main, [batch, token, head, COLUMN], full, tiles.main.index(index))
     if TAIL > 0:
         copy_tile(source.tail, [batch, token, head, COLUMN + tiles.main.shape[4]], full, tiles.tail.index(index))
@@ -47,13 +50,13 @@ def bring_parts(source, batch, token, head, COLUMN: gl.constexpr, full, tiles, i
 
 @gluon.jit
 def expect_parts(full, ROWS: gl.constexpr, WIDTH: gl.constexpr):
-    """Let an mbarrier expect the bytes of a tile [ROWS, WIDTH] of 16-bit elements."""
+    """Make an mbarrier expect the bytes of a tile [ROWS, WIDTH] of 16-bit elements."""
     mbarrier.expect(full, 2 * ROWS * WIDTH)
 
 
 @gluon.jit
 def tile_of(tiles, index, TAIL: gl.constexpr):
-    """Return the tile with that index as matrices [rows, columns]."""
+    """Return the parts of tile ``index`` as matrices [rows, columns]."""
     main = matrix(tiles.main.index(index))
     tail = main
     if TAIL > 0:
@@ -63,7 +66,7 @@ def tile_of(tiles, index, TAIL: gl.constexpr):
 
 @gluon.jit
 def in_registers(tile, LAYOUT: gl.constexpr, TAIL: gl.constexpr):
-    """Load a tile as the first factor of a product whose result has that layout."""
+    """Load a tile into registers as left operand of a product whose result has LAYOUT."""
     main = tile.main.load(gl.DotOperandLayout(0, LAYOUT, 2))
     tail = main
     if TAIL > 0:
@@ -83,7 +86,7 @@ def zeros_of_parts(ROWS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
 
 @gluon.jit
 def multiply_transposed(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TAIL: gl.constexpr):
-    """Issue the product a b^T [ROWS, COLUMNS]; return it in flight."""
+    """Issue the asynchronous product a b^T [ROWS, COLUMNS], and return it in flight."""
     zero = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))
     x = warpgroup_mma(a.main, b.main.permute([1, 0]), zero, use_acc=False, is_async=True)
     if TAIL > 0:
@@ -93,7 +96,7 @@ def multiply_transposed(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TAIL: g
 
 @gluon.jit
 def multiply_add(x, a, b, TAIL: gl.constexpr):
-    """Issue x + a b for a first factor ``a`` in the layout of an accumulator; return the sum and the factor in flight."""
+    """Issue the asynchronous sum x + a b; return the sum and the operand ``a`` in flight."""
     OF_MAIN: gl.constexpr = gl.DotOperandLayout(0, x.main.type.layout, 2)
     a = gl.convert_layout(a, OF_MAIN, assert_trivial=True)
     main = warpgroup_mma(a, b.main, x.main, is_async=True)
@@ -106,7 +109,7 @@ def multiply_add(x, a, b, TAIL: gl.constexpr):
 
 @gluon.jit
 def wait_for_sum(IN_FLIGHT: gl.constexpr, x, a, TAIL: gl.constexpr):
-    """Wait for a sum of ``multiply_add``, with at most IN_FLIGHT later groups in flight; return it and its first factor."""
+    """Wait until a sum of ``multiply_add`` is complete, with at most IN_FLIGHT later groups in flight; return it and ``a``."""
     tail = x.tail
     if TAIL > 0:
         main, tail, a = wait_for_products(IN_FLIGHT, deps=[x.main, tail, a])

@@ -1,8 +1,8 @@
 """Layouts of tiles in registers and in shared memory, in Gluon.
 
-    accumulator            wgmma's results: 64 rows to a warpgroup, a row in four lanes, two columns at a time
+    accumulator            wgmma's results: 64 rows to a warpgroup, each row in four lanes, two columns at a time
     by_eights              the same registers as [rows, columns / 8, 8]: constant distances between a thread's elements
-    rows_by_lines          16 bits an element, whole lines of memory to a warp
+    rows_by_lines          16-bit elements; each warp reads and writes whole lines of memory
 
 ``here`` hides the value of an integer from the compiler.
 """
@@ -17,7 +17,7 @@ from .gluon import constexpr_function
 
 @constexpr_function
 def accumulator(width, warps=4):
-    """Return the layout of wgmma's results [16 * warps, width], with 64 rows for each warpgroup."""
+    """Return the layout of wgmma's results [16 * warps, width]: each warpgroup holds 64 rows."""
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, width, 16])
 
 
@@ -31,15 +31,16 @@ def matrix(tile):
 def here(x):
     """Return the integer x through an opaque instruction, so that the compiler knows nothing about its value.
 
-    Addresses that depend on x are then computed after this call, not far earlier, from where they would occupy registers. The
-    backward reloads 0 registers per step instead of 5, and 0 in total instead of 26 (Triton 3.6, heads of 128).
+    Addresses that depend on x are then computed after this call, not far earlier, where they would occupy registers. In the
+    backward this avoids reloads of spilled registers: 0 per step instead of 5, 0 in total instead of 26 (Triton 3.6, heads of
+    128).
     """
     return gl.inline_asm_elementwise("mov.u32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def column(x, LAYOUT: gl.constexpr):
-    """Return x [64] as a column that broadcasts against a matrix of that layout."""
+    """Return x [64] as a column that broadcasts against a matrix of layout LAYOUT."""
     return gl.expand_dims(gl.convert_layout(x, gl.SliceLayout(1, LAYOUT), assert_trivial=True), 1)
 
 
@@ -47,8 +48,8 @@ def column(x, LAYOUT: gl.constexpr):
 def accumulator_by_eights(rows, columns, warps=4):
     """Return the layout of wgmma's results [rows, columns] reshaped to [rows, columns / 8, 8].
 
-    The groups of eight columns that a thread holds are known at compile time, so a thread needs one address per row, plus
-    constant offsets. As [rows, columns] every element takes an address of its own, in a pair of registers.
+    A thread's groups of eight columns are known at compile time, so it needs one address per row, plus constant offsets. With the
+    shape [rows, columns] each element would need its own address, in a pair of registers.
     """
     eights = [[0, 1 << bit, 0] for bit in range((columns // 8).bit_length() - 1)]
     lanes = [[0, 0, 2], [0, 0, 4], [1, 0, 0], [2, 0, 0], [4, 0, 0]]
@@ -58,14 +59,14 @@ def accumulator_by_eights(rows, columns, warps=4):
 
 @gluon.jit
 def by_eights(x, WARPS: gl.constexpr = 4):
-    """Reshape wgmma's results [rows, columns] to [rows, columns / 8, 8] without moving a register."""
+    """Reshape wgmma's results [rows, columns] to [rows, columns / 8, 8] without moving data between registers."""
     LAYOUT: gl.constexpr = accumulator_by_eights(x.shape[0], x.shape[1], WARPS)
     return gl.convert_layout(x.reshape([x.shape[0], x.shape[1] // 8, 8]), LAYOUT, assert_trivial=True)
 
 
 @gluon.jit
 def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Return the row indices [rows, 1, 1] and column indices [1, columns / 8, 8] in the layout ``accumulator_by_eights``.
+    """Return row indices [rows, 1, 1] and column indices [1, columns / 8, 8] in the layout ``accumulator_by_eights``.
 
     Column indices are int64, so that the compiler keeps them as constant offsets.
     """
@@ -81,5 +82,5 @@ def rows_and_columns(ROWS: gl.constexpr, COLUMNS: gl.constexpr, WARPS: gl.conste
 
 @constexpr_function
 def rows_by_lines(width, warps=4):
-    """Return a layout of 16-bit tiles [rows, width] in which a warp reads and writes whole lines of memory."""
+    """Return a layout of 16-bit tiles [rows, width] in which each warp reads and writes whole lines of memory."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [warps, 1], [1, 0])

@@ -1,9 +1,10 @@
-"""The scheduler of the Hopper forward: the query tiles of a program, and the order of their key tiles, in Gluon.
+"""The scheduler of the Hopper forward, in Gluon: the query tiles that a program takes, and the order of their key tiles.
 
-    ticket -> tile of queries     ``together`` heads at a time, of which the heaviest tiles come first
-    walk of a run of keys         the tiles that need a mask, then the others, the last one first
+    ticket -> query tile          ``together`` heads at a time, and of these heads the last query tiles first: under a causal
+                                  mask they have the most keys
+    walk of a run of keys         first the tiles that need a mask, then the others from the last to the first
 
-The producer takes tickets and announces each tile of queries; the consumers read the announcement.
+The producer takes tickets and announces each query tile in shared memory; the consumers read the announcement.
 
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], alibi_slopes f32 [H]
 Units      local indices of a run; tokens count within a shard
@@ -32,9 +33,10 @@ from .barriers import read_number, sync_warp, write_number
 
 
 class QueryWork(NamedTuple):
-    """A query tile, from ``m0`` on of a run, with its number of key tiles, first key run and first key token.
+    """A query tile: its place, its number of key tiles, and its first key tile.
 
-    ``tiles`` is -1 after the last query tile.
+    ``m0``: local index of the first query in run ``q_run``. ``tiles``: number of key tiles, -1 after the last query tile.
+    ``first_run``, ``first_token``: run of keys and token at which the first key tile begins.
     """
 
     batch: Any
@@ -51,9 +53,10 @@ NUMBERS = gl.constexpr(8)
 
 
 class RunOfKeys(NamedTuple):
-    """A run of keys: the interval that each query of a warpgroup sees, its ``rows.Tiles``, and fields of its ``runs.Row``.
+    """A run of keys, as the queries of a warpgroup see it.
 
-    ``pair``: index of the row. ``slope``: ALiBi slope of the head, in base 2.
+    ``pair``: index of the run's ``runs.Row``, from which ``q_start``, ``k_start`` and ``stride`` come. ``begin``, ``end``: the
+    interval of keys that each query sees. ``tiles``: the ``rows.Tiles`` to visit. ``slope``: ALiBi slope of the head, in base 2.
     """
 
     pair: Any
@@ -68,7 +71,7 @@ class RunOfKeys(NamedTuple):
 
 @gluon.jit
 def extents_of_group(args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Load the extents of a warpgroup's 64 queries in a one-warp partition: first and end, 0 after the last query."""
+    """Load (first, end) of the extents of a warpgroup's 64 queries in a one-warp partition; (0, 0) beyond the run."""
     row = load_row(args.rows, work.q_run * sizes.K_RUNS)
     i = work.m0 + 64 * GROUP + gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
     at = args.extents + (work.batch.to(gl.int64) * args.S + row.q_base + i) * 2
@@ -77,9 +80,9 @@ def extents_of_group(args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def visible(column, begin, end):
-    """Return begin <= column < end, bool [queries, keys], in one comparison.
+    """Return the mask begin <= column < end, bool [queries, keys], by one unsigned comparison.
 
-    Two comparisons take a register per key, and the loop spills.
+    Two comparisons would take a register per key, and the loop would spill.
     """
     width = gl.expand_dims(gl.maximum(end - begin, 0).to(gl.uint32), 1)
     return (gl.expand_dims(column, 0) - gl.expand_dims(begin, 1)).to(gl.uint32) < width
@@ -87,7 +90,7 @@ def visible(column, begin, end):
 
 @gluon.jit
 def visible_by_key(columns, i, n0, run, args, work):
-    """Return whether the key extent of each key of a tile contains each query, bool [queries, keys]."""
+    """Return the mask of pairs whose query lies in the key's extent, bool [queries, keys]."""
     row = load_row(args.rows, run.pair)
     inside = n0 + columns < row.k_len
     at = args.key_extents + (work.batch.to(gl.int64) * args.T + row.k_base + n0 + columns) * 2
@@ -99,9 +102,9 @@ def visible_by_key(columns, i, n0, run, args, work):
 
 @gluon.jit
 def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the ``rows.Tiles`` that a query tile visits of a run of keys; with extents they come from ``extent_lists``.
+    """Return the key tiles of a run that a query tile visits, as ``rows.Tiles``; with extents, ``extent_lists`` computed them.
 
-    With key extents the tiles are places in the list of intervals, of which the first need a mask.
+    With key extents, tile t stands for the t-th tile in the list of intervals; the first of these need a mask.
     """
     if args.intervals is not None:
         at = list_of(args, batch, pair, m0, sizes)
@@ -119,7 +122,7 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the index of a query tile and a run of keys, int64, in the arrays of ``extent_lists``."""
+    """Return the index of a pair (query tile, run of keys), int64, in the arrays of ``extent_lists``."""
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
     return tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS
@@ -133,7 +136,10 @@ def list_of(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def work_of(ticket, args, sizes: gl.constexpr):
-    """Return the query tile of a ticket: ``together`` heads at a time, the heaviest tiles of these first."""
+    """Return the query tile of a ticket as a ``QueryWork``.
+
+    Successive tickets go through ``together`` heads at a time: first the last tile of each of these heads, then the tile before.
+    """
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
     before = ticket // (args.together * tiles) * args.together
@@ -154,7 +160,7 @@ def work_of(ticket, args, sizes: gl.constexpr):
 
 @gluon.jit
 def announce(work, shared):
-    """Announce the next query tile to the consumers, which have already read the previous announcement."""
+    """Write the next query tile to shared memory and signal the consumers, which have already read the previous one."""
     for field in gl.static_range(7):
         write_number(shared.work, field, work[field])
     sync_warp()
@@ -163,7 +169,7 @@ def announce(work, shared):
 
 @gluon.jit
 def announced(taken, shared):
-    """Wait for the announcement of the query tile after ``taken`` others, and return it; release it as WORK_READ."""
+    """Wait for the query tile announced after ``taken`` others, and return it; the caller releases WORK_READ."""
     mbarrier.wait(shared.work_full.index(0), taken & 1)
     return QueryWork(
         read_number(shared.work, 0), read_number(shared.work, 1), read_number(shared.work, 2), read_number(shared.work, 3),
@@ -173,7 +179,7 @@ def announced(taken, shared):
 
 @gluon.jit
 def survey(args, batch, q_run, m0, sizes: gl.constexpr):
-    """Return the number of key tiles of a query tile, the first run that has any, and the token of its first tile."""
+    """Count the key tiles of a query tile; return (their number, the first run that has any, the token of the first tile)."""
     count = 0
     first_run = 0
     first_token = 0
@@ -193,13 +199,16 @@ def survey(args, batch, q_run, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def tile_at(t, tiles):
-    """Return the t-th tile of a run in the order of the walk: those that need a mask, then the others from the last on."""
+    """Return the t-th tile in the walk of a run: first those that need a mask, then the others from the last to the first."""
     masked = count_partly_seen(tiles)
     return gl.where(t < masked, partly_seen(t, tiles), tiles.whole_last - 1 - (t - masked))
 
 
 class Place(NamedTuple):
-    """A place in the walk of a run: its key tile; with intervals also the tiles left in this one, and the next interval."""
+    """A position in the walk of a run: the index of the key tile.
+
+    With intervals also ``left``, the number of tiles left in the current interval, and ``interval``, a pointer to the next one.
+    """
 
     tile: Any
     left: Any
@@ -208,7 +217,7 @@ class Place(NamedTuple):
 
 @gluon.jit
 def start_of(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the place before the first key tile of a run."""
+    """Return the ``Place`` before the first key tile of a run."""
     if args.intervals is None:
         place = Place(0, 0, 0)
     else:
@@ -218,7 +227,7 @@ def start_of(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def next_place(place, t, tiles, args):
-    """Return the place of the t-th key tile, the one after ``place``; an interval is walked from its last tile on."""
+    """Return the ``Place`` of the t-th key tile, which follows ``place``; each interval is walked from last tile to first."""
     if args.intervals is None:
         place = Place(tile_at(t, tiles), 0, 0)
     else:
@@ -233,9 +242,10 @@ def next_place(place, t, tiles, args):
 
 @gluon.jit
 def run_of(args, shared, loads, work, sizes: gl.constexpr, number, i, GROUP: gl.constexpr):
-    """Return the key run with index ``number``, with the intervals that the queries ``i`` of a warpgroup see.
+    """Return the key run with index ``number``, with the intervals of keys that the queries ``i`` of a warpgroup see.
 
-    Their extents lie in shared memory once q has arrived for the ``loads``-th time, or else in global memory.
+    If shared memory has room for the extents of the queries, they arrive there with the ``loads``-th load of q. Else this
+    function reads them from global memory.
     """
     pair = work.q_run * sizes.K_RUNS + number
     row = load_row(args.rows, pair)

@@ -1,4 +1,4 @@
-"""The calls that Hopper's kernels take, and the reasons, in words, for refusing all others."""
+"""The calls that Hopper's kernels accept, and the reasons for refusing the others."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ WIDEST = 256
 
 
 def refusal(call: RingCall) -> str | None:
-    """Return why Hopper's kernels refuse a call, which the portable ones then take; None if they take the call."""
+    """Return why Hopper's kernels refuse a call, so that the portable kernels run it; None if they accept it."""
     reason = refusal_of_shape(call.dtype, call.head_dim, call.v_dim)
     if call.capability != 90:
         reason = f"it is for sm_90, and this GPU is sm_{call.capability}"
@@ -22,7 +22,7 @@ def refusal(call: RingCall) -> str | None:
 
 
 def refusal_of_shape(dtype: str, head_dim: int, v_dim: int) -> str | None:
-    """Return the part of ``refusal`` that depends only on dtype and head dimensions."""
+    """Return why Hopper's kernels refuse a dtype or head dimensions, or None."""
     if dtype not in ("bfloat16", "float16"):
         return f"its products are of bfloat16 and float16, not {dtype}"
     for name, width in (("head_dim", head_dim), ("v_dim", v_dim)):
@@ -34,12 +34,12 @@ def refusal_of_shape(dtype: str, head_dim: int, v_dim: int) -> str | None:
 
 
 def columns(width: int) -> int:
-    """Return the padded head dimension of a tile; TMA reads 0 beyond ``width``."""
+    """Return the padded head dimension of a tile: 64, 128 or 256. TMA reads 0 beyond ``width``."""
     return 64 if width <= 64 else 128 if width <= 128 else 256
 
 
 class Columns(NamedTuple):
-    """The columns of a tile in two parts, of which ``tail`` may be 0; a part is a power of two."""
+    """The padded columns of a tile in two parts, each a power of two; ``tail`` may be 0."""
 
     main: int
     tail: int
@@ -50,5 +50,5 @@ class Columns(NamedTuple):
 
 
 def in_parts(width: int) -> Columns:
-    """Return the padded head dimension of a tile in parts: 192 columns are 128 and 64, not 256."""
+    """Return the padded head dimension of a tile in parts: 129 to 192 columns take 128 + 64, not 256."""
     return Columns(128, 64) if 128 < width <= 192 else Columns(columns(width), 0)

@@ -1,17 +1,18 @@
-"""The gradients of one k/v shard for heads that ``backward.py`` does not take, in Gluon for Hopper (sm_90a).
+"""The gradients dk and dv for heads that ``backward.py`` does not take, in Gluon for Hopper (sm_90a).
 
     s^T = k q^T     p^T = exp2(s^T - lse2)     dv += p^T dout              the first warpgroup
     dp^T = v dout^T     ds^T = p^T (dp^T - delta)     dk += ds^T q         the second warpgroup
 
-The sums of 64 keys with heads of 256 fill the registers of two warpgroups. So each warpgroup computes two of the four products,
-and p^T passes from the first to the second through shared memory, in float32. While one computes exponentials or ds, the products
-of the other fill the tensor cores. dq has a launch of its own (wide_dq.py).
+The sums dk and dv of 64 keys with heads of 256 fill the registers of two warpgroups. So each computes two of the four products,
+and p^T passes from the first to the second through shared memory, in float32. While one warpgroup computes exponentials or ds,
+the products of the other fill the tensor cores. dq has a separate launch (wide_dq.py).
 
 Shapes     as in portable/backward_dkv.py; q, dout, k and v are read through TMA descriptors, in one part or two (parts.py)
-Program    one (tile of 64 keys, key head, batch row): it walks over the queries that see them, of every query head of the group
-Pipeline   q and dout have STAGES stages. The score product of the next tile is in flight beside dv, that of dp beside dk
-Extents    as in backward.py; so are ALiBi and dropout, whose mask is the sign of p
-Tiles      BLOCK_Q, BLOCK_K, STAGES and IN_REGISTERS, whether products take k and v from registers, come from wide_launches.py
+Program    one for each (tile of 64 keys, key head, batch row). It visits the queries that see these keys, in every query head of
+           the group
+Pipeline   q and dout have STAGES stages. The next tile's score product is in flight beside dv, its product dp beside dk
+Extents    as in backward.py, and so are ALiBi and dropout, whose mask is the sign of p
+Tiles      BLOCK_Q, BLOCK_K, STAGES and IN_REGISTERS (products take k and v from registers) come from wide_launches.py
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """
 
@@ -50,7 +51,7 @@ from .register_layouts import accumulator
 
 
 class WideConstants(NamedTuple):
-    """The constants of the kernel; tiles have BLOCK_D + TAIL_D columns of q and k, BLOCK_E + TAIL_E of v and dout."""
+    """The compile-time constants of the kernel; q and k tiles have BLOCK_D + TAIL_D columns, v and dout BLOCK_E + TAIL_E."""
 
     H: Any
     G: Any
@@ -76,7 +77,7 @@ class WideConstants(NamedTuple):
 
 
 class WideSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers that signal that they are full; ``p`` passes between the warpgroups."""
+    """The tiles in shared memory, and the mbarriers that signal that a tile is full; ``p`` passes between the warpgroups."""
 
     q: Any
     dout: Any
@@ -199,7 +200,7 @@ def hopper_wide_dkv(
 
 @gluon.jit
 def sum_values(args, shared, work, sizes: gl.constexpr):
-    """Compute dv of the keys, and hand p of each tile of queries to ``sum_keys``."""
+    """Compute dv of the keys, and pass p of each query tile to ``sum_keys`` through shared memory."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
     dv = zeros_of_parts(sizes.BLOCK_K, sizes.BLOCK_E, sizes.TAIL_E)
@@ -249,9 +250,9 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
 def visit_queries(
     step, s, dv, k, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Add one query tile to dv and hand over its p; return the next step, the scores of its tile, and dv.
+    """Add one query tile to dv and pass on its p; return the next step, the next tile's scores, and dv.
 
-    ``s`` is this tile's k q^T. After the last tile its scores are computed again, and not used.
+    ``s`` is this tile's k q^T. After the last tile, its own scores are computed again and not used.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
@@ -299,7 +300,7 @@ def visit_queries(
 
 @gluon.jit
 def sum_keys(args, shared, work, sizes: gl.constexpr):
-    """Compute dk of the keys from the p of ``sum_values``."""
+    """Compute dk of the keys from the p that ``sum_values`` passes."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
@@ -339,7 +340,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def cleaned(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
-    """Return the program's keys or values as first factor, in shared memory or in registers; the unused are 0."""
+    """Zero the program's unused keys or values, and return them as left operand, in shared memory or registers."""
     tile = tile_of(tiles, 0, TAIL)
     if sizes.CLEAN:
         hide_unseen(tile.main, args, work, sizes)
@@ -355,7 +356,7 @@ def finish_parts(
     x, factor, before, to, COLUMN: gl.constexpr, tiles, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of the steps before to ``factor * x``, and store the sum by way of the tile in shared memory."""
+    """Add the gradients of earlier steps to ``factor * x``, and store the sum through the tile in shared memory."""
     tile = tile_of(tiles, 0, TAIL)
     MAIN: gl.constexpr = x.main.shape[1]
     finish(x.main * factor, before, to, COLUMN, tile.main, STRIDE, WIDTH, args, work, sizes)

@@ -1,13 +1,13 @@
-"""The gradient of the queries for heads that ``backward.py`` does not take, in Gluon for Hopper (sm_90a).
+"""The gradient dq for heads that ``backward.py`` does not take, in Gluon for Hopper (sm_90a).
 
     s = q k^T     p = exp2(s - lse2)     dp = dout v^T     ds = p (dp - delta)     dq += ds k
 
-The same as portable/backward_dq.py, with the gradients of keys and values in a launch of their own (wide_dkv.py): 7 products in
-all, not 5. In return dq stays in registers, no program waits for another, and two runs give the same bits.
+It computes the same as portable/backward_dq.py; dk and dv have a separate launch (wide_dkv.py). Both launches together compute
+7 products, not 5. In return dq stays in registers, no program waits for another, and two runs give the same bits.
 
 Shapes     as in portable/backward_dq.py; q, dout, k and v are read through TMA descriptors, in one part or two (parts.py)
 Program    one per multiprocessor, persistent: it takes tiles of 128 queries by tickets, as the forward does. Two warpgroups of 64
-           queries share the tiles of keys, which one warp loads by TMA; with IN_REGISTERS it loads the next queries meanwhile
+           queries share the key tiles, which one warp loads by TMA; with IN_REGISTERS this warp also loads the next queries early
 Pipeline   k and v have STAGES and V_STAGES stages. While one warpgroup computes ds, the products of the other fill the tensor
            cores
 K tiles    as in forward.py
@@ -56,7 +56,7 @@ from .wide_dq_producer import producer
 
 
 class DqConstants(NamedTuple):
-    """The constants of the kernel; tiles have BLOCK_D + TAIL_D columns of q and k, BLOCK_E + TAIL_E of v and dout."""
+    """The compile-time constants of the kernel; q and k tiles have BLOCK_D + TAIL_D columns, v and dout BLOCK_E + TAIL_E."""
 
     H: Any
     G: Any
@@ -80,7 +80,7 @@ class DqConstants(NamedTuple):
 
 
 class DqArguments(NamedTuple):
-    """The kernel's arguments without its TMA descriptors; None for those that the call does not have."""
+    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None."""
 
     rows: Any
     extents: Any
@@ -109,7 +109,7 @@ class DqArguments(NamedTuple):
 
 
 class DqSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers that signal that they are full."""
+    """The tiles in shared memory, and the mbarriers that signal that a tile is full."""
 
     q: Any
     dout: Any
@@ -252,9 +252,10 @@ def hopper_wide_dq(
 
 
 class WarpgroupQueries(NamedTuple):
-    """The 64 queries of a warpgroup, with local indices ``i``.
+    """The 64 queries of a warpgroup, with local indices ``i``, and lse in base 2.
 
-    With IN_REGISTERS all are in registers; else q and dout lie in shared memory, and lse in base 2 and delta are placeholders.
+    With IN_REGISTERS all fields are in registers. Else q and dout are in shared memory, and ``lse2`` and ``delta`` are
+    placeholders.
     """
 
     q: Any
@@ -266,7 +267,7 @@ class WarpgroupQueries(NamedTuple):
 
 @gluon.jit
 def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute dq of this warpgroup's 64 queries of each query tile, until the producer announces that none is left."""
+    """Compute dq of this warpgroup's 64 queries in each query tile, until the producer announces that no tile is left."""
     taken = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     step = gl.to_tensor(0)
@@ -402,7 +403,7 @@ def visit_keys(
 
 @gluon.jit
 def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Scale the sums of some columns, add those of the steps before, and store them; 16 bits pass through ``tile``."""
+    """Scale the sums of some columns, add those of earlier steps, and store them; 16-bit results pass through ``tile``."""
     COLUMNS: gl.constexpr = x.shape[1]
     DTYPE: gl.constexpr = args.dq.dtype.element_ty
     x *= args.scale

@@ -1,9 +1,9 @@
-"""The producer of dq in the Hopper backward of two passes: one warp that takes query tiles and fills shared memory, in Gluon.
+"""The producer of dq in the two-pass Hopper backward, in Gluon: one warp that takes query tiles and fills shared memory.
 
     q, dout, lse2, delta of both groups | k, v of step 0 | k, v of step 1 | ...
 
-TMA loads the tiles in the order of their use by the consumers, each as soon as its stage is free (barriers.py). The producer
-stores lse2, delta and extents itself, and with the keys their key mask and the flag that they are not all finite.
+TMA loads the tiles in the order in which consumers use them, each as soon as its stage is free (barriers.py). The producer stores
+lse2, delta and extents itself, and beside the keys their key mask and a flag for keys that are not all finite.
 
 Shapes     ``sources``: q_BSHD, dout_BSHE, k_BTGD, v_BTGE as ``Parts`` of TMA descriptors; lse2_BHS, delta_BHS f32
 """
@@ -22,7 +22,7 @@ from .scheduler import announce, extents_of_group, key_tiles, next_place, start_
 
 @gluon.jit
 def producer(sources, args, shared, sizes: gl.constexpr):
-    """Take one query tile after the other; load q, dout and what belongs to them, then k and v of each step."""
+    """Load each query tile of this program by TMA: q and dout with lse2, delta and extents, then k and v of each step."""
     step = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     work = work_of(take(args), args, sizes)

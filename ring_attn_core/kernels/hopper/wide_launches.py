@@ -1,4 +1,4 @@
-"""The launches of Hopper's backward in two passes, for heads that ``launches.backward`` does not take."""
+"""The launches of Hopper's two-pass backward, for heads that ``launches.backward`` does not take."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK_K = 64
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of dq, with the arrays and outputs of the portable one."""
+    """Return the launch of dq, with the arrays and outputs of the launch ``portable``."""
     tiles = tiles_of(call)
     given = dict(portable.constants)
     constants = {
@@ -50,7 +50,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of dk and dv, with the arrays and outputs of the portable one."""
+    """Return the launch of dk and dv, with the arrays and outputs of the launch ``portable``."""
     tiles = tiles_of(call)
     given = dict(portable.constants)
     constants = {
@@ -76,7 +76,7 @@ def dkv(call: RingCall, portable: Launch) -> Launch:
 
 
 def tiles_of(call: RingCall) -> WideConfig:
-    """Return the tiles of both launches."""
+    """Return the tiles of both passes."""
     return wide_tiles(in_parts(call.head_dim).total, in_parts(call.v_dim).total, call.kv_local)
 
 
@@ -86,7 +86,7 @@ def _widths(call: RingCall) -> dict[str, int]:
 
 
 def _arguments(call: RingCall, portable: Launch, q_rows: int, k_rows: int, *lists: str) -> dict[str, Argument]:
-    """Return the arguments of a portable launch, with descriptors of ``q_rows`` queries and ``k_rows`` keys, and ``lists``."""
+    """Return a portable launch's arguments, with TMA descriptors of ``q_rows`` queries and ``k_rows`` keys, and the ``lists``."""
     d, e, both = in_parts(call.head_dim), in_parts(call.v_dim), call.head_dim + call.v_dim
     keys, values = ("kv", "kv") if call.packed else ("k", "v")
     k_pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)
