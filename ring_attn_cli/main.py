@@ -13,7 +13,7 @@ from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
 
 from .error_reporting import missing_in_words, mistakes_in_one_line
-from .plan import image, terminal, words
+from .plan import image, predict, terminal, words
 
 for package in ("typer", "rich"):
     if find_spec(package) is None:
@@ -34,6 +34,13 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
 )
+
+
+def _tokens(text: str) -> int:
+    try:
+        return predict.tokens(text)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def _print_version(asked: bool) -> None:
@@ -64,9 +71,15 @@ def plan(
     mask: Annotated[
         str, typer.Option(help="full, causal[:offset] or sliding_window:before[:after[:offset]], in tokens.")
     ] = "causal",
-    ranks: Annotated[int, typer.Option(help="Members of the ring.")] = 8,
+    ranks: Annotated[int | None, typer.Option(help="Members of the ring.", show_default="8")] = None,
     length: Annotated[
-        int | None, typer.Option(help="Tokens of the whole sequence; shards are padded to fit.", show_default="8192")
+        int | None,
+        typer.Option(
+            help="Tokens of the whole sequence, as 8192 or 10M; shards are padded to fit.",
+            show_default="8192",
+            parser=_tokens,
+            metavar="TOKENS",
+        ),
     ] = None,
     kv_length: Annotated[int | None, typer.Option(help="Tokens of the keys, where they are another sequence.")] = None,
     save: Annotated[Path | None, typer.Option(help="Also write the picture, as .png or .svg.")] = None,
@@ -81,7 +94,23 @@ def plan(
     model: Annotated[
         str | None, typer.Option(help="A config.json or a name such as llama-8b: say what fits into memory.")
     ] = None,
-    gpus: Annotated[int, typer.Option(help="With --model: GPUs that share the sequence and all weights.")] = 8,
+    gpus: Annotated[
+        int | None,
+        typer.Option(
+            help="With --model: GPUs that share the sequence and all weights. Else predict the time of each strategy on them.",
+            show_default="8",
+        ),
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="Predict the time of each strategy on H200, H100, or the record of doctor --measure in a file.",
+            show_default="H200",
+        ),
+    ] = None,
+    heads: Annotated[str, typer.Option(help="In a prediction: query heads and key heads.")] = "32/8",
+    head_dim: Annotated[int, typer.Option(help="In a prediction: size of a head.")] = 128,
+    host_gpus: Annotated[int, typer.Option(help="In a prediction: GPUs of a host.")] = 8,
     memory: Annotated[float, typer.Option(help="With --model: GiB of a GPU.")] = 80,
     host_memory: Annotated[
         float | None, typer.Option(help="With --model: GiB of host memory for a GPU.", show_default="any")
@@ -92,15 +121,25 @@ def plan(
     """Draw a plan: the tokens of each rank, the pairs computed at each step, and the work.
 
     With --documents, draw packed documents: the work of each rank, and the keys that it needs of others. With --tree, draw a
-    prefix tree. With --model, print what fits into memory.
+    prefix tree. With --model, print what fits into memory. With --gpus or --machine alone, predict the time of each strategy.
     """
     with mistakes_in_one_line():
+        if model is None and (gpus is not None or machine is not None):
+            others = {"--ranks": ranks, "--kv-length": kv_length, "--save": save, "--documents": documents, "--tree": tree}
+            unused = ", ".join(name for name, value in (others | {"--all-layouts": all_layouts or None}).items() if value)
+            if unused:
+                raise ValueError(f"a prediction (--gpus, --machine) is of --length tokens in one layout: leave out {unused}")
+            shape = heads, head_dim, host_gpus
+            where = layout or "zigzag", mask, 8 if gpus is None else gpus, 8192 if length is None else length, machine or "H200"
+            console().print(predict.answer(predict.Question(*where, *shape)))
+            return
         if model is not None:
             from .plan import memory as fitting
 
-            question = fitting.Question(model, gpus, memory, host_memory, tokens, activations)
+            question = fitting.Question(model, 8 if gpus is None else gpus, memory, host_memory, tokens, activations)
             console(plain=True).print(fitting.answer(question))
             return
+        ranks = 8 if ranks is None else ranks
         if documents is not None or tree is not None:
             from .plan import packed
             from .plan import tree as trees

@@ -81,7 +81,7 @@ def _unmeasured(load: Load, backend: str, device: str) -> str | None:
 
 def _why(load: Load, strategy: Strategy, predicted: dict[str, Seconds]) -> str:
     where = "on one host" if load.hosts == 1 else f"across {load.hosts} hosts"
-    ms = lambda name: f"{predicted[name].both * 1e3:.3g} ms"
+    ms = lambda name: f"{predicted[name].both * 1e3:{'.3g' if predicted[name].both < 1 else ',.0f'}} ms"
     if strategy == "ring":
         return f"the ring, {ms('ring')} {where}: no strategy that can run this is predicted to be {GAIN - 1:.0%} faster"
     return f"{strategy}, {ms(str(strategy))} {where} where the ring takes {ms('ring')}: {_gain(load, strategy)}"

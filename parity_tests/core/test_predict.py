@@ -1,0 +1,102 @@
+"""``ring-attn plan --gpus``: the predictions of the cost model, as they are printed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("typer")
+from typer.testing import CliRunner
+
+from ring_attn_cli.main import app
+from ring_attn_cli.plan.predict import Question, problem_of, tokens
+from ring_attn_core.plan.cost import memory, seconds
+from ring_attn_core.plan.machine import H100, H200
+from ring_attn_core.problem.traffic import traffic
+
+QUESTION = Question("zigzag", "causal", 64, 2**20, "H200", "32/8", 128, 8)
+
+
+def plan(*arguments: str):
+    return CliRunner(env={"COLUMNS": "120"}).invoke(app, ["plan", *arguments])
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The cells of the table by strategy."""
+    lines = [re.split(r"\s{2,}", line.strip()) for line in text.splitlines()]
+    return {line[0]: line[1:] for line in lines if len(line) > 3 and line[0] != "strategy"}
+
+
+def test_times_bytes_and_memory_are_those_of_the_model():
+    done = plan("--gpus", "64", "--length", "1M")
+    assert done.exit_code == 0, done.output
+    printed, problem = rows(done.output), problem_of(QUESTION, H200)
+    predicted = seconds("ring", problem.load, H200)
+    forward, backward = traffic(replace(problem, options=replace(problem.options, strategy="ring")))
+    ideal = problem.load.ideal(H200).both / predicted.both
+    ms = [f"{each * 1e3:,.2f}" for each in predicted]
+    gib = [f"{each / 2**30:.2f}" for each in (forward.bytes, backward.bytes, memory("ring", problem.load))]
+    assert printed["ring"] == [*ms, f"{ideal:.0%}", *gib]
+    assert {"ring", "direct", "two_way", "gather", "ulysses", "Ulysses(ranks=8)", "TwoLevel(ranks=8)"} >= printed.keys()
+    assert "64 ranks, 1,048,576 tokens, 16,384 a GPU" in done.output
+    assert "8 hosts of 8 GPUs, NVIDIA H200" in done.output
+    assert f'"auto" with this record takes {problem.choice.strategy}, ' in done.output
+
+
+def test_a_machine_is_a_name_or_a_record_in_a_file(tmp_path):
+    record = tmp_path / "slow.json"
+    record.write_text(H100.to_json().replace("NVIDIA H100", "ours"))
+    short = "--gpus", "4", "--length", "8K"
+    of_name, of_file = plan(*short, "--machine", "H100"), plan(*short, "--machine", str(record))
+    assert "one host of 4 GPUs, NVIDIA H100" in of_name.output
+    assert of_file.output == of_name.output.replace("NVIDIA H100", "ours")
+    assert rows(of_name.output) != rows(plan(*short).output)
+
+
+def test_a_machine_alone_predicts_for_eight_gpus():
+    assert "one host of 8 GPUs" in plan("--machine", "H200").output
+
+
+def test_nothing_is_predicted_where_nothing_travels():
+    done = plan("--gpus", "2", "--mask", "sliding_window:0")
+    assert done.exit_code == 0, done.output
+    assert "nothing travels" in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("8192", 8192), ("-5", -5), ("128K", 131072), ("10M", 10485760), ("2 g", 2**31), (" 7 ", 7)]
+)
+def test_units_are_powers_of_two(text, count):
+    assert tokens(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "10X", "1.5M", "M", "1e6"])
+def test_a_length_that_is_no_number_is_refused(text):
+    with pytest.raises(ValueError, match="is not a number of tokens such as 8192, 128K or 10M"):
+        tokens(text)
+    assert plan("--gpus", "4", "--length", text).exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gpus", "1"], "--gpus must be 2 to 4096, got 1"),
+        (["--gpus", "0"], "--gpus must be 2 to 4096, got 0"),
+        (["--gpus", "5000"], "--gpus must be 2 to 4096, got 5000"),
+        (["--gpus", "4", "--host-gpus", "0"], "--host-gpus must be at least 1, got 0"),
+        (["--gpus", "4", "--heads", "x"], "--heads must be query heads, or query and key heads, such as 32/8, got 'x'"),
+        (["--gpus", "4", "--heads", "5/2"], "kv heads must divide query heads"),
+        (["--gpus", "4", "--ranks", "4", "--all-layouts"], "leave out --ranks, --all-layouts"),
+        (["--machine", "B200"], "'B200' is not a file, and not one of H200, H100, of which records are built in"),
+        (["--machine", "."], ". is not the record of a machine: . is a folder"),
+    ],
+    ids=range(9),
+)
+def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments, message):
+    done = plan(*arguments)
+    assert done.exit_code == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""

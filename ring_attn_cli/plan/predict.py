@@ -1,0 +1,147 @@
+"""The predicted time of each strategy on a machine, as a table: the cost model of ``ring_attn_core.plan.cost``."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from ring_attn_core.plan.machine import Machine
+    from ring_attn_core.problem.problem import Problem
+    from ring_attn_core.problem.strategies import Strategy
+
+UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+MOST_GPUS = 4096
+"""Most GPUs of a prediction; the time of a prediction grows with their number."""
+
+
+class Question(NamedTuple):
+    """The options of ``ring-attn plan --gpus``.
+
+    ``machine``: the name of a built-in record, or the path of one. ``heads``: query heads and key heads, as ``32/8``.
+    ``host_gpus``: GPUs of a host.
+    """
+
+    layout: str
+    mask: str
+    gpus: int
+    length: int
+    machine: str
+    heads: str
+    head_dim: int
+    host_gpus: int
+
+
+def tokens(text: str) -> int:
+    """Return a number of tokens such as ``8192`` or ``10M``; K, M and G stand for 2^10, 2^20 and 2^30.
+
+    Raise ValueError if the text is not such a number.
+    """
+    found = re.fullmatch(r"\s*([+-]?\d+)\s*([kKmMgG]?)\s*", text)
+    if found is None:
+        raise ValueError(f"{text!r} is not a number of tokens such as 8192, 128K or 10M")
+    return int(found[1]) * UNITS[found[2].upper()]
+
+
+def answer(question: Question) -> RenderableType:
+    """Return the answer for rich to print. Raise ValueError if the machine is unknown or an option is invalid."""
+    from rich.console import Group
+    from rich.text import Text
+
+    from .words import title
+
+    machine = machine_of(question.machine)
+    problem = problem_of(question, machine)
+    problem.check()
+    load, choice = problem.load, problem.choice
+    hosts = f"{load.hosts} hosts of {load.local} GPUs" if load.hosts > 1 else f"one host of {load.local} GPUs"
+    if not choice.predicted:
+        return Group(Text(title(problem.plan), style="bold"), Text(choice.why))
+    return Group(
+        Text(f"{title(problem.plan)}, {load.plan.seq_local:,} a GPU", style="bold"),
+        Text(f"{question.heads} heads of {question.head_dim}, bfloat16, on {hosts}, {machine.name}; predicted, not measured"),
+        _table(problem),
+        Text(f'"auto" with this record takes {choice.why}'),
+    )
+
+
+def machine_of(text: str) -> Machine:
+    """Return the built-in record of that name, or the record in that file. Raise ValueError if there is neither."""
+    from ring_attn_core.files import read_bytes
+    from ring_attn_core.plan.machine import BUILT_IN, Machine, built_in
+
+    if (known := built_in(text)) is not None:
+        return known
+    try:
+        return Machine.from_json(read_bytes(Path(text)).decode())
+    except FileNotFoundError:
+        names = ", ".join(each.name.removeprefix("NVIDIA ") for each in BUILT_IN)
+        raise ValueError(f"{text!r} is not a file, and not one of {names}, of which records are built in") from None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{text} is not the record of a machine: {error}") from error
+
+
+def problem_of(question: Question, machine: Machine) -> Problem:
+    """Return the call that is predicted: one batch row in bfloat16. Raise ValueError if an option is invalid."""
+    from ring_attn_core import layouts, masks
+    from ring_attn_core.problem.options import Options
+    from ring_attn_core.problem.problem import Problem
+
+    if not 2 <= question.gpus <= MOST_GPUS:
+        raise ValueError(f"--gpus must be 2 to {MOST_GPUS}, got {question.gpus}")
+    if question.host_gpus < 1:
+        raise ValueError(f"--host-gpus must be at least 1, got {question.host_gpus}")
+    found = re.fullmatch(r"(\d+)(?:/(\d+))?", question.heads)
+    if found is None:
+        raise ValueError(f"--heads must be query heads, or query and key heads, such as 32/8, got {question.heads!r}")
+    heads, kv_heads = int(found[1]), int(found[2] or found[1])
+    local = layouts.padded_local(question.layout, question.gpus, question.length)
+    q, k = (1, local, heads, question.head_dim), (1, local, kv_heads, question.head_dim)
+    options = Options(layout=question.layout, mask=masks.parse(question.mask), length=question.length)
+    where = {"device": "cuda", "framework": "torch", "machine": machine, "host_ranks": question.host_gpus}
+    return Problem(q, k, k, ("bfloat16",) * 3, ranks=question.gpus, options=options, **where)  # type: ignore[arg-type]
+
+
+def _table(problem: Problem) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+
+    from ring_attn_core.plan.cost import memory
+    from ring_attn_core.problem.auto import candidates
+    from ring_attn_core.problem.strategies import group_of, name_of
+
+    load, machine, predicted = problem.load, problem.machine, problem.choice.predicted
+    assert machine is not None
+    ideal = load.ideal(machine).both
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("strategy", no_wrap=True)
+    for name in ("forward ms", "backward", "efficiency", "sent GiB", "backward", "memory GiB"):
+        table.add_column(name, justify="right")
+    for strategy in candidates(load):
+        held = memory(name_of(strategy), load, group_of(strategy, problem.ranks))
+        seconds = predicted.get(str(strategy))
+        if seconds is None:
+            times = ["", "does not fit", ""]
+        else:
+            times = [f"{seconds.forward * 1e3:,.2f}", f"{seconds.backward * 1e3:,.2f}", f"{ideal / seconds.both:.0%}"]
+        table.add_row(str(strategy), *times, *sent(problem, strategy), f"{held / 2**30:.2f}")
+    table.caption = (
+        "efficiency: products alone over both passes; sent: by the rank that\n"
+        "sends most; memory: beside q, k, v, out and their gradients"
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def sent(problem: Problem, strategy: Strategy) -> list[str]:
+    """Return the GiB that the rank that sends most sends, forward and backward."""
+    from dataclasses import replace
+
+    from ring_attn_core.problem.traffic import traffic
+
+    named = replace(problem, options=replace(problem.options, strategy=strategy))
+    passes = zip(*(traffic(named, rank) for rank in problem.load.sample), strict=True)
+    return [f"{max(each.bytes for each in ranks) / 2**30:.2f}" for ranks in passes]
