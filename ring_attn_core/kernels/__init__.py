@@ -1,1 +1,1 @@
-"""Backends, tile sizes, launches and kernels, independent of the framework."""
+"""Backends, tile sizes, kernel launches and kernels, independent of the framework."""

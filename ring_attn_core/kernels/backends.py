@@ -1,4 +1,4 @@
-"""The backends, in the order in which "auto" tries them, each with its reasons in words for refusing a problem."""
+"""The backends in the order in which "auto" tries them, each with its reasons for refusing a problem."""
 
 from __future__ import annotations
 
@@ -27,11 +27,10 @@ OLDEST_GPU = 80
 
 @dataclass(frozen=True)
 class Candidate:
-    """The name of a backend, and functions that return its reasons in words against a problem, None if it has none.
+    """A backend: its name, and functions that return a reason against a problem in words, or None.
 
-    ``objection(problem)``: reason why the backend cannot solve the problem. ``drawback(problem)``: reason why "auto" skips the
-    backend, which solves the problem if asked for by name. ``leaves(problem)``: reason why the backend, if it can solve the
-    problem, leaves the backward to "triton".
+    ``objection``: why the backend cannot run the problem. ``drawback``: why "auto" skips the backend, although it runs the
+    problem if requested by name. ``leaves``: why the backend, although it can run the problem, leaves the backward to "triton".
     """
 
     name: str
@@ -101,7 +100,7 @@ def _untried() -> str | None:
 
 
 def _slower_than_portable(problem: Problem) -> str | None:
-    """Return why "auto" leaves a backward to the portable kernels although Hopper's could run it, else None.
+    """Return why "auto" runs a backward by the portable kernels although Hopper's kernels could, or None.
 
     Measured on one H200 with 2 x 8,192 tokens, causal, 16 heads of 64; milliseconds of Hopper's / the portable backward: with
     softcap 1.79 / 3.53 on Triton 3.6 and 3.34 / 3.05 on 3.9; with dropout 2.18 / 3.13 on 3.6 and 3.67 / 3.58 on 3.9. With heads
@@ -115,9 +114,9 @@ def _slower_than_portable(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """Return which limit shared by FlashAttention-2, FlashAttention-4 and cuDNN a problem exceeds, in words, else None.
+    """Return why FlashAttention-2, FlashAttention-4 and cuDNN cannot run a problem, by the limits that they share, or None.
 
-    ``widest``: the largest head_dim of the backend. Its other limits are checked by the caller.
+    ``widest``: the largest head_dim of the backend. The caller checks the backend's other limits.
     """
     if problem.framework != "torch":
         return "it is there in PyTorch only"
@@ -161,7 +160,7 @@ def _flash4(problem: Problem) -> str | None:
 
 @cache
 def _has_flash4() -> bool:
-    """Return whether flash_attn.cute is installed, by a search for its file: the import takes seconds."""
+    """Return whether flash_attn.cute is installed; search for its file, because an import takes seconds."""
     spec = find_spec("flash_attn")
     folders = spec.submodule_search_locations if spec else None
     return any((Path(folder) / "cute" / "interface.py").exists() for folder in folders or ())
@@ -174,7 +173,7 @@ def _cudnn(problem: Problem) -> str | None:
 
 
 def check_vendor(options: Options, differentiates_lse: bool) -> None:
-    """Raise ValueError if a vendor's backend is asked for deterministic gradients or for a gradient of lse."""
+    """Raise ValueError if a vendor's backend is to compute deterministic gradients or a gradient of lse."""
     backend = options.backend
     if backend in VENDORS and options.deterministic:
         raise ValueError(f'backend={backend!r} adds gradients in any order, so it is not deterministic: use backend="auto"')
@@ -202,11 +201,11 @@ PASSES = "forward", "backward"
 
 
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
-    """Compile the kernels of the backend that ``select`` takes, and return its call; None for blockwise or a vendor's backend.
+    """Select a backend, compile its kernels, and return its call; None for blockwise or a vendor's backend.
 
     ``anywhere``: as in ``call.call_of``. ``passes``: the passes whose kernels are compiled. If a kernel cannot run, or spills far
-    more registers than when it was measured, "auto" warns and takes the next backend; for Hopper's kernels it decides about
-    forward and backward separately. Raise ValueError if a backend that was asked for by name cannot run.
+    more registers than when it was measured, "auto" warns and takes the next backend. For Hopper's kernels "auto" decides about
+    forward and backward separately. Raise ValueError if a backend requested by name cannot run.
     """
     from .call import call_of
 
@@ -247,7 +246,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
 
 
 def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dict[str, str]:
-    """Return the reasons why kernels cannot run, by pass; a pass that can run is left out."""
+    """Return the reasons why kernels cannot run, by pass, without the passes that can run."""
     from .obstacles import obstacle
 
     launches = {name: _launches(call, problem, name) for name in passes}
@@ -256,7 +255,7 @@ def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dic
 
 
 def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
-    """Return every launch of a pass."""
+    """Return every launch of the pass ``name``."""
     from . import steps
 
     of = {"forward": steps.of_forward, "backward": steps.of_backward}[name]
@@ -264,19 +263,19 @@ def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
 
 
 def _left_to_portable(problem: Problem) -> frozenset[str]:
-    """Return the passes that "auto" leaves to the portable kernels because they are faster."""
+    """Return the passes that "auto" runs by the portable kernels because these are faster."""
     return frozenset(("backward",) if problem.options.backend == "auto" and _slower_than_portable(problem) else ())
 
 
 def _new_to_hopper(problem: Problem) -> str | None:
-    """Return why "auto" skips Hopper's kernels if an untried Triton is the only reason, else None."""
+    """Return why the installed Triton is untried, if that alone makes "auto" skip Hopper's kernels; else None."""
     return _untried() if _hopper(problem) is None else None
 
 
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
-    """Return the named backend, or for "auto" the first without objection or drawback that is not in ``failed``.
+    """Return ``backend`` if it can run the problem; for "auto", the first backend not in ``failed`` without a reason against it.
 
-    Raise ValueError if the name is unknown or the backend has an objection.
+    A reason is an objection or a drawback. Raise ValueError if the name is unknown or the named backend has an objection.
     """
     names = [candidate.name for candidate in BACKENDS if problem.framework == "torch" or candidate.name not in VENDORS]
     if backend != "auto" and backend not in [candidate.name for candidate in BACKENDS]:

@@ -1,4 +1,4 @@
-"""A reader of compiled kernels' binaries (ELF), which finds their stack size without CUDA's tools."""
+"""A reader of compiled kernels' binaries (ELF): it finds their stack size without CUDA's tools."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WITH_SIZE = 0x04
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """Return the stack bytes per thread, summed over all kernels of a binary; registers spill to the stack.
+    """Return the stack bytes per thread, summed over all kernels of a binary; spilled registers are on the stack.
 
     Raise ValueError if ``cubin`` is not a 64-bit ELF file.
     """
@@ -22,7 +22,7 @@ def stack_bytes(cubin: bytes) -> int:
 
 
 def _sections(elf: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the name and content of each section (System V ABI, section header table)."""
+    """Yield the name and content of each section, from the section header table (System V ABI)."""
     (table,) = struct.unpack_from("<Q", elf, 0x28)
     width, count, of_names = struct.unpack_from("<HHH", elf, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", elf, table + width * index) for index in range(count)]

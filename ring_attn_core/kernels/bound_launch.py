@@ -1,6 +1,6 @@
-"""Launches bound to a compiled kernel on one GPU, so that a start only fills in the addresses of the arrays.
+"""Launches bound to a compiled kernel on one GPU, so that each start only fills in the addresses of the arrays.
 
-The offsets of the kernel's parameters are parsed from its PTX. TMA descriptors are cached by address of the array.
+This module parses the offsets of the kernel's parameters from its PTX, and caches TMA descriptors by the address of the array.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _PARAMETER = re.compile(r"^\s*\.param (?:\.align (\d+) )?\.(\w+)[^,\[\n]*(?:\[(\
 
 
 class Parameters(NamedTuple):
-    """The parameter values of a kernel, in order, with placeholders (0 or empty bytes) for those that differ between starts.
+    """The parameter values of a kernel, in order, with placeholders (0 or empty bytes) for addresses and TMA descriptors.
 
-    ``arrays``: for each pointer its index in ``values`` and the name of its array. ``descriptors``: the same for each TMA
-    descriptor, and its cache.
+    ``arrays``: (index in ``values``, array name) of each pointer. ``descriptors``: (index, array name, cache) of each TMA
+    descriptor.
     """
 
     values: list[Any]
@@ -38,7 +38,7 @@ class Parameters(NamedTuple):
 
 
 class DescriptorCache(dict[int, bytes]):
-    """A cache of the TMA descriptors of one array, by address; a missing one is encoded."""
+    """A cache of the TMA descriptors of one array, by address; a lookup of a new address encodes its descriptor."""
 
     def __init__(self, of: DescriptorFormat) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class DescriptorCache(dict[int, bytes]):
 
 
 class BoundLaunch:
-    """A launch on one GPU; several threads may start it at once."""
+    """A launch bound to one GPU; several threads may start it at the same time."""
 
     def __init__(self, launch: Launch, capability: int, device: int) -> None:
         kernel = compiled(launch, capability)
@@ -65,7 +65,7 @@ class BoundLaunch:
         self._grid = launch.grid
 
     def start(self, named: Mapping[str, Any], stream: int) -> None:
-        """Start the launch on a stream; ``named`` holds its arrays by name, each with a ``data_ptr()``."""
+        """Start the launch on a stream; ``named`` maps array names to arrays with a ``data_ptr()``."""
         values, arrays, descriptors = self._parameters
         values = values.copy()
         for place, name in arrays:
@@ -79,7 +79,7 @@ class BoundLaunch:
 
 
 def parameters(launch: Launch, kernel: Any) -> Parameters:
-    """Return the parameters of a launch's compiled kernel, without Triton's scratch memory, which our kernels do not use."""
+    """Return the parameters of a launch's compiled kernel, without Triton's scratch memory, which these kernels do not use."""
     given, formats = dict(launch.arguments), iter(encodings(kernel))
     of = Parameters([], [], [])
     for x in (given[name] for name in kernel_function(launch.kernel).arg_names if name in given):
@@ -102,10 +102,11 @@ def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorF
 
 
 def layout(ptx: str, tensor_maps: list[bool]) -> tuple[struct.Struct, list[int]]:
-    """Return the packing of a kernel's parameters and the offset of each; ``tensor_maps`` marks TMA descriptors.
+    """Return the ``struct`` packing of a kernel's parameters, and the offset of each.
 
-    The PTX declares them (PTX ISA, ".param"); the pointers to scratch memory, which come last, are 0. Raise RuntimeError if the
-    declared parameters do not match ``tensor_maps``.
+    The packing follows the ".param" declarations of the PTX (PTX ISA). ``tensor_maps``: whether each parameter is a TMA
+    descriptor. The last parameters, pointers to scratch memory, are 0. Raise RuntimeError if the declarations do not match
+    ``tensor_maps``.
     """
     entry = ptx[ptx.index(".entry") :]
     found = _PARAMETER.findall(entry[: entry.index("\n)")])

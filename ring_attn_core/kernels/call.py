@@ -1,4 +1,4 @@
-"""The parameters that all launches of one ring share, as plain data."""
+"""The parameters that all launches of one ring share, as a record of plain data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .launch import Argument, Array, Scalar
 from .tile_sizes import TileConfig, choose_tiles, padded
 
 BEYOND = 2**30
-"""A position behind every sequence, to which extents are clipped so that the kernels' arithmetic fits int32."""
+"""A position beyond the end of every sequence. Extents are clipped to it, so that the kernels' arithmetic fits int32."""
 
 
 @hashed_once
@@ -54,7 +54,7 @@ class RingCall:
 
     @property
     def carries_rest(self) -> bool:
-        """Return whether the state has a rest of lse, as that of float32 inputs does."""
+        """Return whether the state also has a ``rest``, the rounding error of lse; only float32 inputs have one."""
         return self.dtype == "float32"
 
     @property
@@ -64,7 +64,7 @@ class RingCall:
 
     @property
     def by_extents(self) -> bool:
-        """Return whether the tiles that a program visits depend on extents of queries or of keys."""
+        """Return whether extents or key extents decide which tiles a program visits."""
         return not self.given.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:
@@ -75,9 +75,9 @@ class RingCall:
 
     @property
     def numbers(self) -> dict[str, Argument | None]:
-        """Return the scalars of each kernel that computes scores.
+        """Return the scalar arguments of each kernel that computes scores, by parameter.
 
-        ``inner`` multiplies q . k: it scales to base 2, or with softcap to the argument of tanh.
+        ``inner`` multiplies q . k. The product is the score in base 2, or with softcap the argument of tanh.
         """
         cap, log2e = self.softcap, math.log2(math.e)
         return {
@@ -98,15 +98,15 @@ class RingCall:
         return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
 
     def array(self, given: str, dtype: str = "float32", name: str = "") -> Array | None:
-        """Return the parameter of the optional array ``given``; None if the call does not have that array.
+        """Return the kernel argument of the optional array ``given``; None if the call does not have that array.
 
-        ``name``: the array that the kernel gets instead, computed from ``given``.
+        ``name``: the name of an array computed from ``given``, which the kernel gets in its place.
         """
         return Array(name or given, dtype) if given in self.given else None
 
 
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> RingCall:
-    """Return the parameters that the launches of a problem share. ``anywhere``: its runs may start at any position."""
+    """Return the parameters that the launches of a problem share. ``anywhere``: runs may start at any position."""
     plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
     shares = plan.shares or HeadShares(h, g, 1)
     names = {array.name for array in problem.arrays}

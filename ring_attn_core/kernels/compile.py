@@ -1,6 +1,6 @@
-"""Compilation of launches, on any host and once per process, and the state of the installed Triton.
+"""Compilation of launches, on any host and once per process, and queries about the installed Triton.
 
-Triton's on-disk cache holds the binaries. If it cannot be written, a temporary folder of this process takes its place.
+Triton's on-disk cache holds the binaries. If that folder cannot be written, this process uses a temporary folder instead.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ NEWEST_TRIED = TRIED["triton"][-1]
 """The newest release of Triton that passed the tests; Hopper's kernels are not measured with a newer one."""
 
 PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
-"""The first PTX version (times 10) that supports the GPU; all others get 8.7, of CUDA 12.8. By default Triton writes the version
-of its own assembler, but in a JAX program XLA's assembler reads the PTX, and it may be older."""
+"""The first PTX version (times 10) that supports a GPU, by compute capability; all others get 8.7 (CUDA 12.8). By default Triton
+writes the version of its own assembler, but in a JAX program XLA's assembler, which may be older, reads the PTX."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES
-"""Error numbers with which the system says that a folder cannot be written."""
+"""The error numbers of folders that cannot be written."""
 
 PATIENCE = 2
 """Seconds of compilation after which a message appears on the terminal."""
 
 _one_at_a_time = threading.RLock()
 _left: list[str] = []
-"""Triton's own cache folder, if this process uses a temporary one in its place."""
+"""Triton's own cache folder, if this process uses a temporary folder in its place; else empty."""
 
 MODULES = {
     "forward": "portable.forward",
@@ -67,15 +67,15 @@ MODULES = {
 
 
 def kernel_function(name: str) -> Any:
-    """Return the Triton or Gluon function of a kernel, imported at the first launch."""
+    """Import the module of a kernel and return its Triton or Gluon function."""
     return getattr(import_module(f"{__package__}.{MODULES[name]}"), name)
 
 
 def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch for a GPU of compute capability ``capability``, such as 90; the host needs no GPU.
 
-    Launches that differ only in array sizes share the result. Errors of Triton are cached and raised again, except OSError and
-    MemoryError, after which the next call compiles again. Threads wait for each other.
+    Launches that differ only in array sizes share the result. Errors of Triton are cached and raised again; after OSError and
+    MemoryError the next call compiles again. One thread compiles at a time, and the others wait.
     """
     of = launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages
     with _one_at_a_time:
@@ -115,7 +115,7 @@ def _compiled(
     stages: int,
     capability: int,
 ) -> Any:
-    """Return the compiled kernel, or the error."""
+    """Compile a kernel, and return it or the error that Triton raised; the result is cached."""
     try:
         source = _source(kernel, dict(signature), dict(constants), divisible)
         options = {
@@ -148,7 +148,7 @@ def _source(kernel: str, types: dict[str, str], values: dict[str, Any], divisibl
 
 
 def _kept(source: Any, capability: int, options: dict[str, Any]) -> Any:
-    """Compile a source through Triton's cache, or through a temporary cache if that one cannot be written."""
+    """Compile a source through Triton's cache, or through a temporary cache if Triton's cannot be written."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -199,7 +199,7 @@ def cache_folder() -> str:
 
 @cache
 def broken_triton() -> str | None:
-    """Return why Triton cannot be used on this host, or None if it can."""
+    """Return why Triton cannot be used on this host; None if it can."""
     try:
         if find_spec("triton") is None:
             return "the package triton is not installed: pip install triton"
@@ -212,14 +212,14 @@ def broken_triton() -> str | None:
 
 
 def triton_release() -> tuple[int, ...]:
-    """Return the major and minor version of Triton: (0, 0) if it is missing, ``sys.maxsize`` if the version has no number."""
+    """Return the major and minor version of Triton: (0, 0) without Triton, ``sys.maxsize`` for a version without numbers."""
     version = triton_version()
     number = re.match(r"(\d+)\.(\d+)", version)
     return (int(number[1]), int(number[2])) if number else (sys.maxsize, 0) if version else (0, 0)
 
 
 def triton_version() -> str:
-    """Return the version of the imported or installed Triton, or an empty string if it is missing."""
+    """Return the version of the imported or installed Triton; an empty string without Triton."""
     if (triton := sys.modules.get("triton")) is not None and hasattr(triton, "__version__"):
         return triton.__version__
     try:
@@ -230,7 +230,7 @@ def triton_version() -> str:
 
 @cache
 def interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU: TRITON_INTERPRET=1 was set at its first import."""
+    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 at its first import)."""
     from triton import knobs
 
     return knobs.runtime.interpret

@@ -1,4 +1,4 @@
-"""Decoding on GPUs: the parameters that the launches of a call share, the number of splits, and the tiles."""
+"""Decoding on GPUs: the parameters that all launches of a call share, the number of splits, and the tiles."""
 
 from __future__ import annotations
 
@@ -22,7 +22,11 @@ MOST_ROWS = 64
 @hashed_once
 @dataclass(frozen=True)
 class DecodeCall:
-    """The parameters that the launches of one call share; ``given`` names its optional arrays, ``fp8`` means one-byte k and v."""
+    """The parameters that all launches of one decoding call share; ``given`` names its optional arrays.
+
+    ``fp8``: k and v have one byte per element. ``tiles_asked``, ``splits_asked``: replacements of the computed values, for
+    comparison.
+    """
 
     batch: int
     queries: int
@@ -49,19 +53,19 @@ class DecodeCall:
 
     @property
     def tiles(self) -> TileConfig:
-        """Return the tiles: ``tiles_asked``, for comparison, or those of ``decode_tiles``."""
+        """Return the tiles: ``tiles_asked`` if set, else those of ``decode_tiles``."""
         if self.tiles_asked is not None:
             return self.tiles_asked
         return decode_tiles(self.rows, max(padded(self.head_dim), padded(self.v_dim)), self.dtype, self.fp8, self.capability)
 
     @property
     def row_tiles(self) -> int:
-        """Return the number of tiles of the query rows of a kv head."""
+        """Return the number of tiles that hold the query rows of a kv head."""
         return -(-self.rows // self.tiles.block_q)
 
     @property
     def splits(self) -> int:
-        """Return the number of splits: ``splits_asked``, or that of ``count_splits``."""
+        """Return the number of splits: ``splits_asked`` if set, else that of ``count_splits``."""
         if self.splits_asked is not None:
             return self.splits_asked
         programs = self.batch * self.kv_heads * self.row_tiles
@@ -72,9 +76,9 @@ class DecodeCall:
 def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) -> TileConfig:
     """Return the tiles of ``decode`` for ``rows`` query rows and heads padded to ``width``.
 
-    A tile has at least 16 rows, the fewest that a product takes. The bytes in flight decide the speed: to read at full speed a
-    GPU must have some 50 KB in flight on every multiprocessor (4.2 TB/s x 1.5 us / 132). A tile of 64 slots, with k and v of 128
-    two-byte elements each, is 32 KiB. Triton loads positions one loop iteration before the k and v that depend on them, so 4
+    A tile has at least 16 rows, the fewest that a matrix product takes. The bytes in flight decide the speed: to read at full
+    speed, a GPU needs some 50 KB in flight on every multiprocessor (4.2 TB/s x 1.5 us / 132). A tile of 64 slots, with k and v of
+    128 two-byte elements each, is 32 KiB. Triton loads positions one loop iteration before the k and v that depend on them, so 4
     stages keep one tile in flight, and 6 stages keep two.
 
     With 16 rows the fastest on an H200 (``benchmarks.decode --part tiles``) is four programs per multiprocessor with one tile in
@@ -104,11 +108,11 @@ def residents(call: DecodeCall) -> int:
 
 
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
-    """Return the number of splits, of at least ``least`` tiles each, that takes the least time.
+    """Return the number of splits that takes the least time, with at least ``least`` tiles per split.
 
-    ``programs``: programs per split; ``at_once``: programs that the GPU runs at the same time. All programs read the same amount
-    at the same rate, so they run in waves. A wave takes the time of its tiles, about 3 us each, plus that of 4 tiles, about
-    10 us, to start and end its programs. Among equal times the fewest splits win, because splits are merged afterwards.
+    ``programs``: programs per split; ``at_once``: programs that the GPU runs at the same time. All programs read equally much at
+    the same rate, so they run in waves. A wave takes about 3 us per tile, plus about 10 us (4 tiles) to start and end its
+    programs. Among equal times this function takes the fewest splits, because splits are merged afterwards.
     """
     if programs == 0:
         return 1
@@ -118,7 +122,7 @@ def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
 
 
 def call_of_decode(problem: Decode) -> DecodeCall:
-    """Return the parameters that the launches of a problem share."""
+    """Return the parameters that the launches of a decoding problem share."""
     (b, n, h, d), (_, t, g, _) = problem.q_shape, problem.k_shape
     return DecodeCall(
         batch=b,

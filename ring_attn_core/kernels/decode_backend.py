@@ -1,4 +1,4 @@
-"""The choice of the backend for decoding: the kernels if they can run, else plain jnp or torch."""
+"""The choice of the backend for decoding: the Triton kernels if they can run, else plain jnp or torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKENDS = "triton", "blockwise"
 
 
 def objection(problem: Decode) -> str | None:
-    """Return why the kernels cannot compute a problem, in words; None if they can."""
+    """Return why the Triton kernels cannot compute a problem, in words; None if they can."""
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:
@@ -33,10 +33,10 @@ def objection(problem: Decode) -> str | None:
 
 @lru_cache(maxsize=4096)
 def runnable_decode(problem: Decode) -> DecodeCall | None:
-    """Compile the kernels of a checked problem and return their call, or None if "blockwise" computes it.
+    """Compile the kernels for a checked problem and return their call; None if "blockwise" runs it.
 
-    The backend "auto" takes the kernels if they can run, and warns if they do not compile. Raise ValueError if the backend's
-    name is unknown, or if "triton" was asked for and cannot run.
+    The backend "auto" takes the kernels if they can run, and warns if they do not compile. Raise ValueError if the backend's name
+    is unknown, or if it is "triton" and the kernels cannot run.
     """
     backend = problem.backend
     if backend not in ("auto", *BACKENDS):

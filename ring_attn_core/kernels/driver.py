@@ -1,8 +1,8 @@
-"""Bindings of the CUDA driver for kernels: load a binary, encode a TMA descriptor, start a launch.
+"""Bindings of the CUDA driver for kernels, by ctypes: load a binary, encode a TMA descriptor, start a launch.
 
-The bindings use ctypes and the names of the CUDA driver API. Triton's own launcher needs a C compiler to be built, queries the
-driver about each pointer and encodes each descriptor at each launch. In PyTorch ``attend/launch.py`` starts launches through
-``bound_launch.py``, which caches the encoded descriptors.
+Names are those of the CUDA driver API. Triton's own launcher needs a C compiler, and at each launch it queries the driver about
+each pointer and encodes each descriptor. In PyTorch ``attend/launch.py`` starts launches through ``bound_launch.py``, which
+caches the encoded descriptors.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ L2_PROMOTION_128B = 2
 
 
 class Kernel(NamedTuple):
-    """A kernel loaded onto a GPU. ``threads``: threads of a program; ``shared``: its bytes of shared memory."""
+    """A kernel loaded onto a GPU. ``threads``: threads per program; ``shared``: bytes of shared memory per program."""
 
     device: int
     function: int
@@ -56,9 +56,10 @@ class DescriptorFormat(NamedTuple):
 
 
 class LaunchBuffer:
-    """A buffer for the parameters of one start of a kernel, with a pointer to each; it is free again when the start returns.
+    """A buffer for the parameters of one start of a kernel, with a pointer to each parameter.
 
-    The driver also takes one buffer without pointers, but then no TMA descriptors.
+    The buffer may be reused as soon as the start returns. The driver also takes a buffer without pointers, but then no TMA
+    descriptors.
     """
 
     def __init__(self, size: int, offsets: Sequence[int]) -> None:
@@ -70,7 +71,7 @@ class LaunchBuffer:
 
 
 def load(binary: bytes, name: str, device: int, threads: int, shared: int) -> Kernel:
-    """Load the kernel of that name onto a GPU. Raise RuntimeError if the driver refuses."""
+    """Load the kernel ``name`` of a binary onto a GPU. Raise RuntimeError if the driver refuses."""
     driver, module, function = _driver(), ctypes.c_void_p(), ctypes.c_void_p()
     use(device)
     check(driver.cuModuleLoadData(ctypes.byref(module), binary), "cuModuleLoadData")
@@ -93,7 +94,7 @@ def start(kernel: Kernel, grid: int, stream: int, parameters: LaunchBuffer) -> N
 
 
 def encode(address: int, of: DescriptorFormat) -> bytes:
-    """Encode the TMA descriptor of the array at ``address``; elements outside of the array are read as 0."""
+    """Encode the TMA descriptor of the array at ``address``; TMA reads 0 outside of the array."""
     memory = ctypes.create_string_buffer(TENSOR_MAP + TENSOR_MAP_ALIGNMENT)
     begin = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
     rank = len(of.shape)
@@ -118,7 +119,7 @@ def encode(address: int, of: DescriptorFormat) -> bytes:
 
 
 def use(device: int) -> None:
-    """Make the GPU's primary context, which all libraries of the process share, current in this thread."""
+    """Make the GPU's primary context current in this thread; all libraries of the process share this context."""
     driver, context = _driver(), ctypes.c_void_p()
     check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
     check(driver.cuCtxSetCurrent(context), "cuCtxSetCurrent")

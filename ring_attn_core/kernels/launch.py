@@ -1,4 +1,4 @@
-"""Kernel launches as plain data, the same for both frameworks: kernel, grid, arguments, constants and outputs."""
+"""Kernel launches as plain data, the same in both frameworks: kernel, grid, arguments, constants and outputs."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Array:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A host TMA descriptor of blocks ``block`` of a contiguous array; elements outside of the array are read as 0.
+    """A host TMA descriptor of a contiguous array, read in blocks of shape ``block``; TMA reads 0 outside of the array.
 
-    ``pitch``: elements from one row of the last dimension to the next, if the array has more columns than ``shape`` says.
-    ``gluon``: the kernel is in Gluon, whose descriptor type includes the shared-memory layout: ``swizzled`` or row-major.
+    ``pitch``: elements per row of the array, if the array has more columns than ``shape`` says. ``gluon``: the kernel is in
+    Gluon, whose descriptor type includes the shared-memory layout: ``swizzled`` or row-major.
     """
 
     name: str
@@ -54,14 +54,14 @@ class Descriptor:
 
     @property
     def layout(self) -> Any:
-        """Return the layout of blocks in shared memory, for a Gluon kernel."""
+        """Return the shared-memory layout of a block, for a Gluon kernel."""
         from .hopper.gluon import shared_layout
 
         return shared_layout(self.block, TRITON_TYPES[self.dtype], self.swizzled)
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Return the strides in elements."""
+        """Return the array's strides in elements."""
         strides = [1]
         for size in reversed((*self.shape[1:-1], self.pitch or self.shape[-1])):
             strides.append(strides[-1] * size)
@@ -70,7 +70,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number that is not compiled into the kernel; if ``divided``, the kernel is specialized on whether 16 divides it."""
+    """A number passed at launch; if ``divided``, Triton specializes the kernel on whether 16 divides the number."""
 
     value: int | float
     type: str
@@ -82,7 +82,7 @@ Argument = Array | Descriptor | Scalar
 
 @dataclass(frozen=True)
 class Output:
-    """An output array of a launch: a new array, or the input ``over``, overwritten in place."""
+    """An output array of a launch: a new array, or the input named ``over``, overwritten in place."""
 
     name: str
     shape: tuple[int, ...]
@@ -93,11 +93,10 @@ class Output:
 @hashed_once
 @dataclass(frozen=True)
 class Launch:
-    """A launch of ``grid`` programs, with ``arguments`` and ``constants`` by parameter; a parameter in neither is None.
+    """A launch of ``grid`` programs; ``arguments`` and ``constants`` are by parameter, and any other parameter is None.
 
-    Outputs come last among the kernel's arrays, in the order of ``outputs``, followed by ``scratch``. The
-    launcher allocates each scratch array, fills it with zeros, and passes it as an input and as an output; nothing reads it after
-    the launch.
+    The kernel's last arrays are ``outputs``, in that order, followed by ``scratch``. The launcher allocates each scratch array,
+    fills it with zeros, passes it as an input and as an output, and drops it after the launch.
     """
 
     kernel: str
@@ -116,7 +115,7 @@ class Launch:
 
     @cached_property
     def zeros(self) -> dict[str, Output]:
-        """Return the scratch arrays by the names of the inputs of zeros that they overwrite."""
+        """Return the scratch arrays, by the names of the zero-filled inputs that they overwrite."""
         return {x.over: x for x in self.scratch if x.over}
 
     @cached_property
@@ -137,7 +136,7 @@ class Launch:
 
     @cached_property
     def divisible(self) -> frozenset[str]:
-        """Return the parameters whose value 16 divides: the addresses of all arrays (by contract), and some integers."""
+        """Return the parameters divisible by 16: the addresses of all arrays (by contract), and some integers."""
         return frozenset(
             parameter
             for parameter, x in self.arguments
@@ -146,7 +145,7 @@ class Launch:
 
 
 def host_descriptor(array: Any, x: Descriptor) -> Any:
-    """Return the TensorDescriptor that Triton's interpreter takes in place of ``x``, a descriptor of ``array``."""
+    """Return the TensorDescriptor of ``array`` that Triton's interpreter takes in place of ``x``."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(array, list(x.shape), list(x.strides), list(x.block))

@@ -1,4 +1,4 @@
-"""Reasons, in words, why launches cannot run on a GPU, found by compiling them; "auto" then takes the next backend."""
+"""Reasons why launches cannot run on a GPU, found by compiling them; "auto" then takes the next backend."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .launch import Launch
 from .tile_sizes import shared_memory
 
 MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600, "hopper_wide_dq": 600, "hopper_wide_dkv": 600}
-"""Largest stack, in bytes of spilled registers, at which "auto" takes a kernel. The tried releases need at most 432 and 568
-with all features at once (parity_tests/core/hopper_launches.json)."""
+"""Largest stack, in bytes of spilled registers, at which "auto" takes a kernel. With all features at once, the tested releases
+of Triton need at most 432 and 568 (parity_tests/core/hopper_launches.json)."""
 
 
 def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
-    """Return why one of the launches cannot run on a GPU of compute capability ``capability``, None if all can.
+    """Return why any of the launches cannot run on a GPU of compute capability ``capability``; None if all can.
 
-    ``spilling``: accept a kernel that spills more registers than when it was measured, and is slow for that reason.
+    ``spilling``: accept a kernel that spills more registers than when it was measured, although the spills make it slow.
     """
     if interpreted():
         return None
@@ -36,7 +36,7 @@ def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True)
 
 
 def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> str | None:
-    """Return why a compiled kernel cannot run, None if it can."""
+    """Return why a compiled kernel cannot run; None if it can."""
     its, triton, most = f"its kernel {launch.kernel}", f"Triton {triton_version()}", shared_memory(capability)
     if kernel.metadata.shared > most:
         return f"{its} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"

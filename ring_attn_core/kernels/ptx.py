@@ -1,4 +1,4 @@
-"""Rewrites of the PTX of Hopper kernels that undo slowdowns by newer releases of Triton, and the choice of ptxas.
+"""Rewrites of Hopper kernels' PTX that undo slowdowns by newer releases of Triton, and the choice of ptxas.
 
 The tensor-core instruction wgmma multiplies A and B. It reads B, and usually A, from shared memory by a 64-bit descriptor that
 holds the address in its low bits. A tile of 128 x 128 takes eight instructions, whose descriptors differ by constants. Three
@@ -61,7 +61,7 @@ _before: Callable[..., Any] | None = None
 
 
 def as_before(ptx: str) -> str:
-    """Rewrite PTX so that products get registers and descriptors as from Triton 3.7; all values stay the same.
+    """Rewrite PTX so that products get registers and descriptors as in Triton 3.7; all values stay the same.
 
     Instructions that do not match the patterns of 3.8 and 3.9 exactly are left unchanged.
     """
@@ -84,7 +84,7 @@ def as_before(ptx: str) -> str:
 
 
 def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[str, str]:
-    """Return the copied registers that only products read, each with its source register."""
+    """Return the copied registers that only products read, each with the register that it copies."""
     uses, in_products = Counter(_REGISTER.findall(ptx)), Counter(_REGISTER.findall("".join(_PRODUCT.findall(ptx))))
     moved = {register: operands[0] for register, (operation, operands) in definitions.items() if operation == "mov.b32"}
     return {
@@ -95,7 +95,7 @@ def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[s
 
 
 def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | None:
-    """Return the address register and the constant whose sum is a descriptor; None if it is computed in another way."""
+    """Return (address register, constant) if a descriptor is the sum of both; None if it is computed in another way."""
     operation, operands = definitions.get(register, ("", []))
     if operation != "or.b64" or not operands[1].isdecimal() or int(operands[1]) % 2**32:
         return None
@@ -115,9 +115,9 @@ def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | No
 
 @contextmanager
 def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
-    """Apply ``as_before`` to the kernels that this thread compiles in the block, if the release of Triton needs it.
+    """Apply ``as_before`` to the kernels that this thread compiles in the block, if this release of Triton needs it.
 
-    Kernels of other threads are not changed.
+    Other threads compile as usual.
     """
     from triton import knobs
 
@@ -141,7 +141,10 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
 
 
 def _add_stage(*of: Any) -> tuple[str, str] | None:
-    """Serve as Triton's hook: without arguments return a cache key, else change the stages (backend, stages, options, ...)."""
+    """Serve as Triton's compilation hook: return a cache key without arguments, else change the stages.
+
+    The arguments are (backend, stages, options, ...).
+    """
     if threading.get_ident() not in _threads:
         return _before(*of) if _before else None if of else ("", "")
     older = older_assembler()
@@ -162,7 +165,7 @@ def _add_stage(*of: Any) -> tuple[str, str] | None:
 
 
 def older_assembler() -> str | None:
-    """Return the version of Triton's assembler for GPUs before Hopper, or None if Triton has none."""
+    """Return the version of the ptxas that Triton uses for GPUs before Hopper, or None if Triton has none."""
     from triton import knobs
 
     try:

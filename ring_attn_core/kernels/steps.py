@@ -1,4 +1,4 @@
-"""The launches of a step of the ring: Hopper's kernels if they take a call, else the portable ones."""
+"""The launches of a step of the ring: Hopper's kernels if they accept the call, else the portable kernels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .tile_sizes import HOPPER_BACKWARD_KEYS, hopper_passes
 
 
 def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
-    """Yield each different launch of the forward of a ring of ``steps`` steps."""
+    """Yield each different launch in the forward of a ring of ``steps`` steps."""
     if "key_mask" in call.given:
         yield portable.unpack_key_mask(call.batch, call.kv_local)
     if "dropout_seed" in call.given:
@@ -27,7 +27,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
 
 
 def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
-    """Yield each different launch of the backward that the forward does not have."""
+    """Yield each different launch in the backward that is not in the forward."""
     yield portable.delta(call, call.dtype)
     if "extents" in call.given:
         yield extent_bounds(call)
@@ -44,19 +44,19 @@ def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
 
 
 def _ends(steps: int) -> list[tuple[bool, bool]]:
-    """Return the pairs (is first step, is last step) that occur in a ring of ``steps`` steps."""
+    """Return the different pairs (is first step, is last step) in a ring of ``steps`` steps."""
     return sorted({(step == 0, step == steps - 1) for step in range(steps)})
 
 
 @lru_cache(maxsize=4096)
 def in_one_pass(call: RingCall) -> bool:
-    """Return whether one launch, ``hopper.backward``, computes all gradients of a step, in place of ``dq`` and ``dkv``."""
+    """Return whether one launch, ``hopper.backward``, computes all gradients of a step, instead of ``dq`` and ``dkv``."""
     widths = columns(call.head_dim), columns(call.v_dim)
     return _takes(call, "backward") and hopper_passes(*widths, call.heads // call.kv_heads, call.kv_local) == 1
 
 
 def _takes(call: RingCall, name: str) -> bool:
-    """Return whether Hopper's kernels compute a pass of a call."""
+    """Return whether Hopper's kernels run the pass ``name`` of a call."""
     return call.hopper and name not in call.portable and refusal(call) is None
 
 
@@ -69,24 +69,23 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that adds one shard of keys to dq, for a backward of two launches."""
+    """Return the launch that adds one shard's gradient to dq, in a backward of two launches."""
     launch = portable.dq(call, first, last)
     return wide.dq(call, launch) if _takes(call, "backward") else launch
 
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch of the gradients of one shard of keys, for a backward of two launches."""
+    """Return the launch of dk and dv of one shard, in a backward of two launches."""
     launch = portable.dkv(call, first, last)
     return wide.dkv(call, launch) if _takes(call, "backward") else launch
 
 
 @lru_cache(maxsize=4096)
 def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
-    """Return the launches whose outputs a launch of a step needs besides its arrays.
+    """Return the launches that compute extra inputs of a step's launch from extents or key extents.
 
-    ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". Only Hopper's kernels need any, for extents of
-    queries or of keys.
+    ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". Only Hopper's kernels need these inputs.
     """
     if not call.by_extents or not _takes(call, "forward" if kernel == "forward" else "backward"):
         return ()
@@ -108,7 +107,7 @@ def _intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> tuple
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: RingCall) -> Launch:
-    """Return the launch that computes the extent bounds of the backward's query tiles."""
+    """Return the launch that computes the bounds of the extents of the backward's query tiles."""
     if in_one_pass(call):
         return extent_launches.extent_bounds(call, hopper.queries(call))
     return extent_launches.extent_bounds(

@@ -1,4 +1,4 @@
-"""Tile sizes and tile ranges as pure functions, tested without a device, with the measured reason beside each number.
+"""Tile sizes and tile ranges as pure functions, with the measured reason beside each number.
 
 ``choose_tiles`` serves the portable kernels (called by call.py), ``hopper_tiles`` Hopper's forward (called by
 hopper/launches.py), ``wide_tiles`` its backward in two passes (called by hopper/wide_launches.py), ``blockwise_tiles`` the plain
@@ -27,9 +27,9 @@ HOPPER_BACKWARD_KEYS = 128
 
 @dataclass(frozen=True)
 class TileConfig:
-    """Tiles of ``block_q`` queries and ``block_k`` keys, ``warps`` warps per program, ``stages`` tiles in flight.
+    """A tile configuration: ``block_q`` queries and ``block_k`` keys per tile, ``warps`` per program, ``stages`` tiles in flight.
 
-    ``tma``: tiles are read by TMA if the arrays allow it.
+    ``tma``: read tiles by TMA if the arrays allow it.
     """
 
     block_q: int
@@ -40,15 +40,18 @@ class TileConfig:
 
 
 def shared_memory(capability: int) -> int:
-    """Return the bytes of shared memory per block at a compute capability (CUDA C++ Programming Guide, tech. specifications)."""
+    """Return the bytes of shared memory per block at a compute capability.
+
+    Source: CUDA C++ Programming Guide, technical specifications.
+    """
     return {80: 166912, 87: 166912, 90: 232448, 100: 232448, 103: 232448, 110: 232448}.get(capability, 101376)
 
 
 def padded(width: int) -> int:
-    """Return the padded head dimension of a tile that holds ``width``: a power of two, of at least 64.
+    """Return the padded head dimension of a tile for heads of ``width``: a power of two, of at least 64.
 
-    A product needs only 16 columns, but Triton 3.6 computes wrong numbers on Hopper if a tile with 16-bit rows shorter than 128
-    bytes goes from registers to shared memory and is the second factor of a product there (v of a masked tile).
+    A product needs only 16 columns. But Triton 3.6 computes wrong numbers on Hopper if a 16-bit tile with rows shorter than 128
+    bytes goes from registers to shared memory and is the right operand of a product there (v of a masked tile).
     """
     return max(64, 1 << (width - 1).bit_length())
 
@@ -121,10 +124,10 @@ def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 @dataclass(frozen=True)
 class HopperConfig:
-    """Tiles of ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys, ``stages`` key tiles in flight.
+    """Tiles of the Hopper forward: ``block_q`` queries, 64 per warpgroup, ``block_k`` keys, and ``stages`` key tiles in flight.
 
     ``q_in_registers``: products take q from registers, else from shared memory. ``registers``, ``producer_registers``: registers
-    of a consumer's and a producer's thread; over all warpgroups these sum up to at most 65536 / 128.
+    per thread of a consumer and of the producer; summed over all warpgroups, at most 65536 / 128.
     """
 
     block_q: int
@@ -154,7 +157,7 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
 
 @dataclass(frozen=True)
 class WideConfig:
-    """Tiles of the Hopper backward in two passes, and their stages: the number of tiles in flight to shared memory.
+    """Tiles of the two-pass Hopper backward, and their stages: the number of tiles in flight to shared memory.
 
     Pass of dq: tiles of ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys; ``k_stages`` of k, ``v_stages`` of v.
     ``q_in_registers``: its products read q and dout from registers.
@@ -175,7 +178,7 @@ class WideConfig:
 
 
 def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
-    """Return the tiles of the Hopper backward in two passes for padded heads of 64, 128, 192 or 256, and a shard's tokens.
+    """Return the tiles of the two-pass Hopper backward for padded heads of 64, 128, 192 or 256, and a shard's tokens.
 
     TFLOP/s on one H200, bf16, causal. 16/16 heads of 192, values of 128, 16,384 tokens: 511 (448 with k and v from shared
     memory). 32/8 heads of 128, tiles of 64 / 128 queries for dk and dv: 16 x 1,024 tokens 355 / 340, 8 x 2,048 419 / 396, 4 x
@@ -191,10 +194,11 @@ def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
 
 
 def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int) -> int:
-    """Return the number of passes of the Hopper backward for padded heads, query heads of a key head, and a shard's keys.
+    """Return the number of passes of the Hopper backward: 1 or 2.
 
-    One pass computes 5 products, but its tiles of keys add to dq in turns, and its sums of wide heads do not fit into registers.
-    Two compute 7, and none waits for another. TFLOP/s in one / two on one H200, bf16, heads of 128, causal: 32/8 heads, 16 x
+    ``head_dim``, ``v_dim``: padded. ``query_heads``: query heads per key head. ``tokens``: keys of a shard. One pass computes 5
+    products, but its key tiles add to dq in turns, and its sums of wide heads do not fit into registers. Two passes compute 7
+    products, and no program waits for another. TFLOP/s in one / two on one H200, bf16, heads of 128, causal: 32/8 heads, 16 x
     1,024 tokens 285 / 355, 8 x 2,048 320 / 419, 4 x 4,096 402 / 443, 2 x 8,192 480 / 460, 16,384 522 / 459; 64/8, 16 x 1,024 279
     / 366, 4 x 4,096 403 / 459, 8,192 463 / 472; 16/16, 16 x 1,024 306 / 309, 4 x 4,096 478 / 410. 4 x 4,096, 32/8 heads of 64:
     354 / 324.
@@ -207,10 +211,10 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int) -> i
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:
     """Return (block_q, block_k) of the plain backends; ``score_rows`` is batch x query heads, the scores per pair (i, j).
 
-    The scores of a tile should stay in the caches between the passes over them. Forward and backward take, in ms on one AMD EPYC
-    core at 4,096 tokens, causal, head_dim 64, float32, with tiles of 128 / 256 / 512: 8 heads 785 / 785 / 867 in PyTorch, 769 /
-    753 / 1048 in JAX; 32 heads 3308 / 3444 / 5063 and 3347 / 3775 / 4576; 2 heads 227 / 198 / 217 and 149 / 151 / 209. Very many
-    heads get shorter query tiles, so that the scores of a tile stay at or below 16 Mi elements.
+    A tile's scores should stay in the caches between the passes over them. Forward and backward take, in ms on one AMD EPYC core
+    at 4,096 tokens, causal, head_dim 64, float32, with tiles of 128 / 256 / 512: 8 heads 785 / 785 / 867 in PyTorch, 769 / 753 /
+    1048 in JAX; 32 heads 3308 / 3444 / 5063 and 3347 / 3775 / 4576; 2 heads 227 / 198 / 217 and 149 / 151 / 209. Very many heads
+    get shorter query tiles, so that the scores of a tile stay at or below 16 Mi elements.
     """
     known = isinstance(score_rows, int)  # False for a symbolic batch of jax.export, which may be of any size
     block = 256 if known and score_rows <= 16 else 128
@@ -222,10 +226,10 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
 
 
 def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, begin: Any, end: Any, block_k: int) -> tuple[Any, Any]:
-    """Return first and end (exclusive) of the key tiles visible to queries ``m0 .. m1 - 1`` of a run; ints or traced ints.
+    """Return the key tiles [first, end) visible to queries ``m0 .. m1 - 1`` of a run, as ints or traced ints.
 
-    ``lo <= i - j <= hi`` is the band in local indices; ``begin .. end - 1`` are the keys of the run that an extent, or the run's
-    length, allows. First >= end if the queries see no key.
+    ``lo <= i - j <= hi`` is the band in local indices. ``begin .. end - 1`` are the keys of the run that an extent, or the run's
+    length, allows. The first tile is not below the end if the queries see no key.
     """
     first = clamp(m0 - hi, begin, end) // block_k
     last = -(-clamp(m1 - lo, begin, end) // block_k)

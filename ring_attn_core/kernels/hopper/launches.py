@@ -21,7 +21,7 @@ TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tok
 PROGRAMS = 132
 """Number of programs of a forward: one for each multiprocessor of an H100 SXM or an H200.
 
-If a GPU has fewer, or other kernels hold some of them, programs that start late find no tile left.
+If a GPU has fewer, or other kernels occupy some, then programs that start late find no tile left.
 """
 
 

@@ -9,8 +9,8 @@ One pass over the queries that see a tile of keys, for each query head of the gr
 Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32, bounds int32 [B, q tiles, 4] (backward_sums.py), the
            other arrays as in forward.py -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD
 Program    one (k tile, key head, batch row), tiles fastest; a k tile lies within one run
-Q tiles    those within the band, and with extents only those whose bounds meet the k tile; a q tile that sees all of the k tile
-           needs no mask
+Q tiles    those within the band; with extents, of these only q tiles whose bounds meet the k tile. A q tile that sees the whole
+           k tile needs no mask
 State      FIRST: dk and dv start at 0; else dk_in and dv_in f32, which dk and dv may overwrite in place
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """
@@ -45,7 +45,7 @@ SCAN = tl.constexpr(64)
 
 
 class QueryArrays(NamedTuple):
-    """The arrays of the queries: ``q`` and ``dout`` are pointers or TMA descriptors, ``lse2`` and ``delta`` f32 [B, H, S]."""
+    """The arrays of the queries: ``q`` and ``dout`` as pointers or TMA descriptors, ``lse2`` and ``delta`` f32 [B, H, S]."""
 
     q: Any
     dout: Any
@@ -97,7 +97,7 @@ def dkv(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dk and dv of a tile of keys."""
+    """Compute dk and dv of one key tile."""
     sizes: tl.constexpr = KernelConstants(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
@@ -168,7 +168,7 @@ def dkv(
 
 @triton.jit
 def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Add the contribution of one query tile, from query ``m0`` of the run on, to dk and dv, and return them."""
+    """Add the contribution of the query tile that begins at query ``m0`` to dk and dv, and return both."""
     ACCURATE: tl.constexpr = tile.k.dtype == tl.float32
     i = m0 + tl.arange(0, sizes.BLOCK_Q)
     j = tile.n0 + tl.arange(0, sizes.BLOCK_K)
@@ -209,10 +209,10 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
 
 @triton.jit
 def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_last, Q_RUNS: tl.constexpr):
-    """Restrict query ``Tiles`` to those that may see keys k_first .. k_last by their extents; k_first and k_last are positions.
+    """Restrict query ``Tiles`` to those whose extents may contain a position from k_first to k_last.
 
-    The ``bounds`` are those of ``extent_bounds``. Tiles in which every query sees all these keys need no mask, unless there are
-    gaps between such tiles: then all tiles are masked.
+    ``bounds_ptr`` points to the bounds of ``extent_bounds``. Tiles in which every query sees all these keys need no mask. If
+    there are gaps between such tiles, all tiles are masked.
     """
     first, last = tiles.first, tiles.last
     lowest, highest = last, first

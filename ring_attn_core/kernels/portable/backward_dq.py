@@ -41,7 +41,7 @@ from .scores import scores
 
 
 class QueryValues(NamedTuple):
-    """The values of a query tile that each key tile needs: q, dout, and ``lse2`` and ``delta`` of each query."""
+    """The values of a query tile that each key tile needs: q, dout, and ``lse2`` and ``delta`` per query."""
 
     q: Any
     dout: Any
@@ -93,7 +93,7 @@ def dq(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Compute dq of a tile of queries."""
+    """Compute dq of one query tile."""
     sizes: tl.constexpr = KernelConstants(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
@@ -155,7 +155,7 @@ def dq(
 
 @triton.jit
 def visit_keys(acc, loaded, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Add the contribution of one key tile, from key ``n0`` of the run on, to acc, and return it."""
+    """Add the contribution of the key tile that begins at key ``n0`` to acc, and return acc."""
     ACCURATE: tl.constexpr = loaded.q.dtype == tl.float32
     row = run.row
     j = n0 + tl.arange(0, sizes.BLOCK_K)

@@ -1,13 +1,13 @@
-"""Inputs of the backward: lse2 and delta of each query, and bounds of the extents of each query tile, in Triton.
+"""Inputs of the backward, in Triton: lse2 and delta of each query, and the bounds of each query tile's extents.
 
     lse2_i  = log2(e) (lse_i + rest_i)          +inf if the query is fully masked: its probabilities become 0
     delta_i = out_i . dout_i - dlse_i           0 if the query is fully masked
-    factor_i = 2^-r_i                           only if there is a rest; r_i: what the rounding of lse2_i lost
+    factor_i = 2^-r_i                           only if there is a rest; r_i: the rounding error of lse2_i
     bounds  = least first, greatest end, greatest first, least end       of the extents of a tile's queries, token positions
 
 Shapes     out_BSHE, lse_BSH and rest_BSH f32, dout_BSHE, dlse_BSH f32 -> lse2_BHS, delta_BHS, factor_BHS f32; extents int32
            [B, S, 2], rows int32 [q_runs, k_runs, fields] -> bounds int32 [B, q tiles, 4]
-Program    of ``delta`` one (tile of tokens, head, batch row); of ``extent_bounds`` one (q tile, batch row), a q tile in one run
+Program    ``delta``: one (tile of tokens, head, batch row); ``extent_bounds``: one (q tile, batch row), a q tile within one run
 Precision  f32; lse2 is computed in f64 if there is a rest
 """
 
@@ -36,7 +36,7 @@ def delta(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Compute and store lse in base 2, delta and the factor of dout and delta for a tile of tokens."""
+    """Compute and store lse in base 2, delta, and the factor of dout and delta, for one tile of tokens."""
     program = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_Q)
     head = program // tiles % H
@@ -69,11 +69,11 @@ def extent_bounds(
 ):  # fmt: skip
     """Store four numbers of a tile's extents: the least first, the greatest end, the greatest first, the least end.
 
-    The tiles are of queries, or of keys with key extents. ROW rows after each other belong to one run; LENGTH is the field of a
-    row that holds the run's length.
+    The tiles hold queries, or with key extents keys. ROW: number of consecutive ``runs.Row`` that belong to one run. LENGTH:
+    index of the field with the run's length.
 
-    An empty extent counts as first = NOTHING_BEGINS, end = 0. So the first two numbers ignore it, and the last two say that no
-    key is seen by all queries.
+    An empty extent counts as first = NOTHING_BEGINS, end = 0. So it does not change the first two numbers, and the last two state
+    that no key is visible to all queries.
     """
     slot = S // RUNS
     tiles = tl.cdiv(slot, BLOCK)

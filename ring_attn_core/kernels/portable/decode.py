@@ -9,8 +9,8 @@ are cut into splits, one program each (Flash-Decoding, Dao et al. 2023). All que
 rows of one tile, so k and v are read once. ``merge_pairs`` then merges the splits, or the results of ranks, in a fixed order: two
 runs give the same bits.
 
-The position of a slot, loaded with the keys, decides about its visibility. A slot that no query of the tile sees is not read,
-because it may be empty and hold NaN. If a split begins or ends with such slots, the program skips them, SCAN slots at a time.
+The position of a slot, loaded with the keys, decides its visibility. The program does not read a slot that no query of the tile
+sees, because it may be empty and hold NaN. If a split begins or ends with such slots, the program skips them, SCAN at a time.
 
 Shapes     q_BNHD, k_BTGD, v_BTGE, q_positions int32 [B, N], k_positions int32 [B, T], tree_mask uint8 [B, N, N], depths int32
            [B, N] (the position of each node of a tree in the sequence that it continues), alibi_slopes f32 [H], k_scale,
@@ -41,7 +41,10 @@ LOWER = tl.constexpr(2.0**-15)
 
 
 class DecodeConstants(NamedTuple):
-    """The constants of ``decode`` that its helpers read; FP8: 0 none, 1 converted by an instruction, 2 by bits (sm_80)."""
+    """The constants of ``decode`` that its helpers read.
+
+    FP8: 0 for none, 1 for conversion by an instruction, 2 for conversion by bit operations (sm_80).
+    """
 
     G: Any
     BLOCK_K: Any
@@ -50,7 +53,7 @@ class DecodeConstants(NamedTuple):
 
 
 class RowVisibility(NamedTuple):
-    """The visibility of the rows of a program: positions from ``lowest`` to ``highest``, window and tree mask.
+    """The visibility of a program's rows: positions from ``lowest`` to ``highest``, window and tree mask.
 
     ``first``: position of the first node of a tree.
     """
@@ -189,7 +192,7 @@ def decode(
 
 @triton.jit
 def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sizes: tl.constexpr):
-    """Load the tile [BLOCK_K, COLUMNS] of k or v that begins at ``slot`` (over all batch rows); slots not in ``read`` are 0."""
+    """Load the tile [BLOCK_K, COLUMNS] of k or v at ``slot``, counted over all batch rows; slots outside ``read`` are 0."""
     j = tl.arange(0, sizes.BLOCK_K)
     column = tl.arange(0, COLUMNS)
     at = source + (slot * sizes.G + group) * WIDTH + j[:, None] * (sizes.G * WIDTH) + column[None, :]
@@ -206,7 +209,7 @@ def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def in_half(q_tile):
-    """Divide each row of a query tile by a power of two, so that its largest magnitude is from 1 to 2.
+    """Divide each row of a query tile by a power of two, so that its largest magnitude lies between 1 and 2.
 
     Return the tile in float16 and the powers in f32.
     """
@@ -219,7 +222,10 @@ def in_half(q_tile):
 
 @triton.jit
 def from_bits(tile):
-    """Convert float8_e4m3fn bytes to float16: the exponent bias is 8 less, and 0x7F in the lower 7 bits is NaN."""
+    """Convert float8_e4m3fn bytes to float16 by bit operations.
+
+    The exponent bias of float8_e4m3fn is 8 less, and 0x7F in the lower 7 bits is NaN.
+    """
     bits = tile.to(tl.int16)
     moved = ((bits & 128) << 8) | ((bits & 127) << 7)
     return tl.where((bits & 127) == 127, float("nan"), moved.to(tl.float16, bitcast=True) * 256.0)
@@ -227,7 +233,7 @@ def from_bits(tile):
 
 @triton.jit
 def who_sees_whom(position, read, valid, seen):
-    """Return the visibility, bool [BLOCK_M, BLOCK_K], and the int32 lags; with a tree mask lags count depths of nodes."""
+    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags; with a tree mask, lags count node depths."""
     if seen.tree_rows is None:
         lag = seen.q_position[:, None] - position[None, :]
         visible = read[None, :] & (lag >= 0)
@@ -245,7 +251,7 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return the first visible slot of first .. last - 1, or without FORWARD the end of the visible ones, in steps of SCAN."""
+    """Return the first visible slot in first .. last - 1, or without FORWARD the end of the visible slots, in steps of SCAN."""
     at = first if FORWARD else last
     unseen = first < last
     while unseen:
@@ -274,10 +280,10 @@ def merge_pairs(
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Merge S partial results (out, lse) of one row of [B, N, H]: average the outs with weights exp(lse).
+    """Merge S partial results (out, lse) of one row of [B, N, H]: average ``out`` with weights exp(lse).
 
-    A sink, if passed, adds exp(sink) to the sum of weights. Store the result in ``merged_RE``, packed as the inputs are, or, if
-    that is None, in ``out_RE`` and ``lse_R``.
+    A sink, if passed, adds exp(sink) to the sum of weights. Store the result in ``merged_RE``, packed like the inputs; if
+    ``merged_RE`` is None, store it in ``out_RE`` and ``lse_R``.
     """
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, BLOCK_S)

@@ -1,8 +1,8 @@
-"""The dropout mask, drawn with Philox from global positions (formulas in ring_attn_core.dropout).
+"""The dropout mask, computed by Philox from global positions (formulas in ring_attn_core.dropout).
 
     dropout_BH[b, h] = philox4x32((0, 0, head, batch), seed)[0]     the stream of a batch row and head, global indices
     words            = philox2x32((of_q, of_k), stream)             one counter serves eight probabilities
-    kept if a word's 16 bits >= threshold                           a share ``dropout_rate`` of all numbers is below it
+    kept if a word's 16 bits >= threshold                           the share ``dropout_rate`` of all 16-bit numbers is below it
 
 Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
            -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS
@@ -24,7 +24,7 @@ WEYL = tl.constexpr(dropout.WEYL[0])
 
 @triton.jit
 def dropout_streams(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
-    """Store the dropout stream of every batch row and head."""
+    """Compute and store the dropout stream (Philox key) of every batch row and head."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(dropout_seed_ptr).to(tl.uint64) | (tl.load(dropout_seed_ptr + 1).to(tl.uint64) << 32)
     batch = (tl.load(dropout_seed_ptr + 2) + at // H).to(tl.uint32)
@@ -35,7 +35,7 @@ def dropout_streams(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
 
 @triton.jit
 def kept_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Return the dropout mask, True for kept, of queries ``i`` from ``m0`` on and keys ``j`` from ``n0`` on."""
+    """Return a tile's dropout mask, True for kept, of queries ``i`` from ``m0`` on and keys ``j`` from ``n0`` on."""
     q_pos, k_pos = row.q_start + row.stride * i, row.k_start + row.stride * j
     q_first, k_first = row.q_start + row.stride * m0, row.k_start + row.stride * n0
     stream = tl.load(args.dropout + batch * sizes.H + head)
@@ -59,9 +59,9 @@ def kept(
 ):
     """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] BY_KEYS, True for kept.
 
-    Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``. ALIGNED states that they are
-    consecutive from multiples of 16 on. One counter then serves the adjacent probabilities of a thread: eight, or BY_KEYS four of
-    the eight. Otherwise each probability takes a counter of its own.
+    Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``. ALIGNED: the positions are
+    consecutive and start at multiples of 16. One counter then serves a thread's adjacent probabilities: eight, or with BY_KEYS
+    four of the eight. Otherwise each probability takes a separate counter.
     """
     if ALIGNED and BY_KEYS:
         j = tl.arange(0, KEYS // 2)[:, None]
@@ -85,7 +85,10 @@ def kept(
 
 @triton.jit
 def philox2x32(of_q, of_k, stream):
-    """Return the two uint32 words for counters of two int32 words that broadcast, with the stream as Philox key."""
+    """Return the two uint32 words of Philox for counters of two int32 words; ``stream`` is the key.
+
+    The words ``of_q`` and ``of_k`` broadcast against each other.
+    """
     a, b = tl.broadcast(of_q.to(tl.uint32), of_k.to(tl.uint32))
     for _ in tl.static_range(ROUNDS):  # pyright: ignore[reportGeneralTypeIssues]
         product = a.to(tl.uint64) * MULTIPLIER
@@ -96,21 +99,21 @@ def philox2x32(of_q, of_k, stream):
 
 @triton.jit
 def turned(word, turn):
-    """Return words rotated left by ``turn`` bytes."""
+    """Return each word rotated left by ``turn`` bytes."""
     left = (turn * 8).to(tl.uint32)
     return (word << left) | (word >> (32 - left) % 32)
 
 
 @triton.jit
 def halves_kept(word, threshold):
-    """Return the mask, bool [..., 2], of words rotated by 0 and by 2 bytes."""
+    """Return the mask, bool [..., 2], drawn by the upper 16 bits of each word and of the word rotated by 2 bytes."""
     return tl.join(word >= threshold, (word << 16) >= threshold)
 
 
 @triton.jit
 def quarters_kept(word, threshold):
-    """Return the mask, bool [..., 2, 2], of words rotated by 0 and 2 bytes, and by 1 and 3.
+    """Return the mask, bool [..., 2, 2], drawn by each word rotated by 0, 2, 1 and 3 bytes.
 
-    The four numbers belong to keys k and k + 8, k + 1 and k + 9.
+    The four draws belong to keys k, k + 8, k + 1 and k + 9.
     """
     return tl.join(halves_kept(word, threshold), halves_kept((word << 8) | (word >> 24), threshold))

@@ -1,4 +1,4 @@
-"""The launches that find the tiles which extents of queries or of keys leave to a program (``extent_lists.py``)."""
+"""The launches that compute which tiles extents or key extents leave to each program (``extent_lists.py``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ from .launches import launch_of
 
 HEADER = 4
 INTERVALS = 14
-"""Sizes of a list of ``intervals``: int32 before its intervals, and the largest number of these."""
+"""Sizes of a list of ``intervals``: the number of int32 before the intervals, and the largest number of intervals."""
 
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: RingCall, block_q: int) -> Launch:
-    """Return the launch that computes the extent bounds of tiles of ``block_q`` queries: ``bounds`` int32 [b, q tiles, 4]."""
+    """Return the launch that computes the bounds of the extents in each tile of ``block_q`` queries.
+
+    The output ``bounds`` is int32 [b, q tiles, 4].
+    """
     arguments = {
         "extents_ptr": Array("extents", "int32"),
         "rows_ptr": Array("rows", "int32"),
@@ -32,7 +35,7 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that finds the tiles of ``block_k`` keys of each tile of ``block_q`` queries by the extents."""
+    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys within its extents."""
     arguments = {
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": Array("extents", "int32"),
@@ -47,7 +50,10 @@ def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_bounds(call: RingCall, block_k: int) -> Launch:
-    """Return the launch that computes the extent bounds of tiles of ``block_k`` keys: ``key_bounds`` int32 [b, k tiles, 4]."""
+    """Return the launch that computes the bounds of the extents in each tile of ``block_k`` keys.
+
+    The output ``key_bounds`` is int32 [b, k tiles, 4].
+    """
     arguments = {
         "extents_ptr": Array("key_extents", "int32"),
         "rows_ptr": Array("rows", "int32"),
@@ -62,9 +68,9 @@ def key_bounds(call: RingCall, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch:
-    """Return the launch that finds the tiles of ``block_k`` keys of each tile of ``block_q`` queries by the key extents.
+    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys by key extents.
 
-    ``whole``: tiles that need no mask are told from the others.
+    ``whole``: distinguish tiles that need no mask.
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -82,9 +88,9 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 
 @lru_cache(maxsize=4096)
 def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that finds the tiles of ``block_q`` queries of each tile of ``block_k`` keys.
+    """Return the launch that computes, for each tile of ``block_k`` keys, the tiles of ``block_q`` queries to visit.
 
-    It inverts the ``intervals`` of the query tiles if the call has key extents, and else takes their extent bounds.
+    With key extents it inverts the ``intervals`` of the query tiles; else it uses the bounds of their extents.
     """
     of_keys = "key_extents" in call.given
     arguments = {
@@ -103,7 +109,7 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def not_finite(call: RingCall) -> Launch:
-    """Return the launch that flags the spans of keys and of values that are not all finite."""
+    """Return the launch that flags spans of keys and of values with elements that are not finite."""
     both = call.head_dim + call.v_dim
     arguments = {
         "k_BTGD": Array("kv" if call.packed else "k", call.dtype),

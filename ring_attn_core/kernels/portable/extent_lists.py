@@ -1,4 +1,4 @@
-"""Lists of the tiles that extents leave to a launch, found once for all its programs, in Triton.
+"""Lists of the tiles that extents leave to each program, computed once per launch, in Triton.
 
     key_tiles      int32 [B, q tiles, k_runs, 4]    first, last, whole_first, whole_last: the ``rows.Tiles`` of a query tile
     query_tiles    int32 [B, k tiles, q_runs, 4]    first, last, count, 0: the query tiles that a key tile visits; if there are
@@ -8,14 +8,14 @@
 Key extents leave gaps among the key tiles of a query tile, so their list has intervals of tiles:
 
     key_bounds     int32 [B, k tiles, 4]            the bounds of a key tile's extents, as in backward_sums.py
-    intervals      int32 [B, q tiles, k_runs, 32]   tiles, of which need a mask, intervals, 0, then first and end of each interval
+    intervals      int32 [B, q tiles, k_runs, 32]   numbers of tiles, masked tiles, intervals, 0, then each interval's first, end
 
-The intervals whose tiles need a mask come first. A query tile that has more than INTERVALS of them gets a single one, from its
-first tile to its last, whose tiles all need a mask.
+The intervals whose tiles need a mask come first. If a query tile has more than INTERVALS intervals, a single interval from its
+first tile to its last replaces them, and all of its tiles need a mask.
 
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py); spans in
            whole blocks of MASK_BLOCK keys, as in loads.py
-Program    one (tile, run of the others, batch row); of ``not_finite`` one (span, key head, batch row)
+Program    one (tile, run of the other side, batch row); ``not_finite``: one (span, key head, batch row)
 Units      local indices of tiles in their run
 """
 
@@ -41,7 +41,7 @@ def key_tiles(
     rows_ptr, extents_ptr, key_tiles_ptr, S,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store the key tiles of a run that a query tile visits."""
+    """Compute and store which key tiles of a run a query tile visits."""
     tiles_of_run = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     program = tl.program_id(0)
     tile = program // K_RUNS % (Q_RUNS * tiles_of_run)
@@ -64,9 +64,9 @@ def intervals(
     rows_ptr, extents_ptr, key_bounds_ptr, intervals_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Store the key tiles of a run that a query tile visits by the key extents, as intervals of tiles.
+    """Compute and store which key tiles of a run a query tile visits under key extents, as intervals of tiles.
 
-    WHOLE: tell the tiles that need no mask from the others; without it all count as in need of one.
+    WHOLE: distinguish tiles that need no mask; without it, all tiles count as masked.
     """
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
@@ -118,9 +118,9 @@ def intervals(
 
 @triton.jit
 def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
-    """Return whether each key tile is in a part. Some query sees a key of it, and it needs a mask (0) or none (1).
+    """Return whether each key tile is in ``part``: visible to some query, and with a mask (0) or without one (1).
 
-    ``first``, ``last``: positions of the first and the last query.
+    ``first``, ``last``: positions of the first and the last query. Without WHOLE, every visible tile belongs to part 0.
     """
     inside = (tile >= tiles.first) & (tile < tiles.last)
     at = bounds + tile * 4
@@ -134,7 +134,7 @@ def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
 
 @triton.jit
 def lies_in(tile, list_ptr, inside):
-    """Return whether a key tile lies in an interval of each of the lists at ``list_ptr``, false outside of ``inside``."""
+    """Return whether a key tile lies in an interval of each list at ``list_ptr``; False outside of ``inside``."""
     found = inside & False
     some = tl.load(list_ptr + 2, mask=inside, other=0)
     for each in range(INTERVALS):
@@ -150,7 +150,7 @@ def query_tiles(
     rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Store the query tiles of a run that a key tile visits: those that meet the band, and by bounds or intervals the tile."""
+    """Compute and store which query tiles of a run a key tile visits: those that meet the band and, by extents, the key tile."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)
@@ -189,7 +189,7 @@ def not_finite(
     G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, V_COLUMN: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """Flag a span whose keys, or values, are not all finite."""
+    """Flag a span of keys, and of values, that has an element that is not finite."""
     spans = tl.cdiv(T, SPAN * SPANS) * SPANS
     program = tl.program_id(0)
     span = program % spans

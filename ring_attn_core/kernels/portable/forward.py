@@ -6,7 +6,7 @@
 
 One pass over the keys with the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithm 1). The epilogue merges the result
 with the (out, lse) of the keys seen so far, with weights exp(lse - lse_both): this equals one softmax over all of these keys. For
-inputs in f32 it also stores rest_i, which the rounding of lse_i lost, and the weights are those of lse + rest.
+inputs in f32 it also stores rest_i, the rounding error of lse_i, and computes the weights from lse + rest.
 
 Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], key_extents int32
            [B, T, 2], key_mask_BT f32 (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
@@ -189,7 +189,7 @@ def forward(
 
 @triton.jit
 def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Apply online softmax to the key tile from ``n0`` on; return acc, row max m (base 2) and row sum l."""
+    """Take the step of online softmax for the key tile that begins at ``n0``; return acc, row max m (base 2) and row sum l."""
     ACCURATE: tl.constexpr = q_tile.dtype == tl.float32
     row = run.row
     j = n0 + tl.arange(0, sizes.BLOCK_K)

@@ -24,7 +24,7 @@ MERGED_AT_ONCE = 32
 
 @lru_cache(maxsize=4096)
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that merges one shard of keys into ``out``, ``lse`` and, if the call has one, ``rest``.
+    """Return the launch that merges one shard of keys into ``out``, ``lse`` and, for float32 inputs, ``rest``.
 
     After the first step the outputs overwrite ``out_in``, if out is float32, ``lse_in`` and ``rest_in``.
     """
@@ -67,9 +67,9 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def delta(call: RingCall, out_dtype: str) -> Launch:
-    """Return the launch that computes ``lse2`` and ``delta`` [b h s] for the backward, from out in ``out_dtype``.
+    """Return the launch that computes ``lse2`` and ``delta`` [b h s] for the backward; ``out_dtype`` is the dtype of out.
 
-    If the call has a rest, the third output is ``factor`` [b h s], by which dout and delta are to be multiplied.
+    If the call has a rest, the third output is ``factor`` [b h s]; multiply dout and delta by it.
     """
     tiles = call.tiles("delta")
     shape = call.batch, call.heads, call.seq_local
@@ -95,7 +95,7 @@ def delta(call: RingCall, out_dtype: str) -> Launch:
 def unpack_key_mask(batch: int, kv_local: int) -> Launch:
     """Return the launch that unpacks ``key_mask_bits``: outputs ``key_mask`` [b t] f32 and ``key_mask_spans`` [b spans] int32.
 
-    A span is ``MASK_SPAN`` keys. Its flag is 1 if the key mask hides any of them, so kernels skip the mask of other key tiles.
+    A span is ``MASK_SPAN`` keys. Its flag is 1 if the key mask hides any of these keys, so kernels skip the mask for other spans.
     """
     arguments = {
         "key_mask_bits_ptr": Array("key_mask_bits", "uint8"),
@@ -112,7 +112,7 @@ def unpack_key_mask(batch: int, kv_local: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dropout_streams(batch: int, heads: int) -> Launch:
-    """Return the launch that computes the dropout streams from ``dropout_seed``: output ``dropout`` [b h]."""
+    """Return the launch that computes the dropout streams (Philox keys), ``dropout`` [b h], from ``dropout_seed``."""
     arguments = {
         "dropout_seed_ptr": Array("dropout_seed", "uint32"),
         "dropout_BH": Array("dropout", "uint32"),
@@ -127,7 +127,7 @@ def dropout_streams(batch: int, heads: int) -> Launch:
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that adds the gradient from one shard of keys to ``dq``.
 
-    ``dq`` overwrites ``dq_in`` if it stays in float32.
+    If ``dq`` stays in float32, it overwrites ``dq_in``.
     """
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
@@ -149,9 +149,9 @@ def dq(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch of the gradients of one shard of keys: ``dkv`` if k and v are packed, else ``dk`` and ``dv``.
+    """Return the launch that computes the gradients of one shard of keys: ``dkv`` if k and v are packed, else ``dk`` and ``dv``.
 
-    Except at the ``first`` step they are added to ``dkv_in``, or ``dk_in`` and ``dv_in``, and overwrite these if in float32.
+    After the ``first`` step the launch adds ``dkv_in``, or ``dk_in`` and ``dv_in``, and float32 gradients overwrite these inputs.
     ``last``: the gradients are complete and get the input's dtype.
     """
     tiles = call.tiles("dkv")
@@ -185,9 +185,9 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 
 
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
-    """Return q (and dout) in query tiles and k and v in key tiles, each as a pointer or a TMA descriptor.
+    """Return the arguments for q (and dout) in query tiles and k and v in key tiles, each a pointer or a TMA descriptor.
 
-    ``own``: "q" or "kv", the arrays of which a program loads a single tile.
+    ``own``: "q" or "kv"; a program loads only one tile of these arrays.
     """
     together = call.head_dim + call.v_dim
     by_tma = tiles.tma and tma_fits(call)
@@ -210,7 +210,7 @@ def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> di
 
 
 def of_decode(call: DecodeCall) -> Iterator[Launch]:
-    """Yield every launch that decoding may need, on a single rank or on several."""
+    """Yield every launch that decoding may need, on one rank or on several."""
     yield decode(call)
     for of_ranks in (None, 2):
         for final in (True, False):
@@ -219,7 +219,7 @@ def of_decode(call: DecodeCall) -> Iterator[Launch]:
 
 @lru_cache(maxsize=4096)
 def decode(call: DecodeCall) -> Launch:
-    """Return the launch of attention over the splits of a cache; output ``pairs`` [splits, b, n, h, e + 1] holds out and lse."""
+    """Return the launch of attention over the splits of a cache; it stores out and lse in ``pairs`` [splits, b, n, h, e + 1]."""
     tiles, given, log2e = call.tiles, call.given, math.log2(math.e)
     optional = lambda name, dtype="float32": Array(name, dtype) if name in given else None
     of_keys, cap = "uint8" if call.fp8 else call.dtype, call.softcap
@@ -265,7 +265,7 @@ def decode(call: DecodeCall) -> Launch:
 def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
     """Return the launch that merges ``pairs`` [s, b, n, h, e + 1] of all splits, or of ``ranks`` ranks.
 
-    ``final``: outputs ``out`` [b n h e] in q's dtype and ``lse`` [b n h], the sinks merged in; else one output, ``merged``.
+    ``final``: merge the sinks too, and output ``out`` [b n h e] in q's dtype and ``lse`` [b n h]. Else output ``merged``, packed.
     """
     b, n, h, e = call.batch, call.queries, call.heads, call.v_dim
     arguments = {
@@ -290,7 +290,7 @@ def _count(value: int) -> Scalar:
 
 
 def tma_fits(call: RingCall) -> bool:
-    """Return whether TMA can read the arrays: columns need no padding, rows are multiples of 16 bytes, none is empty."""
+    """Return whether TMA can read the arrays: columns need no padding, rows are multiples of 16 bytes, and no array is empty."""
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
     whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)
@@ -335,7 +335,7 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
 def _clean(call: RingCall) -> int:
     """Return how kernels zero unused keys, which may hold NaN: 0 not at all, 1 with ``tl.where``, 2 with a bitwise AND.
 
-    ``loads.keep_seen`` does it. GPUs older than Hopper need the AND.
+    ``loads.keep_seen`` zeroes them. GPUs older than Hopper need the AND.
     """
     return 0 if not call.clean else 1 if call.capability >= 90 else 2
 

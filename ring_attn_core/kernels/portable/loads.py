@@ -1,4 +1,4 @@
-"""Loads and products of tiles of q, k, v and dout, the key mask, and the zeroing of unused keys.
+"""Loads and products of tiles of q, k, v and dout, the key mask, and the zeroing of unused keys, in Triton.
 
     key_mask_BT[b, t]       +inf if the key mask leaves key t visible, else -inf: the upper bound of its scores
     key_mask_spans[b, n]    1 if the key mask hides some of the keys 64 n .. 64 n + 63, else 0
@@ -24,10 +24,10 @@ SPANS = tl.constexpr(tile_sizes.MASK_BLOCK // tile_sizes.MASK_SPAN)
 def load_tile(
     source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr, LIMITED: tl.constexpr
 ):  # fmt: skip
-    """Load the tile [ROWS, COLUMNS] of an array [batch, tokens, ...] from a token on.
+    """Load the tile [ROWS, COLUMNS] of an array [batch, tokens, ...] that begins at a token.
 
-    The tile holds 0 beyond WIDTH, and with LIMITED from row ``limit`` on. With TMA WIDTH is COLUMNS, and rows beyond the limit
-    hold the array's next rows, or 0.
+    The tile is 0 beyond WIDTH columns, and with LIMITED from row ``limit`` on. With TMA, WIDTH is COLUMNS, and rows beyond the
+    limit hold the array's next rows, or 0.
     """
     if columns.TMA:
         tile = source.load([batch, token, head, columns.COLUMN]).reshape([ROWS, columns.COLUMNS])
@@ -47,11 +47,11 @@ def load_tile(
 
 @triton.jit
 def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr):
-    """Load the tile that a program keeps for all its steps.
+    """Load the tile that a program uses in all of its steps.
 
-    With TMA ``source`` is a descriptor of the array as [batch * tokens, columns]. It has two dimensions, because only then Triton
-    (3.6, 3.7) leaves the tile in shared memory, where a product can read it. In registers the tile would take 32 registers of
-    each thread, and the loops would spill. With TMA, rows from ``limit`` on may hold the next batch row's tokens.
+    With TMA, ``source`` is a descriptor of the array as [batch * tokens, columns]. Only with two dimensions does Triton (3.6,
+    3.7) leave the tile in shared memory, from where a product reads it; in registers it would take 32 registers of each thread,
+    and the loops would spill. Rows from ``limit`` on may hold the next batch row's tokens.
     """
     if columns.TMA:
         tile = source.load([batch * tokens + token, head * columns.STRIDE + columns.COLUMN])
@@ -64,8 +64,8 @@ def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constex
 def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
     """Return total + a b.
 
-    In float32 the product is summed separately first, because one long chain of additions loses half a digit. The condition,
-    which holds for every tile, keeps the compiler from merging the two sums.
+    In float32 the product is summed separately before it is added, because one long chain of additions loses half a digit. The
+    condition is true for every tile, but keeps the compiler from merging the two sums.
     """
     if a.dtype == tl.float32:
         total += tl.where(tokens > 0, tl.dot(a, b, input_precision=PRECISION), 0.0)
@@ -76,7 +76,7 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
 
 @triton.jit
 def keep_seen(tile, visible, BY_BITS: tl.constexpr):
-    """Zero the keys of a tile of k or v that no query sees by ``visible`` [queries, keys], because 0 times NaN is NaN.
+    """Zero the keys of a k or v tile that no query sees by the mask ``visible`` [queries, keys], because 0 times NaN is NaN.
 
     BY_BITS avoids a tensor of bools, for which Triton 3.9 finds no layout before a product on GPUs older than Hopper.
     """
@@ -92,10 +92,10 @@ def keep_seen(tile, visible, BY_BITS: tl.constexpr):
 
 @triton.jit
 def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK_K: tl.constexpr):
-    """Unpack the bits of the key mask to upper bounds of scores, and flag the spans with hidden keys.
+    """Unpack the bits of the key mask to upper bounds of scores, and flag spans that contain hidden keys.
 
-    Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked before each launch, because a minimum is one
-    instruction per score, and gives -inf for NaN too; testing bits made the forward slower by half.
+    Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked before each launch, because a minimum with the bound
+    takes one instruction per score and turns NaN into -inf too. Testing bits made the forward slower by half.
     """
     tiles = tl.cdiv(T, BLOCK_K)
     tile = tl.program_id(0) % tiles
@@ -122,6 +122,6 @@ def some_hidden(key_mask_spans_ptr, batch, T, token, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def under_key_mask(s, key_mask_BT, batch, T, k_base, j, k_len):
-    """Return the scores [queries, keys], with -inf for the keys that the key mask hides, even if a score is NaN."""
+    """Return the scores [queries, keys] with -inf for keys hidden by the key mask, even if a score is NaN."""
     most = tl.load(key_mask_BT + batch.to(tl.int64) * T + k_base + j, mask=j < k_len, other=float("-inf"))
     return tl.minimum(s, most[None, :])

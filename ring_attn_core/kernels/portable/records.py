@@ -1,7 +1,7 @@
 """The records in which a portable kernel passes its parameters to its helpers.
 
-Kernels keep flat parameters, because a launch passes them by name; their helpers take these records. A field is a number on the
-device, a pointer, a constant, or None for an array or a feature that the call does not have.
+Kernels have flat parameters, because a launch passes them by name; their helpers take these records. A field is a number on the
+device, a pointer, a constant, or None if the call does not have the array or feature.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Columns(NamedTuple):
-    """The columns of an array [batch, tokens, HEADS, STRIDE] that a tile holds: WIDTH from COLUMN on, padded to COLUMNS.
+    """The columns of an array [batch, tokens, HEADS, STRIDE] that a tile holds: WIDTH columns from COLUMN on, padded to COLUMNS.
 
     ``TMA``: the array is read through a TMA descriptor, and WIDTH is COLUMNS; else through a pointer.
     """
@@ -24,11 +24,12 @@ class Columns(NamedTuple):
 
 
 class KernelConstants(NamedTuple):
-    """The constants of a kernel that its helpers read; None for those that a kernel does not have.
+    """The constants of a kernel that its helpers read; a constant that the kernel does not have is None.
 
     ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale is
     folded into the exponential. ``CLEAN``: whether ``loads.keep_seen`` zeroes unused keys, which may hold NaN (0: no; 1: by
-    bools; 2: by bits). ``ALIGNED``: one dropout counter serves eight probabilities. ``PRECISION``: that of products in float32.
+    bools; 2: by bits). ``ALIGNED``: one dropout counter serves eight probabilities. ``PRECISION``: the precision of float32
+    products.
     """
 
     H: Any
@@ -46,7 +47,7 @@ class KernelConstants(NamedTuple):
 
 
 class KernelArguments(NamedTuple):
-    """The arguments of a kernel that its helpers read; None for those that the call does not have.
+    """The arguments of a kernel that its helpers read; an argument that the call does not have is None.
 
     ``k``, ``v`` are pointers or TMA descriptors. The names are those of the public arguments: ``key_mask`` and ``key_mask_spans``
     come from ``loads.unpack_key_mask``, ``dropout`` from ``dropout.dropout_streams``. ``inner``, ``softcap``: see
@@ -70,7 +71,7 @@ class KernelArguments(NamedTuple):
 
 
 class QueryTile(NamedTuple):
-    """The tile of a program of ``forward`` or ``dq``: queries ``i`` of a run from ``m0`` on, of one batch row and head.
+    """The query tile of a program of ``forward`` or ``dq``: local queries ``i`` from ``m0`` on, of one batch row and head.
 
     ``slope``: the head's ALiBi slope.
     """
@@ -91,7 +92,7 @@ class KeyRun(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The key tile of a program of ``dkv``: loaded ``k`` and ``v`` of one batch row, from key ``n0`` of a run on."""
+    """The key tile of a program of ``dkv``: loaded ``k`` and ``v`` of one batch row, from local key ``n0`` on."""
 
     batch: Any
     n0: Any

@@ -1,4 +1,4 @@
-"""The keys that a query sees, and the tiles of keys or queries that a program visits.
+"""The keys that a query sees, and the tiles of keys or queries that a program visits, in Triton.
 
     lo <= i - j <= hi            the band of a pair of runs, in local indices: query i and key j of their runs
     begin_i <= j < end_i         the keys of a run that query i sees: one interval for any band, extent and length
@@ -29,7 +29,7 @@ NOTHING_BEGINS = tl.constexpr(2**30)
 
 
 class Tiles(NamedTuple):
-    """A range of tiles of a run, and within it the range of tiles without a mask; ends are exclusive."""
+    """A range of tiles of a run, and the range of tiles within it that need no mask; ends are exclusive."""
 
     first: Any
     last: Any
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def load_row(rows_ptr, pair):
-    """Return the ``runs.Row`` of a pair of runs."""
+    """Load the ``runs.Row`` of a pair of runs."""
     at = rows_ptr + pair * ROW_FIELDS
     return Row(
         tl.load(at),
@@ -57,7 +57,7 @@ def load_row(rows_ptr, pair):
 
 @triton.jit
 def keys_seen(i, extents_ptr, batch, q_tokens, row):
-    """Return begin and end of the keys of a run that each query i of a run sees.
+    """Return begin and end of the keys of a run that each query ``i`` sees.
 
         begin = max(0, i - hi, ceil((first - k_start) / stride))
         end = min(k_len, i - lo + 1, ceil((end - k_start) / stride))
@@ -74,7 +74,7 @@ def keys_seen(i, extents_ptr, batch, q_tokens, row):
 
 @triton.jit
 def keys_between(i, first, last, row):
-    """Return begin and end of the keys of a run that each query i sees, as ``keys_seen`` defines them.
+    """Return begin and end of the keys of a run that each query ``i`` sees, as in ``keys_seen``.
 
     ``first``, ``last``: the extent of each query, begin and end (exclusive), or None without extents.
     """
@@ -89,7 +89,7 @@ def keys_between(i, first, last, row):
 
 @triton.jit
 def seen_from(j, key_extents_ptr, batch, k_tokens, row):
-    """Return begin and end of the queries of a run that may see each key j of a run by its key extent.
+    """Return begin and end of the queries of a run that may see each key ``j`` by its key extent.
 
         begin = ceil((first - q_start) / stride)
         end = ceil((end - q_start) / stride)
@@ -107,7 +107,7 @@ def seen_from(j, key_extents_ptr, batch, k_tokens, row):
 
 @triton.jit
 def sees(j, run, tile, args):
-    """Return whether each query of a tile sees each key j of a run, bool [queries, keys], key mask aside."""
+    """Return the visibility mask of a tile's queries and keys ``j`` of a run, bool [queries, keys], without the key mask."""
     visible = (j[None, :] >= run.begin[:, None]) & (j[None, :] < run.end[:, None])
     if args.key_extents is not None:
         begin, end = seen_from(j, args.key_extents, tile.batch, args.T, run.row)
@@ -117,24 +117,24 @@ def sees(j, run, tile, args):
 
 @triton.jit
 def some_query_sees(n0, run, tile, args, sizes: tl.constexpr):
-    """Return whether some query of a tile may see some key of the tile from ``n0`` on, by the key extents."""
+    """Return whether some query of a tile may see some key of the key tile at ``n0``, by the key extents."""
     begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
     return tl.max(((begin < tile.m0 + sizes.BLOCK_Q) & (end > tile.m0)).to(tl.int32), 0) > 0
 
 
 @triton.jit
 def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
-    """Return whether every query of a tile may see every key of the tile from ``n0`` on, by the key extents."""
+    """Return whether every query of a tile may see every key of the key tile at ``n0``, by the key extents."""
     begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
     return tl.min(((begin <= tile.m0) & (end >= tile.m0 + sizes.BLOCK_Q)).to(tl.int32), 0) > 0
 
 
 @triton.jit
 def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
-    """Return the ``Tiles`` of the positions y that lie within the band of any position x.
+    """Return the ``Tiles`` of positions y that lie within the band of some position x.
 
-    That is lo <= x - y <= hi for some x in x0 .. x1 - 1, with y in 0 .. others - 1. For the key tiles of queries, x are queries
-    and y keys. For the query tiles of keys, x are keys, y queries, and (-hi, -lo) is passed for (lo, hi).
+    The band is lo <= x - y <= hi, for x in x0 .. x1 - 1 and y in 0 .. others - 1. For the key tiles of queries, x are queries and
+    y are keys. For the query tiles of keys, x are keys and y are queries; pass (-hi, -lo) for (lo, hi).
     """
     some = (x0 < x1) & (lo <= hi)
     first = tl.maximum(x0 - hi, 0) // BLOCK
@@ -146,10 +146,10 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
-    """Cut key ``Tiles`` to those between the least ``begin`` and the greatest ``end`` of a query tile's intervals of keys.
+    """Cut key ``Tiles`` to those between the least ``begin`` and the greatest ``end`` of a query tile's key intervals.
 
-    A tile within the intervals of all ``valid`` queries needs no mask. To cut query ``Tiles``, pass the intervals of queries of
-    a key tile, from ``seen_from``, and the valid keys.
+    A tile within the intervals of all ``valid`` queries needs no mask. To cut query ``Tiles``, pass the query intervals of a key
+    tile (``seen_from``) and the valid keys.
     """
     first = tl.maximum(tiles.first, tl.min(begin, 0) // BLOCK)
     last = tl.minimum(tiles.last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)
@@ -175,6 +175,6 @@ def count_partly_seen(tiles):
 
 @triton.jit
 def partly_seen(t, tiles):
-    """Return the t-th tile that needs a mask, counting those before the range without a mask first."""
+    """Return the t-th tile that needs a mask; tiles before the range without a mask count first."""
     before = tiles.whole_first - tiles.first
     return tl.where(t < before, tiles.first + t, tiles.whole_last + t - before)

@@ -23,10 +23,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x, ACCURATE: tl.constexpr):
-    """Return the hyperbolic tangent with an absolute error of 1e-7; ACCURATE limits the error to a rounding, near 0 too.
+    """Return the hyperbolic tangent with an absolute error of at most 1e-7; ACCURATE limits the error to a rounding.
 
-    A multiprocessor computes 16 special functions per cycle. If eight scores are at most 0.625 in magnitude, as they usually are
-    under a softcap, a polynomial computes their tanh, else an exponential and a reciprocal.
+    A multiprocessor computes only 16 special functions per cycle. If eight scores are at most 0.625 in magnitude, as usual under
+    a softcap, a polynomial computes their tanh; else an exponential and a reciprocal do. ACCURATE holds near 0 too.
     """
     if ACCURATE:
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)
@@ -42,7 +42,7 @@ def tanh(x, ACCURATE: tl.constexpr):
 
 
 def _tanh_of_8() -> str:
-    """Return PTX that computes eight tanh, $8 to $15 -> $0 to $7, by a minimax polynomial within 0.625 (error 3.1e-8)."""
+    """Return PTX that computes eight tanh ($8 to $15 -> $0 to $7) by a minimax polynomial within 0.625 (error 3.1e-8)."""
     each = lambda *lines: [line.format(y=f"y{n}", x=f"${8 + n}", to=f"${n}") for n in range(8) for line in lines]
     hexadecimal = lambda x: "0f" + struct.pack(">f", x).hex()
     c0, c1, c2, c3, c4 = map(hexadecimal, (0.99999946, -0.33330483, 0.13291034, -0.05136296, 0.01453019))
@@ -70,7 +70,7 @@ TANH_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 @triton.jit
 def scores(products, i, j, slope, row, args, ACCURATE: tl.constexpr):
-    """Return the scores in base 2, and for the backward the tanh in them; without softcap the scaled products instead of tanh.
+    """Return the scores in base 2, and t for the backward: the tanh in the scores, or without softcap the scaled products.
 
     ``products`` are q . k of a tile.
     ``args.inner`` is scale log2(e); with softcap it is scale / softcap, and ``args.softcap`` is softcap log2(e). Both are rounded
