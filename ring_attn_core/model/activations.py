@@ -1,12 +1,12 @@
-"""The activation settings of a transformer block, which say what it keeps from its forward for its backward."""
+"""The activation settings of a transformer block: which arrays its forward keeps for its backward."""
 
 from __future__ import annotations
 
 ACTIVATIONS = ("keep", "recompute", "offload")
-"""The choices of what a block keeps for its backward.
+"""The choices of activations that a block keeps for its backward.
 
-With "keep" all activations. With "recompute" only its input and attention's (out, lse); the rest is computed again. With
-"offload" the same arrays as with "recompute", but in host memory.
+With "keep": all activations. With "recompute": only the block's input and attention's (out, lse); the backward computes the rest
+again. With "offload": the same arrays as with "recompute", but in host memory.
 """
 
 

@@ -1,4 +1,4 @@
-"""ALiBi's slopes, one for each head."""
+"""ALiBi's slopes, one per head."""
 
 from __future__ import annotations
 

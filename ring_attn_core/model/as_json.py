@@ -1,4 +1,4 @@
-"""Configs as JSON: an object of the fields, with nested records as objects that name their ``type``, and tuples as lists."""
+"""Configs as JSON: a JSON object of the fields. Nested records are objects with a ``type``, and tuples are lists."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, L
 
 
 def write_record(record: Any) -> str:
-    """Return a record as JSON, without its own type."""
+    """Return a record as JSON; nested records have a ``type``, the record itself has none."""
     return json.dumps({name: value for name, value in _plain(record).items() if name != "type"}, indent=2, allow_nan=False)
 
 
 def read_record(kind: type[Record], text: str) -> Record:
     """Return the record of type ``kind`` that ``write_record`` wrote.
 
-    Raise ValueError if ``text`` is not a JSON object, or a key is missing or is not a field; the message names the key.
+    Raise ValueError if ``text`` is not a JSON object, a key is missing, or a key is not a field; the message names the key.
     """
     try:
         values = parse_json(text)

@@ -1,8 +1,8 @@
-"""The folder of a run's checkpoints: finding complete ones, completing a new one, and deleting old ones.
+"""The folder of a run's checkpoints: find complete checkpoints, complete a new one, and delete old ones.
 
 A save writes into ``.step-000000100.<random>.saving``, renames this folder to ``step-000000100`` and then writes ``run.json``
-into it. A checkpoint without ``run.json`` is incomplete: it is ignored, and the next save deletes it. So a process that is killed
-during a rename that is not atomic, as on an object store, leaves no checkpoint that looks complete.
+into it. A checkpoint without ``run.json`` is incomplete: readers ignore it, and the next save deletes it. So a process killed
+during a rename leaves no checkpoint that looks complete, even if renames are not atomic, as on an object store.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class CheckpointFolder:
         self._lock: FolderLock | None = None
 
     def where(self, step: int) -> Path:
-        """Return the folder of the checkpoint of a step."""
+        """Return the path of the checkpoint folder of a step."""
         return self.path / self._name.format(step)
 
     def steps(self) -> list[int]:
@@ -51,13 +51,14 @@ class CheckpointFolder:
         return sorted(step for step, path in self._named() if self._is_complete(path))
 
     def holds(self, step: int | None) -> bool:
-        """Return whether the step has a complete checkpoint, after up to LAG seconds of waiting; True for None."""
+        """Return whether the step has a complete checkpoint, after waiting for up to LAG seconds; True if ``step`` is None."""
         return step is None or self._is_complete(self.where(step)) or seen(self.where(step) / RUN)
 
     def begin(self, step: int) -> Path:
         """Lock the folder against other runs, and return a new empty folder for the files of a checkpoint.
 
-        Delete what killed runs left. Raise ValueError if another run writes here or the step is not after the newest one.
+        Delete the incomplete folders that killed runs left. Raise ValueError if another run writes here, or if the newest
+        checkpoint is not of an earlier step.
         """
         if not self.path.is_dir():
             self.path.mkdir(parents=True)
@@ -98,7 +99,7 @@ class CheckpointFolder:
         _names_to_disk(self.path)
 
     def delete_old(self, keep: int) -> str:
-        """Delete all but the newest ``keep`` checkpoints, and return the failures in words ("" if all are deleted)."""
+        """Delete all but the newest ``keep`` checkpoints, and return the failures as a message ("" without failures)."""
         objections = []
         for step in self.steps()[:-keep]:
             path, going = self.where(step), self.path / f".{self.where(step).name}.deleted"
@@ -121,7 +122,7 @@ class CheckpointFolder:
             self._lock = None
 
     def _named(self) -> list[tuple[int, Path]]:
-        """Return the folders with a checkpoint's name, each with its step."""
+        """Return the folders named like checkpoints, complete or not, each with its step."""
         before = self._name.split("{")[0]
         found = ((re.fullmatch(rf"{re.escape(before)}(\d+)", path.name), path) for path in self.path.glob(f"{before}*"))
         steps = ((int(match[1]), path) for match, path in found if match and len(match[1]) < 20)
@@ -132,7 +133,7 @@ class CheckpointFolder:
 
 
 def seen(path: Path, patience: float | None = None) -> bool:
-    """Return whether ``path`` exists, polling for up to ``patience`` seconds (None: LAG)."""
+    """Return whether ``path`` exists; poll for up to ``patience`` seconds (None: LAG)."""
     deadline, nap = time.monotonic() + (LAG if patience is None else patience), 0.01
     while not path.exists():
         if time.monotonic() > deadline:
@@ -143,7 +144,7 @@ def seen(path: Path, patience: float | None = None) -> bool:
 
 
 def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[Any]]:
-    """Return [size, SHA-256] of files by their name within ``folder``. ``files``: these names, None for all files."""
+    """Return [size, SHA-256] of each file by its name within ``folder``. ``files``: the names; None: all files."""
     names = [file.relative_to(folder).as_posix() for file in _files(folder)] if files is None else files
     return {name: [(folder / name).stat().st_size, _sha256(folder / name)] for name in names}
 
@@ -190,7 +191,7 @@ def _sha256(file: Path) -> str:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Write a file atomically: write a temporary file, fsync, rename. Write in place if files cannot be renamed."""
+    """Write a file atomically: write a temporary file, call fsync, rename it. If files cannot be renamed, write in place."""
     new = file.with_name(f".{file.name}.new")
     new.write_text(text)
     to_disk(new)
@@ -203,7 +204,7 @@ def _write_whole(file: Path, text: str) -> None:
 
 
 def _names_to_disk(folder: Path) -> None:
-    """Call fsync on a folder, so that its names survive a loss of power, if the file system supports it."""
+    """Call fsync on a folder, if the file system supports that, so that its file names survive a loss of power."""
     try:
         to_disk(folder)
     except OSError as error:

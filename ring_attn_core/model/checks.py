@@ -11,10 +11,10 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 """The dtypes of weights and of computations."""
 
 LARGEST = 2**31 - 1
-"""The largest size: 64 bits can count the elements of a matrix of two such sizes."""
+"""The largest allowed size, so that 64 bits can count the elements of a matrix of two such sizes."""
 
 DEEPEST = 10_000
-"""The most layers; a config checks each layer when it is made."""
+"""The largest number of layers, because making a config takes time for each layer: it checks them all."""
 
 
 def check_sizes(most: int = LARGEST, /, **sizes: int) -> None:
@@ -62,7 +62,7 @@ def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: 
 
 
 def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """Return (kv_heads, head_dim), with the defaults ``heads`` and ``dim / heads`` in place of None.
+    """Return (kv_heads, head_dim), with None replaced by the defaults ``heads`` and ``dim / heads``.
 
     Raise ValueError if ``heads`` does not divide ``dim`` and head_dim is None, or if ``kv_heads`` does not divide ``heads``.
     """

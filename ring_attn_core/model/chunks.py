@@ -1,4 +1,4 @@
-"""Chunks of tokens, in which the loss and the MLP are computed: their length and their checks."""
+"""Chunks of tokens in which the loss and the MLP are computed: chunk lengths and checks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, red
 
 
 def check_weights(weights: Shape | None, labels: Shape) -> None:
-    """Raise ValueError if the weights of labels are not one for each label. The values are shapes."""
+    """Raise ValueError if there is not one weight for each label. The arguments are shapes."""
     if weights is not None and weights != labels:
         raise ValueError(
             f"label_weights must be {list(labels)}, one for each label, got {list(weights)}: both are this rank's shard, so "

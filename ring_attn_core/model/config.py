@@ -19,7 +19,7 @@ from .rotary import Rotary, check_rotary, layer_rotaries, rotary_of
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFields:
-    """The fields that the config of an attention layer and that of a model share."""
+    """The fields that both the config of an attention layer and the config of a model have."""
 
     kv_heads: int = None  # type: ignore[assignment]  # filled in by a config, an int from then on
     head_dim: int = None  # type: ignore[assignment]
@@ -38,13 +38,13 @@ class AttentionFields:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The values by name, as the constructor of the layer or model takes them."""
+        """Return the field values by name, as the constructor of the layer or model takes them."""
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(AttentionFields):
-    """The config of a RingAttention, under the names of its arguments.
+    """The config of a RingAttention, with a field for each argument.
 
     If ``kv_heads`` is None, it becomes ``heads``; ``head_dim`` becomes ``dim / heads``, and ``rotary`` becomes
     ``Rotary(rotary_base)``, or stays None without a base. ``param_dtype``: the name of a dtype. Raise ValueError if sizes do not
@@ -72,7 +72,7 @@ class AttentionConfig(AttentionFields):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(AttentionConfig):
-    """The config of dilated or summary attention, which lack some features of RingAttention."""
+    """The config of dilated or summary attention, without the features of RingAttention that these lack."""
 
     o_bias: bool = field(default=False, init=False)
     sinks: bool = field(default=False, init=False)
@@ -82,12 +82,12 @@ class SparseConfig(AttentionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(AttentionFields):
-    """The config of a RingTransformer, under the names of its arguments; the same in both frameworks and in JSON.
+    """The config of a RingTransformer, with a field for each argument; the same in both frameworks and in JSON.
 
     If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are those of :class:`AttentionConfig`. ``windows`` and
-    ``rotaries``: one value a layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: tokens of a rank that the
-    MLP takes at a time, None for all. ``published``: metadata of a published model; it affects neither the computation nor
-    comparisons of configs. Raise ValueError if sizes do not fit or a number is outside its range.
+    ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: number of a rank's
+    tokens that the MLP processes at a time, None for all. ``published``: metadata of a published model; it affects neither the
+    computation nor comparisons of configs. Raise ValueError if sizes do not fit or a number is outside its range.
     """
 
     vocab: int
@@ -135,7 +135,7 @@ class TransformerConfig(AttentionFields):
             self._attention(mask, of_layer)
 
     def attention(self, layer: int) -> AttentionConfig:
-        """Return the config of the attention of a layer, from 0; layers differ in mask and rotary embedding."""
+        """Return the attention config of layer number ``layer``, from 0; mask and rotary embedding may differ between layers."""
         return self._attention(layer_masks(self.mask, self.windows, self.depth)[layer], self._layer_rotaries()[layer])
 
     def _layer_rotaries(self) -> Sequence[Rotary | None]:
@@ -152,7 +152,7 @@ class TransformerConfig(AttentionFields):
 
     @classmethod
     def from_json(cls, text: str) -> TransformerConfig:
-        """Return the config that ``to_json`` wrote; fields that are left out have their defaults.
+        """Return the config that ``to_json`` wrote; a field that the text leaves out has its default.
 
         Raise ValueError if ``text`` is not a JSON object, a key is not a field (the message names it), or values do not fit.
         """
@@ -160,8 +160,8 @@ class TransformerConfig(AttentionFields):
 
 
 def hidden_size(dim: int) -> int:
-    """Return 8/3 of ``dim``, rounded up to a multiple of 64.
+    """Return 8/3 of ``dim``, rounded up to a multiple of 64: the default hidden size of a gated MLP.
 
-    Three matrices of this size have as many weights as the two of an MLP of size 4 ``dim`` without a gate.
+    The three matrices of such an MLP have as many weights as the two matrices of an MLP of size 4 ``dim`` without a gate.
     """
     return -(-8 * dim // (3 * 64)) * 64

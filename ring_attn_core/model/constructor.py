@@ -1,4 +1,4 @@
-"""Constructors whose arguments are the fields of a record, so that each argument is declared once."""
+"""Constructors that take the fields of a record as arguments, so that each argument is declared only once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]], Callable[Concatenate[Self, P], T]]:
-    """Make a method of one ``record``, a dataclass, take the record's fields as arguments instead.
+    """Decorate a method that takes one ``record``, a dataclass, so that it takes the record's fields as arguments instead.
 
     ``inspect`` and ``help`` show the fields with their defaults, and type checkers derive them from the dataclass. A TypeError
     for a missing or unknown argument names the method.
@@ -38,5 +38,5 @@ def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]]
 
 
 def part(record: type[Record], of: Any) -> Record:
-    """Return a dataclass ``record`` with the values that ``of`` has under the names of its fields."""
+    """Return a ``record`` (a dataclass) whose fields have the values of the attributes of ``of`` with the same names."""
     return record(**{x.name: getattr(of, x.name) for x in fields(record) if hasattr(of, x.name)})  # type: ignore[arg-type]

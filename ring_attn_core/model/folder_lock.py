@@ -1,8 +1,8 @@
-"""A lock of a folder of checkpoints, so that only one run at a time writes there.
+"""A lock on a folder of checkpoints, so that only one run at a time writes there.
 
-The system's lock (flock) on ``.lock`` ends with its process, even if that is killed. Some file systems have no locks, or separate
-ones on each machine. So the file also holds the token of the run that locked it last. A run that finds another token has lost the
-folder and stops saving.
+The system's lock (flock) on the file ``.lock`` ends with its process, even if the process is killed. Some file systems have no
+locks, or separate locks on each machine. So the file also holds the token of the run that locked it last. A run that finds
+another run's token has lost the folder and stops saving.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ LOCK = ".lock"
 
 
 class FolderLock:
-    """The lock on a folder, held until ``forget`` or the end of the object. Raise ValueError if another process holds it."""
+    """A lock on a folder, held until ``forget`` is called or the object is deleted.
+
+    Raise ValueError if another process holds it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._path = folder, folder / LOCK
@@ -31,15 +34,15 @@ class FolderLock:
 
     @property
     def is_held(self) -> bool:
-        """True until ``forget`` is called."""
+        """Return whether the lock is still held: True until ``forget`` is called."""
         return self._close.alive
 
     def forget(self) -> None:
-        """Close the file. A forked process must do so, because the lock lasts until all duplicates of the file are closed."""
+        """Close the lock file. A forked process must do so, because the lock lasts until all duplicates of it are closed."""
         self._close()
 
     def check(self, kind: type[Exception] = ValueError) -> None:
-        """Raise ``kind`` if another run has taken over the folder because the system's lock did not keep it out."""
+        """Raise ``kind``, an exception type, if another run has taken over the folder because the system's lock did not work."""
         try:
             token, _, who = self._path.read_text(errors="replace").partition(" ")
         except OSError:
@@ -62,7 +65,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def locked(folder: Path) -> FolderLock:
-    """Return a new lock on the folder. Raise ValueError if this process or another one holds one."""
+    """Lock the folder and return the lock. Raise ValueError if this process or another one holds a lock on it."""
     key = os.getpid(), folder
     lock = _held.get(key)
     if lock is not None and lock.is_held:

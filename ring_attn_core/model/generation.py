@@ -1,6 +1,6 @@
-"""A call of ``generate`` as one record: its options with their checks, the chunks of its prompts, and the size of its cache.
+"""A call of ``generate`` as one record: its checked options, the chunks of its prompts, and the size of its cache.
 
-The values are integers that are the same on all ranks.
+All values are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..validation import in_words, is_integer
 from .config import TransformerConfig
 
 SLOTS = 64
-"""A call's cache has a multiple of this many slots a rank, so that other calls can reuse the same compiled step."""
+"""A call's cache has a multiple of this many slots per rank, so that calls of similar length share a compiled step."""
 
 MOST = 2**30
 """The most new tokens of a request."""
@@ -73,36 +73,36 @@ class Generation:
 
     @property
     def lengths(self) -> list[int]:
-        """The number of tokens of each prompt."""
+        """Return the number of tokens of each prompt."""
         return list(map(len, self.prompts))
 
     @property
     def total(self) -> int:
-        """The number of tokens of all prompts."""
+        """Return the number of tokens of all prompts together."""
         return sum(self.lengths)
 
     @property
     def ends(self) -> list[int]:
-        """The most cached tokens of each request: all but its last token, which is never cached."""
+        """Return the most tokens of each request that the cache holds: all but its last token, which is never cached."""
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:
-        """Return for each chunk its first position, and how many tokens each prompt has in it, 0 if the prompt ended before."""
+        """Return (first position, tokens of each prompt) of each chunk; a prompt that ended before the chunk has 0 tokens."""
         longest = max(self.lengths)
         size = min(self.chunk or longest, longest)
         return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
 
     def ids(self, start: int, tokens: int) -> list[list[int]]:
-        """Return each prompt's token ids at positions ``start`` to ``start + tokens`` (exclusive); 0 after the prompt's end."""
+        """Return each prompt's token ids at positions ``start .. start + tokens - 1``; 0 after the prompt's end."""
         rows = (list(ids[start : start + tokens]) for ids in self.prompts)
         return [row + [0] * (tokens - len(row)) for row in rows]
 
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
-        """Return the ``capacity``, ``window`` and ``room`` for ``KVCache.make``.
+        """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk. If each layer has a window, the cache keeps only the tokens in the widest one,
-        provided that takes fewer slots. The slots of each rank are counted chunk by chunk, because a layout may share a short
-        prompt unevenly.
+        ``shards``: tokens of a rank in each chunk. If every layer has a window, and if that takes fewer slots, the cache keeps
+        only the tokens in the widest window. This method counts each rank's slots chunk by chunk, because a layout may split a
+        short prompt unevenly.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)
@@ -114,14 +114,14 @@ class Generation:
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
 
     def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
-        """Return the slots that a request needs on the rank that holds most of it."""
+        """Return the number of slots that a request needs on the rank with most of its tokens."""
         counts = [0] * ranks
         for (_, lengths), local in zip(self.chunks(), shards, strict=True):
             counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]
         return max(*counts, -(-self.ends[row] // ranks))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks, by name, as JSON can hold them."""
+        """Return the values that must be equal on all ranks, by name, in types that JSON can hold."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
         drawn = self.sampling.choice
         sampling = {"temperature": drawn.temperature or 0.0, "top_k": drawn.top_k, "top_p": drawn.top_p}
@@ -131,7 +131,10 @@ class Generation:
 
 
 class Answers:
-    """The new tokens of each request so far; calls ``on_token(request, token)`` for each new token."""
+    """The new tokens of each request so far.
+
+    ``on_token(request, token)`` is called for each new token.
+    """
 
     def __init__(self, asked: Generation, on_token: OnToken | None) -> None:
         self._stop, self._new, self._on_token = frozenset(asked.stop), asked.new, on_token
@@ -139,7 +142,7 @@ class Answers:
         self._open = set(range(len(asked.prompts)))
 
     def take(self, tokens: Sequence[int]) -> bool:
-        """Append the new token of each unfinished request. Return True when all are finished."""
+        """Append the new token of each unfinished request. Return True if all requests are finished."""
         for request in sorted(self._open):
             token = tokens[request]
             self.tokens[request].append(token)
@@ -152,7 +155,7 @@ class Answers:
 
 @lru_cache(maxsize=64)
 def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
-    """Return the number of tokens before itself that a query of each layer sees, None for all.
+    """Return each layer's window: how many earlier tokens a query sees, None for all.
 
     Raise ValueError if a layer's mask hides a token from itself or shows later tokens.
     """
@@ -176,16 +179,16 @@ def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
 
 
 def bucket(tokens: int) -> int:
-    """Return ``tokens`` rounded up by at most 1/8, to one of eight sizes between powers of two.
+    """Return ``tokens`` rounded up, by at most 1/8, to one of eight sizes between successive powers of two.
 
-    Few sizes mean that few programs are compiled.
+    With few sizes, few programs have to be compiled.
     """
     step = max(1, 2 ** (tokens.bit_length() - 4))
     return -(-tokens // step) * step
 
 
 def local_tokens(layout: str, ranks: int, lengths: Sequence[int]) -> int:
-    """Return a rank's tokens, padding included, in a chunk with ``lengths`` tokens of the prompts."""
+    """Return the number of tokens per rank, padding included, of a chunk with ``lengths`` tokens of the prompts."""
     return padded_local(layout, ranks, max(lengths))
 
 
@@ -194,7 +197,7 @@ def _rounded(slots: int) -> int:
 
 
 def _most(new: Any, prompts: int) -> tuple[int, ...]:
-    """Return the most new tokens of each prompt. Raise ValueError if ``new`` is not a valid int or one for each prompt."""
+    """Return the largest number of new tokens of each prompt. Raise ValueError if ``new`` is not an int or one int per prompt."""
     new = _plain(new)
     several = isinstance(new, list | tuple)
     each = list(new) if several else [new] * prompts
@@ -210,7 +213,7 @@ def _most(new: Any, prompts: int) -> tuple[int, ...]:
 
 
 def _ids(stop: Any) -> tuple[int, ...]:
-    """Return the ids of ``stop``, an id or several, in ascending order. Raise ValueError if it is anything else."""
+    """Return the token ids of ``stop``, one id or several, in ascending order. Raise ValueError if it is anything else."""
     stop = _plain(stop)
     ids = [stop] if is_integer(stop) else stop
     if isinstance(ids, str | bytes) or not isinstance(ids, Sequence | set | frozenset):
@@ -222,12 +225,12 @@ def _ids(stop: Any) -> tuple[int, ...]:
 
 
 def _plain(x: Any) -> Any:
-    """Return an array as nested lists or a number; return anything else unchanged."""
+    """Return an array as a number or nested lists; return anything else unchanged."""
     return x.tolist() if hasattr(x, "tolist") else x
 
 
 def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the prompts, lists, tuples or arrays of ints, as tuples. Raise ValueError if they are anything else."""
+    """Return the prompts (lists, tuples or arrays of ints) as tuples. Raise ValueError if they are anything else."""
     some = [prompts] if isinstance(prompts, str | bytes) else prompts if isinstance(prompts, list | tuple) else []
     if any(isinstance(row, str | bytes) for row in some):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""Conversion between configs of Hugging Face's Llama, Mistral, Qwen2 and Qwen3 and the TransformerConfig that computes the same.
+"""Conversion between Hugging Face configs of Llama, Mistral, Qwen2 and Qwen3 and the equivalent TransformerConfig.
 
-A Hugging Face config is a dict, as in config.json. A setting that our layers do not support raises an error that names it; it is
-never ignored.
+A Hugging Face config is a dict, as in config.json. If the layers of this package do not support a setting, the conversion raises
+an error that names it; no setting is ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Theirs = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """An architecture: its class in transformers, its features, and its defaults for keys that a file leaves out."""
+    """An architecture: its class in transformers, its features, and its defaults for keys that a config leaves out."""
 
     architecture: str
     qk_norm: bool
@@ -46,14 +46,14 @@ SIZES = {
     "num_attention_heads": "heads",
     "intermediate_size": "hidden",
 }
-"""Required sizes of a config, and our names of them."""
+"""Required sizes of a Hugging Face config, each with its name in TransformerConfig."""
 
 FIXED = {
     "hidden_act": "silu",
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""Keys that must have these values, if they are present, for our layers to compute the same."""
+"""Keys of a Hugging Face config that must have these values if present; the layers of this package support no others."""
 
 
 PUBLISHED = "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"
@@ -79,13 +79,14 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "eos_token_id": ((int, list), "an int or a list of ints"),
     "pad_token_id": (int, "an int"),
 }
-"""The type that each key must have, unless it is absent or null, and the name of the type in messages."""
+"""The type of each key that is neither absent nor null, and the name of the type in messages."""
 
 
 def config_of(theirs: Theirs) -> TransformerConfig:
-    """Return our config of the model that ``theirs``, the contents of a config.json, describes.
+    """Return the TransformerConfig of a Hugging Face config, the contents of a config.json.
 
-    Raise ValueError if the architecture is unknown or our layers do not support a setting; the message names it.
+    Raise ValueError if the architecture is unknown, or if the layers of this package do not support a setting; the message names
+    it.
     """
     kind = theirs.get("model_type")
     if kind is None and "vocab" in theirs:
@@ -129,18 +130,18 @@ def config_of(theirs: Theirs) -> TransformerConfig:
 
 
 def _published(theirs: Theirs) -> Published | None:
-    """Return the metadata of a config that the computation does not use; None if it has none."""
+    """Return the metadata of a Hugging Face config, which the computation does not use; None if it has none."""
     said = {name: theirs[name] for name in PUBLISHED if theirs.get(name) is not None}
     return Published(**said) if said else None
 
 
 def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the endings of names to ignore in a file: rotary frequencies, and the head of a tied model."""
+    """Return the name endings of weights to ignore in a file: rotary frequencies, and the head of a tied model."""
     return (".rotary_emb.inv_freq", "lm_head.weight") if config.tied else (".rotary_emb.inv_freq",)
 
 
 def _config_in(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a Hugging Face folder. Raise the ValueError of ``config_of`` with the path of the file in front."""
+    """Return the config of a Hugging Face folder. An error of ``config_of`` is raised again with the file's path in front."""
     try:
         return config_of(held.config)
     except ValueError as error:
@@ -152,9 +153,9 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 
 
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
-    """Return the Hugging Face config of the model that computes what ``config`` says.
+    """Return the Hugging Face config of a model equivalent to ``config``.
 
-    ``length``: the longest sequence that transformers should allow, in tokens; None means the config's, or 131072. Raise
+    ``length``: the longest sequence that transformers should allow, in tokens; None: that of the config, or 131072. Raise
     ValueError if none of the four architectures supports the config; the message names the settings.
     """
     windows = _checked_windows(config)
@@ -197,7 +198,7 @@ def their_config(config: TransformerConfig, length: int | None = None) -> dict[s
 
 
 def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
-    """Return the architecture with these norms, biases and windows. Raise ValueError if none of the four has them all."""
+    """Return the architecture with the norms, biases and windows of ``config``. Raise ValueError if none of the four has all."""
     biases = config.qkv_bias, config.o_bias, config.mlp_bias
     if config.qk_norm:
         kind, known = "qwen3", biases in ((False, False, False), (True, True, False))
@@ -231,7 +232,7 @@ def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -
 
 
 def _rotary(theirs: Theirs) -> Rotary:
-    """Return the rotary embedding from ``rope_parameters``, or ``rope_scaling`` and ``rope_theta`` of older releases."""
+    """Return the rotary embedding from ``rope_parameters``, or from ``rope_scaling`` and ``rope_theta`` of older transformers."""
     given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     if any(isinstance(x, Mapping) for x in given.values()):
         raise ValueError(f"rope_parameters must be one for all layers, got {', '.join(given)}")
@@ -267,7 +268,7 @@ def _rotary(theirs: Theirs) -> Rotary:
 
 
 def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
-    """Return ``rope_parameters``, and ``rope_theta`` with ``rope_scaling`` for older releases."""
+    """Return ``rope_parameters`` for a config.json, with ``rope_theta`` and ``rope_scaling`` for older transformers."""
     assert rotary is not None, "a model without positions was refused"
     scaling = rotary.scaling
     if isinstance(scaling, Linear):

@@ -1,4 +1,4 @@
-"""The settings that differ between layers: the mask, and the offset of dropout."""
+"""Settings that differ between layers: the mask and the dropout offset."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..runs import Band
 
 
 def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
-    """Return the mask of each layer: ``mask`` limited to the layer's window, if that is not None.
+    """Return the mask of each layer: ``mask``, limited to the layer's window if it has one.
 
     Raise ValueError if ``mask`` is not a mask, there is not one window for each layer, or a window is not an int of at least 0.
     """
@@ -32,9 +32,9 @@ def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) ->
 
 
 def layer_offset(offset: Any, layer: int, heads: int) -> Any:
-    """Return the ``dropout_offset`` of a layer, whose heads are numbered after those of the layers before it.
+    """Return the ``dropout_offset`` of a layer, whose heads are numbered after the heads of all earlier layers.
 
-    Return ``offset`` unchanged if it is not a pair, so that ring_attention refuses it.
+    If ``offset`` is not a pair, return it unchanged, so that ring_attention raises the error.
     """
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         return offset

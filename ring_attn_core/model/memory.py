@@ -1,8 +1,8 @@
-"""Peak memory of training on each GPU, and for each GPU on the host: a sum of terms, each explained by its formula.
+"""Peak memory of training per GPU, and host memory per GPU: a sum of terms, each explained by its formula.
 
-Weights in ``param_dtype`` are sharded over all GPUs (FSDP), as are their gradients and AdamW's two moments, in the same dtype. A
-block computes in ``compute_dtype`` with gathered weights in that dtype. The peak is the sum of all that stays in memory for the
-whole step and of the largest temporary use.
+Weights, their gradients and AdamW's two moments, all in ``param_dtype``, are sharded over all GPUs (FSDP). A block computes in
+``compute_dtype`` with gathered weights in that dtype. The peak is the memory in use for the whole step plus the largest temporary
+use.
 
 Symbols    T tokens a GPU, d dim, h heads, g kv_heads, e head_dim, f hidden, V vocab, L depth, N gpus, P weights, B of them in a
            block, w bytes of param_dtype, c bytes of compute_dtype, 4 of float32
@@ -27,10 +27,10 @@ STEP = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The settings of training that memory depends on besides the model.
+    """The training settings, besides the model, on which memory depends.
 
-    ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: of all batch rows of one GPU.
-    ``activations``: as in RingTransformer. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss take at once; None:
+    ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: tokens of one GPU in all batch rows.
+    ``activations``: as in RingTransformer. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss process at once; None:
     all. ``reserve``: bytes of a GPU for memory other than tensors (CUDA's context, NCCL's buffers, workspaces, gaps between
     tensors). Raise ValueError if a count is below 1.
     """
@@ -49,7 +49,7 @@ class Training:
 
 
 class Term(NamedTuple):
-    """A term of the formula: its name ``what``, its ``size`` in bytes, and its explanation in ``words``."""
+    """A term of the memory formula: its name ``what``, its ``size`` in bytes, and its formula in ``words``."""
 
     what: str
     size: int
@@ -57,7 +57,11 @@ class Term(NamedTuple):
 
 
 class StepMemory(NamedTuple):
-    """The memory of a step: ``stays`` on a GPU throughout, in addition at each of its ``moments``, and on the ``host``."""
+    """The memory of a training step, as terms.
+
+    ``stays``: on a GPU throughout the step. ``moments``: in addition on a GPU at each moment, by the moment's name. ``host``: on
+    the host, for each GPU.
+    """
 
     stays: tuple[Term, ...]
     moments: dict[str, tuple[Term, ...]]
@@ -65,17 +69,17 @@ class StepMemory(NamedTuple):
 
     @property
     def worst(self) -> str:
-        """The name of the moment that takes most memory."""
+        """Return the name of the moment with the most memory."""
         return max(self.moments, key=lambda name: total(self.moments[name]))
 
     @property
     def peak(self) -> int:
-        """The bytes of a GPU at the worst moment."""
+        """Return the bytes on a GPU at the moment with the most memory."""
         return total(self.stays) + total(self.moments[self.worst])
 
 
 def total(terms: Iterable[Term]) -> int:
-    """Return the sum of the terms, in bytes."""
+    """Return the sum of the terms' sizes, in bytes."""
     return sum(term.size for term in terms)
 
 
@@ -93,12 +97,12 @@ def weights(config: TransformerConfig) -> int:
 
 
 def _ends(config: TransformerConfig) -> int:
-    """Return the number of parameters of the embedding, and of the head if that is not tied."""
+    """Return the number of parameters of the embedding, and of the head unless it is tied."""
     return config.vocab * config.dim * (1 if config.tied else 2)
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the activations that a block keeps if the others are recomputed."""
+    """Return the activations that a block keeps even if it recomputes the others."""
     c = compute_bytes(config)
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),
@@ -108,10 +112,10 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
-    """Return the activations that autograd saves in a block besides ``block_kept``.
+    """Return the activations that autograd saves in a block in addition to ``block_kept``.
 
-    They exist for each block or, with recomputation, for one block at a time. Norms count as on a GPU, where they save their
-    input; on a CPU PyTorch saves two float32 arrays in its place.
+    Every block has them; with recomputation, only one block at a time has them. Norms count as on a GPU, where they save their
+    input; on a CPU PyTorch saves two float32 arrays instead.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 4
@@ -132,12 +136,12 @@ def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = 
 
 
 def compute_bytes(config: TransformerConfig) -> int:
-    """Return the bytes of an element of activations."""
+    """Return the bytes per element of activations."""
     return BYTES[config.compute_dtype or config.param_dtype]
 
 
 def peak_memory(config: TransformerConfig, training: Training) -> StepMemory:
-    """Return the memory that training takes on each GPU and, for each GPU, on the host."""
+    """Return the memory that a training step takes on each GPU, and on the host for each GPU."""
     tokens, depth = training.tokens, config.depth
     kept, saved = block_kept(config, tokens), block_saved(config, tokens, training.mlp_chunk)
     stays, host = _weights(config, training), ()
@@ -167,7 +171,7 @@ OF_MLP = ("MLP", "MLP's input", "sum")
 
 
 def _weights(config: TransformerConfig, training: Training) -> tuple[Term, ...]:
-    """Return the terms that do not grow with the tokens."""
+    """Return the memory terms that do not depend on the number of tokens."""
     w, c, shared = BYTES[config.param_dtype], compute_bytes(config), -(-weights(config) // training.gpus)
     block, ends = block_weights(config), _ends(config)
     return (
@@ -227,9 +231,9 @@ def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
-    """Return the most tokens a GPU, a multiple of STEP, with a peak of at most ``memory`` bytes; 0 if STEP tokens do not fit.
+    """Return the most tokens per GPU, a multiple of STEP, whose peak is at most ``memory`` bytes; 0 if STEP tokens do not fit.
 
-    ``host``: bytes of host memory for each GPU; None: unlimited. ``training.tokens`` is not used.
+    ``host``: bytes of host memory per GPU; None: unlimited. ``training.tokens`` is ignored.
     """
 
     def fits(steps: int) -> bool:

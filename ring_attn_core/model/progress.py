@@ -1,4 +1,4 @@
-"""The progress of a run, which checkpoints of both packages store beside the arrays, and its checks."""
+"""The progress of a run, which checkpoints of both packages store beside the arrays, with its checks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kinds = dict[str, tuple[str, tuple[int, ...]]]
 
 
 class ResumePoint(NamedTuple):
-    """The point from which a run resumes: after ``step``, with the dataset's state ``data`` and the user's own data ``more``."""
+    """The point from which a run resumes: ``step``, the dataset's state ``data``, and the user's own data ``more``."""
 
     step: int
     data: str | None
@@ -32,9 +32,10 @@ class ResumePoint(NamedTuple):
 
 
 def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[str, Any]:
-    """Return the description of a run in a checkpoint, as JSON can hold it.
+    """Return the contents of a checkpoint's run.json for this progress and config, in types that JSON can hold.
 
-    Raise ValueError if ``step`` is not an int of at least 0, ``data`` not a text or None, or ``more`` not a dict for JSON.
+    Raise ValueError if ``step`` is not an int of at least 0, ``data`` is not a text or None, or ``more`` is not a dict that JSON
+    can hold.
     """
     step, data, more = progress
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -51,7 +52,7 @@ def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[s
 
 
 def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> ResumePoint:
-    """Return the progress in ``found``, the JSON that ``described`` made and that was read from ``where``.
+    """Return the progress in ``found``, the JSON of ``described`` that was read from ``where``.
 
     Raise ValueError if a value is missing or not of its type, or if the model's config differs; the message names the fields.
     """
@@ -85,7 +86,7 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
 
 
 def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
-    """Raise ValueError, naming the arrays, if some are missing, unexpected, or of another shape or dtype."""
+    """Raise ValueError if arrays are missing, unexpected, or of another shape or dtype; the message names them."""
     remedy = "Make the model and the optimizer as they were, or give this run another folder"
     mine, theirs = ({name: shape for name, (_, shape) in kinds.items()} for kinds in (expected, found))
     check_state(mine, theirs, f"what {where} holds", remedy, most=8)
@@ -96,7 +97,7 @@ def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
 
 
 def check_next(step: int, steps: list[int], folder: Path) -> None:
-    """Raise ValueError if ``step`` is not after all ``steps`` that have checkpoints."""
+    """Raise ValueError if ``step`` is not after every step in ``steps``, which have checkpoints."""
     if steps and step <= max(steps):
         raise ValueError(
             f"step {step} is not after step {max(steps)}, of which {folder} has a checkpoint: resume from it, delete it to go "
@@ -105,13 +106,16 @@ def check_next(step: int, steps: list[int], folder: Path) -> None:
 
 
 def check_keep(keep: int) -> None:
-    """Raise ValueError if ``keep``, a number of checkpoints, is not an int of at least 1."""
+    """Raise ValueError if ``keep``, the number of checkpoints to keep, is not an int of at least 1."""
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ValueError(f"keep must be an int of at least 1, how many checkpoints stay, got {in_words(keep)}")
 
 
 def _packed(x: Any) -> Any:
-    """Return ``x`` in a form in which dicts with numbers as keys survive JSON. Raise TypeError if a key is anything else."""
+    """Return ``x`` in a form that keeps dicts with numbers as keys in JSON.
+
+    Raise TypeError if a key is not a text, a number or None.
+    """
     if isinstance(x, list | tuple):
         return [_packed(each) for each in x]
     if not isinstance(x, dict):
@@ -125,7 +129,7 @@ def _packed(x: Any) -> Any:
 
 
 def _unpacked(x: Any) -> Any:
-    """Return the value that ``_packed`` took, with lists in place of tuples."""
+    """Return the value from which ``_packed`` made ``x``, with lists in place of tuples."""
     if isinstance(x, list):
         return [_unpacked(each) for each in x]
     if not isinstance(x, dict):

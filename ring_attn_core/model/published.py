@@ -10,7 +10,7 @@ from ..validation import in_words
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """Fields of a Hugging Face config for the programs that use a model, under their names there; None: not set.
+    """Fields of a Hugging Face config that programs using a model read, under Hugging Face's names; None: not set.
 
     ``max_position_embeddings``: the longest sequence, in tokens, that programs should allow. ``bos_token_id``,
     ``eos_token_id`` (one or several), ``pad_token_id``: special ids. Raise ValueError if a value is not an int.

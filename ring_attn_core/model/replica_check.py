@@ -1,7 +1,7 @@
-"""Comparison of the replicas of named values on ranks, devices or processes, shared by ``check_ranks`` of both packages.
+"""Comparison of the replicas of named values between ranks, devices or processes, for ``check_ranks`` of both packages.
 
-A named value (an *entry*) is a weight, a seed or an argument. Each rank, device or process has a replica (a *copy*) of it. A copy
-is described by its kind and a digest of its bytes if it is an array, and by its value if it is a number or a text.
+A named value (an *entry*) is a weight, a seed or an argument. Each rank, device or process has a replica (a *copy*) of it. A
+record describes the copy: its kind, and its value or, for an array, a digest of its bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..runs import Band, Run
 from ..validation import in_words
 
 MOST_ENTRIES, MOST_CONTENTS, MOST_HOLDERS = 8, 4, 8
-"""The most differing entries in a message, contents of an entry, and holders of a content; the message counts the rest."""
+"""The most entries in a message, contents per entry, and holders per content; the message counts the rest."""
 
 LONGEST = 48
 """The most characters of a value that a message quotes."""
@@ -26,8 +26,8 @@ PLAIN = "a number, str, bool, None, mask, Run or numpy array"
 class Replica(NamedTuple):
     """A description of the replica of an entry on one ``holder``, such as ("rank", 2).
 
-    ``kind``: type, dtype and shape in words, which all copies must share. ``part``: the shard of an array that is sharded on
-    purpose, "" otherwise. ``content``: a value or a digest, which all copies of one part must share.
+    ``kind``: type, dtype and shape in words, equal in all copies. ``part``: the shard, if the array is sharded on purpose, else
+    "". ``content``: a value or a digest, equal in all copies of one part.
     """
 
     holder: tuple[str, int]
@@ -37,23 +37,23 @@ class Replica(NamedTuple):
 
 
 Table = Mapping[str, Sequence[Replica]]
-"""The copies of each entry on one process, by the entry's name."""
+"""The copies of each entry in one process, by the entry's name."""
 
 
 def as_told(tables: Iterable[Any]) -> list[Table]:
-    """Return tables that were sent as JSON: turn its lists into ``Replica`` again."""
+    """Return tables received as JSON with their lists turned back into ``Replica``."""
     copy = lambda holder, *rest: Replica((holder[0], holder[1]), *rest)
     return [{name: [copy(*each) for each in copies] for name, copies in table.items()} for table in tables]
 
 
 class RankDifference(ValueError):
-    """An error of some ranks only, or a difference between ranks; it may go away if a file system shows changes late."""
+    """An error on some ranks only, or a difference between ranks; it may pass if a file system shows changes late."""
 
 
 def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
-    """Raise RankDifference if the texts in ``found``, one from each ``holder`` (such as "rank"), differ.
+    """Raise RankDifference if the texts in ``found``, one per ``holder`` (such as "rank"), differ.
 
-    ``what`` names the thing that they describe, for the message.
+    ``what``: the thing that the texts describe, for the message.
     """
     if len(set(found)) > 1:
         others = [f"{holder} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
@@ -65,7 +65,7 @@ def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
 
 
 def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the entries by name. Raise ValueError if two have the same name."""
+    """Return the entries as a dict by name. Raise ValueError if two entries have the same name."""
     found: dict[str, Any] = {}
     for name, value in entries:
         if name in found:
@@ -77,14 +77,14 @@ def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def check_plain(name: str, x: Any, arrays: str) -> None:
     """Raise ValueError if ``x`` is not a number, str, bool, None, mask, Run or numpy array.
 
-    ``arrays``: name, for the message, of the arrays that the caller accepts besides.
+    ``arrays``: a name, for the message, of the arrays that the caller also accepts.
     """
     if not isinstance(x, bool | int | float | str | Band | Run | None) and not (_is_numpy(x) and not x.dtype.hasobject):
         raise ValueError(f"{name} must be {arrays} or {PLAIN} to be compared between ranks, got {in_words(x)}")
 
 
 def plain_copy(holder: tuple[str, int], x: Any) -> Replica:
-    """Return the copy of a value that passes ``check_plain``. NaNs are compared by their bits."""
+    """Return the ``Replica`` of a value that passes ``check_plain``. NaNs compare by their bits."""
     kind = type(x).__name__
     if _is_numpy(x):
         return Replica(holder, array_kind(kind, x.dtype, x.shape), array_content(x.tobytes(), x.item() if x.size == 1 else None))
@@ -101,17 +101,17 @@ def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
 
 
 def array_content(data: Any, value: Any = None) -> str:
-    """Return the digest of an array's bytes ``data``, after the ``value`` if one is passed (for arrays of one element)."""
+    """Return the digest of an array's bytes ``data``, with ``value`` in front if it is not None (for arrays of one element)."""
     return digest(data) if value is None else f"{str(value)[:LONGEST]} {digest(data)}"
 
 
 def digest(data: Any) -> str:
-    """Return a 64-bit digest of bytes or of a buffer, as text."""
+    """Return a 64-bit digest of bytes or of a buffer as text."""
     return "#" + blake2b(data, digest_size=8).hexdigest()
 
 
 def essence(table: Table) -> str:
-    """Return a digest of the copies in a table without their holders. If all tables have the same digest, check only one."""
+    """Return a digest of the copies in a table, holders left out. If the digest is equal in all tables, one needs checking."""
     return digest(repr(sorted({(name, *copy[1:]) for name, copies in table.items() for copy in copies})).encode())
 
 
@@ -130,14 +130,14 @@ def check_copies(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Return in words each entry that differs and the holders of each content, in the order of the first table."""
+    """Describe each entry that differs and the holders of each content, in the order of the first table."""
     names = dict.fromkeys(name for table in tables for name in table)
     told = {name: _difference([table.get(name) for table in tables], unit) for name in names}
     return [name + text for name, text in told.items() if text]
 
 
 def _difference(told: Sequence[Sequence[Replica] | None], unit: str) -> str:
-    """Return the difference between the copies of an entry, in words that follow its name; "" if they are equal."""
+    """Describe how the copies of an entry differ, in words that follow its name; "" if they are equal."""
     copies = [copy for each in told for copy in each or ()]
     kinds = _grouped((copy.kind, copy.holder) for copy in copies)
     absent = [(unit, i) for i, each in enumerate(told) if each is None]
@@ -153,7 +153,7 @@ def _difference(told: Sequence[Sequence[Replica] | None], unit: str) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
-    """Group (content, holder) ``pairs``: return the holders of each content."""
+    """Group (content, holder) ``pairs`` by content, and return the holders of each content."""
     groups: dict[str, list[tuple[str, int]]] = {}
     for content, holder in pairs:
         groups.setdefault(content, []).append(holder)
@@ -166,7 +166,7 @@ def _listed(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
 
 
 def holders(whose: Sequence[tuple[str, int]]) -> str:
-    """Return holders in words, such as "ranks 0, 1, 3"."""
+    """Return a list of holders in words, such as "ranks 0, 1, 3"."""
     texts = []
     for unit in dict.fromkeys(unit for unit, _ in whose):
         numbers = [str(number) for each, number in whose if each == unit]

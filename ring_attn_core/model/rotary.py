@@ -32,7 +32,7 @@ from .checks import check_flags, check_sizes, is_number
 
 
 def _check_numbers(record: Any, least: float, *names: str) -> None:
-    """Raise ValueError if a field of a scaling is not a number of at least ``least``."""
+    """Raise ValueError if a named field of a scaling is not a number of at least ``least``."""
     hold_numbers(record, names)
     for name in names:
         value = getattr(record, name)
@@ -147,7 +147,7 @@ class Rotary:
 
 
 def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
-    """Return the rotary embedding for ``rotary=`` and its short form ``rotary_base=``; None: no positions.
+    """Return the rotary embedding of the arguments ``rotary`` and ``rotary_base`` (its short form); None: no positions.
 
     Raise ValueError if ``rotary`` is not a Rotary, or if ``base`` contradicts it.
     """
@@ -161,7 +161,7 @@ def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
 
 
 def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int) -> tuple[Rotary | None, ...] | None:
-    """Return the rotary embedding of each layer; None if all layers have the same. A number means ``Rotary(number)``.
+    """Return the rotary embedding of each layer, or None if all layers have the same. A number means ``Rotary(number)``.
 
     Raise ValueError if there is not one value for each layer, or a value is not a rotary embedding.
     """
@@ -177,7 +177,7 @@ def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int)
 
 
 def check_rotary(head_dim: int, rotary: Rotary) -> None:
-    """Raise ValueError if ``head_dim`` is odd, since pairs of features are rotated, or too small for the scaling."""
+    """Raise ValueError if ``head_dim`` is odd, or too small for the scaling. Rotary embeddings rotate pairs of features."""
     check_sizes(head_dim=head_dim)
     if head_dim % 2:
         raise ValueError(
@@ -236,5 +236,5 @@ def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
 
 
 def _clamped(x: Any) -> Any:
-    """Return ``min(max(x, 0), 1)``, up to rounding, of a float or an array of any framework."""
+    """Return ``min(max(x, 0), 1)``, up to rounding, for a float or an array of any framework."""
     return (abs(x) - abs(x - 1) + 1) / 2

@@ -1,4 +1,4 @@
-"""Configs of published models by name: ``ring-attn plan --model`` takes one of these or a file."""
+"""Configs of published models by name, for ``ring-attn plan --model``."""
 
 from __future__ import annotations
 

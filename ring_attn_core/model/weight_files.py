@@ -1,7 +1,7 @@
-"""Folders of weights in safetensors files: opening all files of one save, and locating each weight in them.
+"""Folders of weights in safetensors files: open all files of one save, and locate each weight in them.
 
-The layout is Hugging Face's: ``config.json`` beside ``model.safetensors``, or beside ``model-00001-of-00002.safetensors`` and so
-on with ``model.safetensors.index.json``, which maps each weight to its file.
+File names are Hugging Face's: ``config.json`` and ``model.safetensors``, or several files ``model-00001-of-00002.safetensors``
+with ``model.safetensors.index.json``, which maps each weight to its file.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DTYPES = "F32", "BF16", "F16", "F64"
 """safetensors' names of the dtypes that weights may be stored in."""
 
 SAMPLES = 256
-"""Number of blocks of a file in its digest."""
+"""Number of blocks that are sampled from a file for its digest."""
 
 TRIES = 5
 """The most attempts to open a folder that another process keeps replacing."""
@@ -50,7 +50,7 @@ class WeightFile(NamedTuple):
 
 
 class WeightFolder(NamedTuple):
-    """A folder of weights with all files open, so that they stay those of one save even if the folder is replaced."""
+    """A folder of weights with all files open, so that all come from the same save even if the folder is replaced."""
 
     folder: Path
     config: dict[str, Any]
@@ -58,18 +58,18 @@ class WeightFolder(NamedTuple):
     files: dict[Path, WeightFile]
 
     def check_unwritten(self) -> None:
-        """Raise ValueError, naming the file, if one was written to in place since it was opened."""
+        """Raise ValueError if a file was written to in place since it was opened; the message names the file."""
         for path, each in self.files.items():
             _check_unwritten(path, each.identity, each.file.fileno())
 
     def digest(self, config: TransformerConfig) -> str:
-        """Return a digest of ``config`` and of blocks spread over the weights; it differs between two saves of a training."""
+        """Return a digest of ``config`` and of blocks sampled over the weights, to tell two saves of a training apart."""
         what = [config.to_json(), *(sample(each.file, SAMPLES) for each in self.files.values())]
         return sha256(json.dumps(what).encode()).hexdigest()[:16]
 
 
 class Naming(NamedTuple):
-    """The conventions of a kind of folder: that of ``save_weights``, or Hugging Face's."""
+    """The naming conventions of a kind of folder: ``save_weights``' or Hugging Face's."""
 
     config: Callable[[WeightFolder], TransformerConfig]
     renamed: Callable[[str], str]
@@ -80,10 +80,10 @@ class Naming(NamedTuple):
 
 @contextmanager
 def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu") -> Iterator[WeightFolder]:
-    """Open config.json and all weights of one save, for arrays of that framework on that device.
+    """Open config.json and all weight files of one save, for arrays of ``framework`` on ``device``.
 
-    A save may replace the folder meanwhile: open files stay readable, and if only part was open, the new folder is opened
-    instead. Raise ValueError if a file is missing, damaged or not a regular file; the message names it.
+    A save may replace the folder meanwhile: open files stay readable, and if only some were open, this function opens the new
+    folder instead. Raise ValueError if a file is missing, damaged or not a regular file; the message names it.
     """
     for _ in range(TRIES):
         place = current(folder)
@@ -109,10 +109,10 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 
 
 def current(folder: str | Path) -> Path:
-    """Return the folder or, if a save was killed between its two renames, the old folder that it was replacing.
+    """Return the folder, or the old folder that it was replacing when a save was killed between its two renames.
 
-    Look again for a moment if neither is there: saves of two processes in turn may hide both from one look.
-    Raise ValueError if neither appears.
+    If neither exists, look again for a moment, because two saves in quick succession may hide both from one look. Raise
+    ValueError if neither appears.
     """
     folder = resolved(folder)
     old = folder.with_name(REPLACED.format(folder.name))
@@ -125,7 +125,7 @@ def current(folder: str | Path) -> Path:
 
 
 def resolved(folder: str | Path) -> Path:
-    """Return the path of a folder of weights with symbolic links resolved.
+    """Return the path of a folder of weights, with symbolic links resolved.
 
     Raise ValueError if ``folder`` is not a path, its links form a circle, or it is the root.
     """
@@ -143,10 +143,10 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return the weights to read from each file of the folder, as a dict from our name to the name in the file.
+    """Return which weights to read from each file of the folder: a dict from our name to the name in the file.
 
-    ``expected``: shapes by our names; ``renamed``: maps our name to that in the files; ``ignored``: endings of names in the files
-    to ignore. Raise ValueError if a weight is missing, unexpected, of another shape or quantised.
+    ``expected``: shapes by our names. ``renamed``: maps our name to the name in the files. ``ignored``: name endings; weights in
+    the files with such names are ignored. Raise ValueError if a weight is missing, unexpected, of another shape or quantised.
     """
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():
@@ -180,7 +180,7 @@ def sources(
 
 @contextmanager
 def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[Any]:
-    """Open a safetensors file for arrays of that framework. Raise ValueError if it is missing, truncated or of another kind."""
+    """Open a safetensors file for arrays of ``framework``. Raise ValueError if it is missing, truncated or not safetensors."""
     from safetensors import SafetensorError, safe_open
 
     check_regular(file)
@@ -213,7 +213,7 @@ OWN = Naming(own_config, lambda name: name, lambda config: ())
 
 
 def to_disk(path: Path) -> None:
-    """Call fsync on a file, or on a folder for its names, so that it survives a loss of power."""
+    """Call fsync on a file, or on a folder for its file names, so that it survives a loss of power."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -259,7 +259,7 @@ def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the files of weights, each with the names of weights that the index lists for it; None without an index."""
+    """Return the weight files, each with the weight names that the index lists for it; None without an index."""
     if os.path.lexists(folder / WEIGHTS):
         return {folder / WEIGHTS: None}
     if not os.path.lexists(folder / INDEX):

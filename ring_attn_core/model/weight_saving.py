@@ -1,6 +1,6 @@
-"""Saving weights as a folder of safetensors files, which replaces the previous folder atomically, one process at a time.
+"""Saving weights as a folder of safetensors files that replaces the previous folder atomically, one process at a time.
 
-A save writes to a temporary folder, calls fsync, sets the previous folder aside by a rename, and renames the new one.
+A save writes to a temporary folder, calls fsync, moves the previous folder aside by a rename, and renames the new folder.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any
 from .weight_files import CONFIG, INDEX, REPLACED, SAVING, WEIGHTS, resolved, to_disk
 
 LOCK = ".{}.lock"
-"""Name of the file beside the folder ``{}`` that a process locks while it saves there, and then deletes."""
+"""Name of the lock file beside the folder ``{}``: a process locks it while it saves there, and then deletes it."""
 
 MOST_BYTES = 5 * 10**9
-"""The most bytes of a file with several weights, because the saving process holds the weights of one file in host memory."""
+"""The most bytes of a file with several weights; the saving process holds all weights of a file in host memory."""
 
 SAVED = "float32", "bfloat16", "float16", "float64"
 """The dtypes that weights may have."""
@@ -30,7 +30,7 @@ Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
 
 
 def check_savable(name: str, dtype: str, valued: bool) -> None:
-    """Raise ValueError if a weight has no values yet, or a dtype that cannot be saved."""
+    """Raise ValueError if a weight has no values yet, or has a dtype that cannot be saved."""
     if not valued:
         raise ValueError(f"{name} has no values yet: initialise or load the model before it is saved")
     if dtype not in SAVED:
@@ -77,9 +77,10 @@ def replacing(folder: str | Path) -> Iterator[Path]:
 
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder against saves of other processes, and delete the lock file in the end.
+    """Lock the folder against saves of other processes, and delete the lock file at the end.
 
-    Wait for the lock; the system lifts the lock of a process that ends. Do not wait if the file system has no locks.
+    Wait until the lock is free; the system releases the lock of a process that ends. If the file system has no locks, do not
+    wait.
     """
     if sys.platform == "win32":
         yield
@@ -106,9 +107,9 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the arrays into the empty ``folder``, in files of at most MOST_BYTES if they hold several weights.
+    """Write the arrays into the empty ``folder``, in files of at most MOST_BYTES, or of one larger weight.
 
-    Take from ``weights`` only as many as one file holds at a time.
+    Hold the weights of only one file in memory at a time.
     """
     files: list[list[str]] = []
     part: dict[str, Any] = {}
@@ -139,7 +140,7 @@ def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> 
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Raise ValueError if a save would destroy a file, or a folder that holds anything but weights."""
+    """Raise ValueError if a save to ``folder`` would destroy a file, or a folder that holds anything but weights."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: weights are saved as a folder")
     ours = lambda path: path.name in (CONFIG, INDEX, WEIGHTS) or path.match("model-?????-of-?????.safetensors")
@@ -152,7 +153,7 @@ def _check_replaceable(folder: Path) -> None:
 
 
 def _settle(folder: Path, old: Path) -> None:
-    """Clean up after an interrupted save: restore the old folder, or delete it if the new one exists."""
+    """Clean up after an interrupted save: delete the old folder if the new one exists, else restore it."""
     if not old.exists():
         return
     if folder.exists():
