@@ -1,6 +1,6 @@
-"""Rematerialized blocks: the backward recomputes all but their input and attention's (out, lse), without the ring.
+"""Rematerialized blocks: they save only their input and attention's (out, lse), so recomputing them skips the ring.
 
-A policy of jax.checkpoint names these arrays: they stay on the device, or are offloaded to host memory.
+A jax.checkpoint policy selects these arrays by name. It keeps them on the device or offloads them to host memory.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ HOST = "pinned_host"
 
 Module = TypeVar("Module", bound=nnx.Module)
 Caller = Callable[..., jax.Array]
-"""A function that applies its first argument, a function of a block and its input, under a policy of saved activations."""
+"""A function ``call(function, block, x)`` that returns ``function(block, x)`` under a jax.checkpoint policy."""
 
 
 def caller(activations: str) -> Caller | None:
     """Return the function that runs the blocks, or None if they are called directly.
 
-    ``activations``: "keep", "recompute" or "offload". None is returned for "keep". Raise ValueError if ``activations`` has
-    another value, or is "offload" and the device cannot address pinned host memory.
+    ``activations``: "keep", "recompute" or "offload". Return None for "keep". Raise ValueError if ``activations`` has another
+    value, or if it is "offload" and the device cannot address pinned host memory.
     """
     check_activations(activations)
     if activations == "keep":

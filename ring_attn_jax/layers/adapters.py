@@ -43,21 +43,21 @@ def attention_fn(
     in the arrays. "contiguous" is the natural order, of any length; arrays in another layout come from ``to_layout``. ``mask``:
     a band that applies to all calls, such as ``causal()``, in global positions in any layout.
 
-    The function has all arguments that the modules of flax 0.12.2 to 0.12.12 pass:
+    The function takes all arguments that the modules of flax 0.12.2 to 0.12.12 pass:
         - ``is_causal``: as ``mask=causal()``, in global positions.
-        - ``mask``, broadcasting against [batch..., heads, queries, keys], in the order of the arrays: padding, causal, windows,
-          documents, or any mask that is the same for all heads and, apart from keys that are hidden from all queries, one
-          interval of keys for each query. Any other mask is refused; under jit, where values are unknown, each query that it does
-          not fit gets NaN. A query that sees no key gets 0, but flax takes the mean of all values.
-        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, with another mask than flax would draw, the same on any
-          mesh. ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
-        - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted, since products
-          are exact and the softmax is float32 anyway.
+        - ``mask``, broadcasting against [batch..., heads, queries, keys], in the order of the arrays: padding, causal, windows or
+          documents. In general it must be the same for all heads, and one interval of keys for each query, besides keys hidden
+          from all queries. Any other mask is refused. Under jit its values are unknown, so each query that does not fit gets
+          NaN. A query that sees no key gets 0; flax takes the mean of all values.
+        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh; flax drops other probabilities.
+          ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
+        - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,
+          since products are exact and the softmax is float32 anyway.
         - ``bias``, ``module`` (``sow_weights=True``), ``input_positions``, ``qk_attn_weights_einsum`` and
           ``attn_weights_value_einsum`` are refused.
 
-    Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises; so a module with
-    ``decode=True``, which calls with one token, works on a ring of one only.
+    Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises. A module with
+    ``decode=True`` passes one token at a time, so it works only on a ring of one.
     """
     options = Options(layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic)
     return RingAttentionFunction(ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), options)
@@ -67,7 +67,7 @@ Triple = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class DropoutArguments(NamedTuple):
-    """The dropout arguments of a call that has dropout."""
+    """The dropout arguments of one call with dropout."""
 
     rng: jax.Array | None
     rate: float
@@ -76,9 +76,10 @@ class DropoutArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class FlaxFunction:
-    """The base of an ``attention_fn``; equal arguments make equal functions with equal hashes, so that jit compiles once.
+    """The base class of attention functions for flax. Equal arguments make equal hashes, so that jit compiles once.
 
-    It takes the arguments that flax passes and refuses those that no attention here can honour; a subclass attends.
+    It accepts the arguments that flax passes, and refuses the unsupported ones with a ValueError. A subclass defines
+    ``_attended``.
     """
 
     where: ShardedAxes
@@ -105,7 +106,10 @@ class FlaxFunction:
         attn_weights_value_einsum: Callable[..., Any] | None = None,
         input_positions: jax.Array | None = None,
     ) -> jax.Array:
-        """Attend: query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, ...] -> like query."""
+        """Return attention [batch..., tokens, heads, v_dim].
+
+        Shapes: query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, ...].
+        """
         never = bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions
         for (name, why), given in zip(REFUSED.items(), never, strict=True):
             if given is not None:
@@ -124,11 +128,11 @@ class FlaxFunction:
         return self._attended((q, k, v), visible, dropout, options).reshape(*query.shape[:-1], value.shape[-1])
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
-        """Return out [batch, tokens, heads, v_dim] of q, k and v; ``visible``: the module's mask, a result of ``visible_of``."""
+        """Return out [batch, tokens, heads, v_dim] for ``qkv``. ``visible``: a mask as ``visible_of`` returns it, or None."""
         raise NotImplementedError
 
     def _padded(self, x: Any) -> Any:
-        """Return ``x`` with zeros after its tokens, so that all ranks hold equally many; None stays None."""
+        """Pad ``x`` with zero tokens to a multiple of the number of ranks. None stays None."""
         if x is None or not x.shape[1] % self.where.ranks:
             return x
         more = padded_local("contiguous", self.where.ranks, x.shape[1]) * self.where.ranks - x.shape[1]
@@ -138,7 +142,7 @@ class FlaxFunction:
 class RingAttentionFunction(FlaxFunction):
     """Ring attention as an ``attention_fn`` of flax.
 
-    It turns the module's mask into extents and a key mask, and calls sharded ring attention over the mesh.
+    The module's mask becomes extents and a key mask, which are arguments of sharded ring attention.
     """
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
@@ -156,7 +160,7 @@ class RingAttentionFunction(FlaxFunction):
         return nan_unless(fits, self._over_the_mesh(*qkv, arrays._replace(extents=extents, key_mask=key_mask), options))
 
     def _over_the_mesh(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
-        """Return out [batch, tokens, heads, v_dim]; arrays in natural order are padded to a length that the mesh can share."""
+        """Return out [batch, tokens, heads, v_dim]. Contiguous arrays are padded to a multiple of the ranks, and out is cut."""
         if options.layout != "contiguous":
             return sharded(q, k, v, arrays, options, self.where)
         queries, keys = q.shape[1], k.shape[1]
@@ -177,7 +181,7 @@ REFUSED = {
 
 
 def _one_batch(x: jax.Array) -> jax.Array:
-    """Return [batch..., tokens, heads, dim] as [batch, tokens, heads, dim]."""
+    """Reshape [batch..., tokens, heads, dim] to [batch, tokens, heads, dim]."""
     return x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
 
 
@@ -187,7 +191,7 @@ def _causal_part(band: Band) -> Band:
 
 
 def _draw(dropout: DropoutArguments) -> Draw:
-    """Return the dropout state of a call."""
+    """Return the dropout state of a call. Raise ValueError if ``broadcast`` is True or ``rng`` is None."""
     if dropout.broadcast:
         raise ValueError(
             "broadcast_dropout=True drops the same probabilities in all rows and heads, and ring attention draws for each by "
@@ -199,7 +203,10 @@ def _draw(dropout: DropoutArguments) -> Draw:
 
 
 def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
-    """Raise ValueError if a mask cannot be honoured for some query and ``fits`` can be read; ``must``: the condition in words."""
+    """Raise ValueError if ``fits`` is False for any query. Under jit its values are unknown, and nothing is checked.
+
+    ``must``: the condition that the message states. ``instead``: the message's last sentence.
+    """
     values = None if fits is None else on_host(fits)
     if values is not None and not values.all():
         row, query = (int(i) for i in np.argwhere(~values)[0])
@@ -207,5 +214,5 @@ def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
 
 
 def nan_unless(fits: jax.Array | None, out: jax.Array) -> jax.Array:
-    """Return out [batch, tokens, heads, dim], NaN for the queries that do not fit: under jit their values are unknown."""
+    """Set out [batch, tokens, heads, dim] to NaN for queries whose ``fits`` is False: under jit, ``check_fits`` cannot raise."""
     return out if fits is None else out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]

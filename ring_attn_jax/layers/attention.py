@@ -1,4 +1,4 @@
-"""Ring attention as a module."""
+"""The RingAttention layer: projections, rotary embeddings and ring attention."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ class RingAttentionArguments(LayerArguments, Ring, AttentionConfig):
 class RingAttention(Projections):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    ``dim``: features of x. ``heads`` query heads of ``head_dim`` (None: dim / heads); ``kv_heads`` (None: heads) divides heads.
-    ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``axis_name``: the ring, a
-    mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays in layout order instead,
-    sharded over the mesh, and calls :func:`sharded_ring_attention` with ``batch_axes`` and ``head_axis``. Computes in x's dtype,
-    in whichever dtype the weights are.
+    ``dim``: features of x. ``heads``: query heads, of ``head_dim`` features (None: dim / heads). ``kv_heads`` (None: heads) must
+    divide heads. ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``axis_name``:
+    the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays in layout
+    order instead, sharded over the mesh. Its attention is then :func:`sharded_ring_attention` with ``batch_axes`` and
+    ``head_axis``. Computation is in x's dtype, whatever the dtype of the weights.
 
-    ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with a scaling if it has one;
-    ``rotary_base`` is short for ``Rotary(base)``, None for attention without positions. ``qk_norm``: q and k pass an
-    :class:`RMSNorm` over head_dim with ``eps`` before the rotation, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in
-    Qwen2; ``o_bias``: o has one too, as in Llama with attention_bias. ``param_dtype``: the dtype of new weights, by name or as
-    the framework's own.
+    ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
+    ``rotary_base`` is short for ``Rotary(base)``; None means no positions. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
+    with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in Qwen2.
+    ``o_bias``: o has a bias, as in Llama with attention_bias. ``param_dtype``: the dtype of the weights, by name or as a
+    jax.numpy dtype.
 
-    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head learns one logit in the softmax's
-    denominator, the parameter ``sinks`` [heads], 0 at first, float32 unless ``param_dtype`` is float64. ``alibi``: scores get
-    ``slope_h (k_pos - q_pos)`` in global positions, with the fixed slopes of :func:`~ring_attn_core.model.alibi.alibi_slopes`;
-    usual with ``rotary_base=None``. ``dropout_rate``: the share of the attention probabilities to drop in a call with a
-    ``dropout_seed``; a call without one is evaluation.
+    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
+    denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
+    ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``. ``dropout_rate``: fraction of the attention
+    probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
 
     JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes do not fit or a number is
     outside its range.
@@ -73,19 +73,19 @@ class RingAttention(Projections):
         context_positions: jax.Array | None = None,
         context_length: int | None = None,
     ) -> jax.Array:
-        """Attend over x [b s dim], this rank's shard in layout order (with a mesh: the global array); return [b s dim].
+        """Apply attention to x [b s dim], this rank's shard in layout order (with a mesh: the global array); return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
         global number of tokens without padding, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask``
         [b s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer array, the same on each rank and different at
         each step; dropout applies only if it is passed. ``dropout_offset``: as in ring_attention.
 
-        ``context`` [b t dim], sharded like x: cross-attention, with the keys and values of this other sequence, of
-        ``context_length`` tokens without padding (None: all that its shards hold), at ``context_positions``, as ``positions`` are
-        x's. ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: for queries that see all of it make the layer
-        with ``mask=full()``, and mostly with ``rotary_base=None``.
+        ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
+        ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
+        its positions. ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: if the queries see the whole
+        context, make the layer with ``mask=full()``, and usually with ``rotary_base=None``.
 
-        Raise ValueError if the shape of x or context does not fit, or ring_attention refuses an argument.
+        Raise ValueError if x or context has a wrong shape, or if ring_attention refuses an argument.
         """
         for name, given in (("context_positions", context_positions), ("context_length", context_length)):
             if given is not None and context is None:
@@ -111,5 +111,8 @@ class RingAttention(Projections):
         return None if self.sinks is None else self.sinks[...]
 
     def slopes(self, q: jax.Array) -> jax.Array | None:
-        """Return the ALiBi slopes [heads], in float64 if q is float64, else in float32; or None."""
+        """Return the ALiBi slopes [heads], or None without ALiBi.
+
+        Their dtype is float64 if q is float64, else float32.
+        """
         return jnp.asarray(alibi_slopes(self.config.heads), accumulation_dtype(q.dtype)) if self.config.alibi else None

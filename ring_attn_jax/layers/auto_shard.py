@@ -1,4 +1,4 @@
-"""Sharding of global sequences over a ring, and gathering of the ring's logits into global ones."""
+"""Sharding of global sequences over a mesh, and gathering of global logits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, mask: jax.Array | None, ring: Ring) -> Rows:
-        """Return the Rows of global sequences ``ids``; ``ring`` has a mesh.
+        """Return the Rows of global sequences ``ids``. ``ring`` must have a mesh.
 
         Raise ValueError if ``ids`` or ``mask`` are invalid, or if ``batch_axes`` do not divide the rows equally.
         """
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
         return cls(ring.layout, where, ids.shape[1])
 
     def shard(self, x: jax.Array) -> jax.Array:
-        """Shard [batch, length] in natural order into [batch, tokens] in layout order, padded, on the devices of the mesh."""
+        """Permute [batch, length] to layout order, pad it and shard it over the mesh: [batch, tokens]."""
         x, mesh = to_layout(jnp.asarray(x), self.layout, self.where.ranks), self.where.mesh
         spec = PartitionSpec(self.where.batch_axes or None, self.where.axis_name)
         if AxisType.Explicit in mesh.axis_types:
@@ -45,16 +45,16 @@ class Rows(NamedTuple):
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def shard_mask(self, mask: jax.Array | None) -> jax.Array | None:
-        """Shard the mask likewise; None stays None."""
+        """Shard the mask as ``shard`` does. None stays None."""
         return None if mask is None else self.shard(mask)
 
     def whole(self, x: jax.Array) -> jax.Array:
-        """Return [batch, tokens, features] in layout order as [batch, length, features] in natural order."""
+        """Permute [batch, tokens, features] back to natural order and drop the padding: [batch, length, features]."""
         return from_layout(x, self.layout, self.where.ranks, self.length)
 
 
 def check_whole(ids: Any, mask: Any) -> None:
-    """Raise ValueError unless ``ids`` are global sequences and ``mask`` is None or a mask of them."""
+    """Raise ValueError if ids are not integers [batch, tokens], or if mask is not bool of their shape."""
     shape, dtype = getattr(ids, "shape", ()), getattr(ids, "dtype", None)
     if len(shape) != 2 or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         got = type(ids).__name__ if dtype is None else f"{dtype} {list(shape)}"
@@ -65,7 +65,7 @@ def check_whole(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **given: jax.Array | int | None) -> None:
-    """Raise ValueError if arguments of shards come with auto_shard, or a mask of global sequences without it."""
+    """Raise ValueError if auto_shard is set beside arguments of shards (``given``), or ``mask`` comes without auto_shard."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in given.items():

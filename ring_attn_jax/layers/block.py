@@ -18,8 +18,8 @@ from .parts import LinearMap, RMSNorm
 class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: the largest number of tokens at a time, recomputed in the backward; None: all. ``where``: the mesh over which
-    global arrays are sharded, so that each device cuts its own tokens; None inside shard_map. ``bias``: all three maps have
+    ``chunk``: the maximum number of tokens computed at a time, None for all. The backward recomputes each chunk. ``where``: the
+    mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map. ``bias``: all three maps have
     biases.
     """
 
@@ -50,10 +50,10 @@ class SwiGLU(nnx.Module):
 
 
 class Block(nnx.Module):
-    """``x += attention(norm(x)); x += mlp(norm(x))``; ``hidden``: features inside the MLP.
+    """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    ``mlp_chunk``: number of tokens that the MLP takes at a time, None for all. ``mlp_bias``: its maps have biases. The norms' eps
-    and the weights' dtype are those of the attention.
+    ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that it computes at a time, None for all.
+    ``mlp_bias``: its maps have biases. The norms' eps and the weights' dtype are those of the attention.
     """
 
     def __init__(
@@ -78,7 +78,10 @@ class Block(nnx.Module):
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         call: Caller | None = None,
     ) -> jax.Array:
-        """Apply the block to x [b s dim]; ``call`` of :func:`caller` runs it. The other arguments are those of RingAttention."""
+        """Apply the block to x [b s dim]; return [b s dim].
+
+        ``call``: a function from :func:`caller` that runs the block, or None. The other arguments are those of RingAttention.
+        """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         if call is not None:
@@ -86,6 +89,6 @@ class Block(nnx.Module):
         return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
 
     def through(self, x: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Return the block's output for x [b s dim], with ``attend`` in place of attention to the normed x."""
+        """Return the block's output for x [b s dim]. ``attend`` maps the normed x in place of the attention layer."""
         x = x + attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))

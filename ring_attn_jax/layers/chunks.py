@@ -1,4 +1,4 @@
-"""Per-token functions applied to chunks of a rank's tokens, one chunk at a time."""
+"""Per-token functions, applied to one chunk of a rank's tokens at a time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .parts import gathered_over
 def in_chunks(
     function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: ShardedAxes | None
 ) -> jax.Array:
-    """Return ``function(weights, x)`` for x [b s ...], at most ``chunk`` tokens at a time, recomputed in the backward.
+    """Compute ``function(weights, x)`` for x [b s ...] in chunks of at most ``chunk`` tokens, recomputing each in the backward.
 
-    So the intermediates of ``function`` exist for one chunk only, forward and backward. ``weights``: a tree of arrays. ``where``:
-    the sharding of global arrays; then each device cuts its own tokens, and the gradients of the weights are summed over devices
-    once, not in each chunk. If the tokens fit one chunk, nothing is recomputed.
+    Intermediate arrays of ``function`` exist for one chunk at a time, forward and backward. ``weights``: a pytree of arrays.
+    ``where``: the mesh axes of global arrays, None inside shard_map. With it, each device chunks its own tokens, and the
+    gradients of the weights are summed over devices once, not per chunk. If all tokens fit in one chunk, nothing is recomputed.
 
-    Inside a function that jax.checkpoint recomputes, ``function`` runs no more often than without chunks: once forward, and once
-    for the backward. Its output is not recomputed, since nothing reads it.
+    Inside an outer jax.checkpoint, ``function`` runs as often as without chunks: once forward and once for the backward. The
+    outer checkpoint does not recompute its output, since nothing reads it.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:
@@ -47,9 +47,9 @@ def in_chunks(
 
 
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
-    """Return ``function(weights, x)`` in which the other axes of the mesh may be Explicit; XLA shards over these inside.
+    """Return ``function(weights, x)`` with the Explicit mesh axes made Auto inside, so that XLA shards over them.
 
-    The backward is explicit, since the one that JAX derives of a loop on Auto axes carries zeros of the mesh outside.
+    The backward is written by hand (custom_vjp): the one that JAX derives for a loop on Auto axes has zeros on the outer mesh.
     """
     if not explicit_axes():
         return function(weights, x)
@@ -65,10 +65,10 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 
 
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
-    """Cut [b s ...] into [chunks b c ...] with c <= chunk, padded at the end with ``pad_value``.
+    """Split [b s ...] into [chunks b c ...] with c <= chunk, padded at the end with ``pad_value``.
 
-    Chunk i has each token with index i modulo the number of chunks: if XLA shards the tokens, each device has its part of each
-    chunk.
+    Chunk i holds the tokens whose index is i modulo the number of chunks. So, if XLA shards the tokens, each device holds a part
+    of each chunk.
     """
     batch, tokens = x.shape[:2]
     length = even_chunk(tokens, chunk)
@@ -80,6 +80,6 @@ def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
 
 
 def from_chunks(y: jax.Array, tokens: int) -> jax.Array:
-    """Invert :func:`to_chunks`."""
+    """Invert :func:`to_chunks`: [chunks b c ...] -> [b tokens ...] without padding."""
     y = jnp.moveaxis(y, 0, 2)
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :tokens]

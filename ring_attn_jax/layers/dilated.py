@@ -1,4 +1,4 @@
-"""Dilated attention as a module."""
+"""The DilatedRingAttention layer: projections, rotary embeddings and dilated attention."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class DilatedArguments(LayerArguments, ContiguousRing, SparseConfig):
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    The weights and their names are those of :class:`RingAttention`, and so are the arguments except ``segments``, ``dilations``
-    and ``mixing``, which are those of :func:`dilated_attention`: pattern i lets a token attend, within its segment of
-    ``segments[i]`` tokens, to every ``dilations[i]``-th one (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment
-    that covers the sequence, of dilation 1, it is RingAttention. It has neither sinks nor ALiBi nor dropout.
+    Weights and arguments are those of :class:`RingAttention`, except ``segments``, ``dilations`` and ``mixing``. These are as in
+    :func:`dilated_attention`: in pattern i a token attends, within its segment of ``segments[i]`` tokens, to every
+    ``dilations[i]``-th token (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the sequence and
+    dilation 1, it equals RingAttention. Sinks, ALiBi and dropout are not supported.
 
     ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays
-    instead, sharded over the mesh, and calls :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``. JAX sums
-    the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes or patterns do not fit, or a number is
-    outside its range.
+    instead, sharded over the mesh. Its attention is then :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``.
+    JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes or patterns do not fit, or a
+    number is outside its range.
     """
 
     @takes(DilatedArguments)
@@ -48,13 +48,13 @@ class DilatedRingAttention(Projections):
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, length: int | None = None, *, key_mask: jax.Array | None = None
     ) -> jax.Array:
-        """Attend over x [b s dim], this rank's contiguous shard (with a mesh: the global array); return [b s dim].
+        """Apply attention to x [b s dim], this rank's contiguous shard (with a mesh: the global array); return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the shard. ``length``: the
         global number of tokens without padding, if the shards hold padding. ``key_mask`` bool [b s]: True if a key may be
         attended.
 
-        Raise ValueError if the shape of x does not fit, or dilated_attention refuses an argument.
+        Raise ValueError if x has a wrong shape, or if dilated_attention refuses an argument.
         """
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:

@@ -40,13 +40,13 @@ def dilated_attention_fn(
 
     Such a module then takes and returns global arrays [batch..., tokens, features] in natural order, of any length, as before.
     Its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, with the arguments passed here. With one segment
-    that covers the sequence, of dilation 1, it computes flax's attention.
+    that covers the sequence and dilation 1, it computes the same as flax's attention.
 
-    The function has all arguments that flax's modules pass, like that of :func:`attention_fn`:
+    The function takes all arguments that flax's modules pass, like that of :func:`attention_fn`:
         - ``is_causal``: as ``mask=causal()``.
         - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from all queries, or all keys from a
           query, whose output is then 0. It may also include the mask of ``mask=causal()`` or ``is_causal``. Any other mask is
-          refused; under jit, where values are unknown, each query that it does not fit gets NaN.
+          refused. Under jit its values are unknown, so each query that does not fit gets NaN.
         - Dropout is refused, and so are the arguments that ``attention_fn`` refuses.
 
     Raise ValueError if an argument is refused, patterns do not fit, the mesh lacks an axis, keys and queries differ in length, or
@@ -62,7 +62,7 @@ def dilated_attention_fn(
 
 @dataclass(frozen=True)
 class DilatedAttentionFunction(FlaxFunction):
-    """The function that ``dilated_attention_fn`` returns."""
+    """Dilated attention as an ``attention_fn`` of flax."""
 
     patterns: Patterns
 
@@ -94,18 +94,18 @@ class DilatedAttentionFunction(FlaxFunction):
 
 
 class VisibleTokens(NamedTuple):
-    """The keys and queries that take part, bool [batch, tokens] each; None for all."""
+    """The visible keys of a mask and the queries that see any, bool [batch, tokens] each; None for all."""
 
     keys: jax.Array | None = None
     """True for keys that some query sees."""
     queries: jax.Array | None = None
     """True for queries that see some key."""
     fits: jax.Array | None = None
-    """True if a query sees exactly the keys that its band and the two allow; None if all queries do."""
+    """True for each query whose visible keys equal those that band, ``keys`` and ``queries`` permit; None if all fit."""
 
 
 def seen_of(visible: jax.Array, band: Band) -> VisibleTokens:
-    """Split ``visible`` bool [rows, heads, queries, keys] within ``band`` into ``VisibleTokens``; heads and queries may be 1."""
+    """Split a mask, bool [rows, heads, queries, keys], within ``band`` into ``VisibleTokens``. Heads and queries may be 1."""
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):
         return VisibleTokens(visible[:, 0, 0])

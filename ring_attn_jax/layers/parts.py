@@ -1,4 +1,4 @@
-"""The parts of layers: linear maps, norms and embedding lookups, with weights in a dtype and a sharding of their own."""
+"""Linear maps, norms and embedding lookups whose weights have a dtype and a sharding of their own."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..axes import sharded_like
 
 
 class LinearMap(nnx.Linear):
-    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whichever dtype the weight has: [..., in] -> [..., out].
+    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the dtype of the weight: [..., in] -> [..., out].
 
-    The weight starts normal with deviation ``in ** -0.5``, the bias 0. ``param_dtype``: the name of their dtype. flax stores the
-    weight transposed, as ``kernel`` [in, out].
+    The weight is initialized normally with standard deviation ``in ** -0.5``, the bias with 0. ``param_dtype``: the name of their
+    dtype. flax stores the weight transposed, as ``kernel`` [in, out].
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class LinearMap(nnx.Linear):
 
 
 class RMSNorm(nnx.Module):
-    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in float32 at least."""
+    """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4), in at least float32."""
 
     def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32") -> None:
         self.weight = nnx.Param(jnp.ones(dim, jnp.dtype(param_dtype)))
@@ -49,15 +49,15 @@ class RMSNorm(nnx.Module):
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype, as a config has it: "bfloat16" of jnp.bfloat16."""
+    """Return the name of a dtype for a config, such as "bfloat16" for jnp.bfloat16."""
     return dtype if isinstance(dtype, str) else jnp.dtype(dtype).name
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return ``x @ weight``, [..., in] and [in, out] -> [..., out]; Explicit mesh axes may shard the two differently.
+    """Return ``x @ weight`` [..., out] for x [..., in] and weight [in, out], which Explicit mesh axes may shard differently.
 
-    x does not move. The weight is sharded along ``in`` as x is; along ``out`` it stays sharded over the axes that x does not use
-    (tensor parallelism) and is gathered over the others (FSDP), and the result is sharded alike. Over Auto axes XLA decides.
+    x keeps its sharding. Along ``in`` the weight is resharded like x. Along ``out`` it stays sharded over axes that x does not
+    use (tensor parallelism) and is all-gathered over the others (FSDP); the result is sharded so too. Over Auto axes XLA decides.
     """
     of_x, of_weight = sharded_like(x), sharded_like(weight)
     if not any(of_x) and not any(of_weight):
@@ -68,7 +68,7 @@ def product(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
-    """Return [features] as [1, ..., 1, features] of x's dimensions, sharded over Explicit mesh axes like x's features."""
+    """Reshape [features] to [1, ..., 1, features] with x's number of dimensions, sharded like x's features."""
     vector = resharded(vector, PartitionSpec(sharded_like(x)[-1]), x)
     return jnp.expand_dims(vector, tuple(range(x.ndim - 1)))
 
@@ -85,18 +85,18 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def resharded(array: jax.Array, spec: PartitionSpec, *others: jax.Array) -> jax.Array:
-    """Return ``array`` sharded as ``spec`` over the Explicit axes of its mesh, or of that of one of the others."""
+    """Reshard ``array`` as ``spec`` over the Explicit axes of its mesh. If it has no mesh, use the first one of ``others``."""
     return array if sharded_like(array) == spec else jax.sharding.reshard(array, on_mesh(spec, array, *others))
 
 
 def gathered_over(axes: Set[str], array: jax.Array) -> jax.Array:
-    """Return ``array``, all-gathered along these Explicit mesh axes; over others it stays sharded."""
+    """All-gather ``array`` along the Explicit mesh axes ``axes``. Over other axes it stays sharded."""
     left = (tuple(axis for axis in _names(names) if axis not in axes) for names in sharded_like(array))
     return resharded(array, PartitionSpec(*(names or None for names in left)))
 
 
 def on_mesh(spec: PartitionSpec, *arrays: jax.Array) -> NamedSharding:
-    """Return ``spec`` on the mesh of the first array that has one."""
+    """Return the NamedSharding of ``spec`` on the mesh of the first array that has one."""
     meshes = [jax.typeof(x).sharding.mesh for x in arrays]
     return NamedSharding(next(mesh for mesh in meshes if not mesh.empty), spec)
 

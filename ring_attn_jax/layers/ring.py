@@ -1,4 +1,4 @@
-"""The arguments that constructors of layers and models share: the ring, and arguments of other types than a config's."""
+"""Constructor arguments that layers and models share: the ring, and arguments of more types than a config accepts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .parts import dtype_name
 
 @dataclass(frozen=True, kw_only=True)
 class Ring:
-    """The ring of a layer or model and how its attention runs, under the names of the arguments of ``ring_attention``.
+    """The ring of a layer or model, and how its attention runs. The fields are arguments of ``ring_attention``.
 
-    With a ``mesh`` the arguments are those of ``sharded_ring_attention``. Raise ValueError if the mesh lacks an axis.
+    With a ``mesh`` they are arguments of ``sharded_ring_attention``. Raise ValueError if the mesh lacks an axis.
     """
 
     layout: str = "zigzag"
@@ -41,12 +41,12 @@ class Ring:
 
     @property
     def sharded(self) -> ShardedAxes | None:
-        """The axes of the mesh that global arrays are sharded over; None inside shard_map."""
+        """The mesh axes over which global arrays are sharded, or None without a mesh, inside shard_map."""
         axes = self.axis_name, self.batch_axes, self.head_axis
         return None if self.mesh is None else ShardedAxes.of(self.mesh, *axes)
 
     def positions(self, tokens: int) -> jax.Array:
-        """Return the global positions of this rank's shard of ``tokens`` (with a mesh: of all), int32 [tokens], with padding."""
+        """Return int32 [tokens], the global positions of this rank's shard (of the global array with a mesh), with padding."""
         if (where := self.sharded) is not None:
             held = jnp.concatenate([positions(self.layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
         else:
@@ -64,7 +64,7 @@ class ContiguousRing(Ring):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerArguments:
-    """The arguments that users may pass by position, or in more types than a config holds: None for a default, JAX's dtypes."""
+    """Constructor arguments with more freedom than a config: they may be positional, None for a default, or a jax.numpy dtype."""
 
     dim: int = field(kw_only=False)
     heads: int = field(kw_only=False)
@@ -74,5 +74,5 @@ class LayerArguments:
     rngs: nnx.Rngs
 
     def __post_init__(self) -> None:
-        """Replace the dtype by its name. The config that is made of the arguments checks them."""
+        """Replace the dtype by its name. The config built from these arguments checks them."""
         object.__setattr__(self, "param_dtype", dtype_name(self.param_dtype))

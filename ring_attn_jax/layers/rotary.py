@@ -17,24 +17,24 @@ from ..attend.tiles import accumulation_dtype
 COARSE = 1024
 """Number of tokens between two coarse angles of RotaryEmbedding."""
 TURN = 2**32
-"""Units of an angle in a turn."""
+"""Units of an integer angle in a full turn."""
 
 
 class RotaryEmbedding(nnx.Module):
-    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34), pairs in halves as in Llama; no parameters.
+    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34) of the pairs (i, i + head_dim / 2), as in Llama.
 
         angle_i = position * base ** (-2 i / head_dim)                          0 <= i < head_dim / 2 = h
         y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
         y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
 
-    ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies, and YaRN
-    multiplies y by its attention factor.
+    ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies of the
+    angles. YaRN also multiplies y by its attention factor. The module has no parameters.
 
-    Angles are float64 for a float64 x. For others a float32 product of position and frequency would be off by 0.06 rad at a
-    million tokens. Therefore angles are integers, in units of 2**-32 turns, whose products wrap at whole turns: one of a multiple
-    of 1024, one of the rest of a position. At a million tokens they are off by at most 1.5e-6 rad.
+    For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency would be off by 0.06 rad at
+    a million tokens. So angles are integers in units of 2**-32 turns, which wrap at whole turns. Each is the sum of an angle for
+    the position's multiple of 1024 and one for the remainder. At a million tokens it is off by at most 1.5e-6 rad.
 
-    Raise ValueError if head_dim is odd, base is at most 1, or scaling is not one of these records.
+    Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not one of these records.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:
@@ -42,9 +42,10 @@ class RotaryEmbedding(nnx.Module):
         check_rotary(self.head_dim, self.rotary)
 
     def __call__(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotate x [b s h head_dim] by the global positions of its tokens, int [s] or [b s] (``positions``, ``shard_batch``).
+        """Rotate x [b s h head_dim] by the global positions of its tokens, int [s] or [b s]; return an array like x.
 
-        Raise ValueError if head_dim or the number of positions differs, or positions are not integers.
+        ``positions`` and ``shard_batch`` return such positions. Raise ValueError if head_dim or the number of positions differs,
+        or if positions are not integers.
         """
         self._check(x, positions)
         cos, sin = (t[..., None, :] for t in self._turns(positions, accumulation_dtype(x.dtype)))
@@ -52,7 +53,7 @@ class RotaryEmbedding(nnx.Module):
         return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
     def _turns(self, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Return cos and sin times the attention factor, computed in ``dtype``: [b or 1, s, head_dim / 2]."""
+        """Return cos and sin of the angles times the attention factor, computed in ``dtype``: [b or 1, s, head_dim / 2]."""
         frequencies = inverse_frequencies(self.rotary, self.head_dim, np.arange(self.head_dim // 2, dtype=np.float64))[None, None]
         positions = (positions if positions.ndim == 2 else positions[None])[..., None]
         positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 does not fit in int8

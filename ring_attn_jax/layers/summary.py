@@ -1,4 +1,4 @@
-"""Summary attention, which is approximate, as a module."""
+"""The SummaryAttention layer: projections, rotary embeddings and summary attention, an approximation."""
 
 from __future__ import annotations
 
@@ -33,11 +33,12 @@ class SummaryArguments(LayerArguments, ContiguousRing, SparseConfig):
 class SummaryAttention(Projections):
     """Approximate causal multi-head attention: ``o(summary_attention(rotary(q(x)), rotary(k(x)), v(x), pool))``.
 
-    Attention over a window of exact tokens plus pooled summaries of all blocks before it. Use it in place of
-    :class:`RingAttention` if that is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`,
-    whose layout is contiguous. The parameter ``pool`` [summaries, kv_heads, head_dim] is 0 at first for one summary per block,
-    its mean; several, which would stay equal, start normal. ``pooling="mean"`` has no such parameter. The other arguments are
-    those of RingAttention; with ``mesh`` the layer takes global arrays and calls :func:`sharded_summary_attention`.
+    Use it in place of :class:`RingAttention` when exact attention to the last tokens, plus summaries of all blocks before them,
+    is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
+    parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 with one summary per block, which is then the block's mean.
+    Several summaries are initialized normally, since equal ones would stay equal. ``pooling="mean"`` has no such parameter. The
+    other arguments are RingAttention's. With ``mesh`` the layer takes global arrays, and its attention is
+    :func:`sharded_summary_attention`.
 
     JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes do not fit or a number is
     outside its range.
@@ -54,12 +55,12 @@ class SummaryAttention(Projections):
     def __call__(
         self, x: jax.Array, positions: jax.Array | None = None, length: int | None = None, *, key_mask: jax.Array | None = None
     ) -> jax.Array:
-        """Attend over x [b s dim], this rank's shard in contiguous layout (with a mesh: the global array); return [b s dim].
+        """Apply attention to x [b s dim], this rank's contiguous shard (with a mesh: the global array); return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
         global number of tokens without padding, if the shards hold padding. ``key_mask`` [b s]: as in summary_attention.
 
-        Raise ValueError if the shape of x does not fit, or summary_attention refuses an argument.
+        Raise ValueError if x has a wrong shape, or if summary_attention refuses an argument.
         """
         pool = None if self.pool is None else self.pool[...]
         options = replace(self.summary, length=length)

@@ -29,7 +29,7 @@ from .ring import LayerArguments, Ring
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRing(Ring):
-    """The ring of a RingTransformer, with the two arguments of the model that its config does not hold."""
+    """The ring of a RingTransformer, and the two constructor arguments that its config does not hold."""
 
     auto_shard: bool = False
     activations: str = "keep"
@@ -62,27 +62,27 @@ class RingTransformer(nnx.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
-    ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: data of the config for
-    ``save_llama``. ``compute_dtype``: dtype of the activations, to which weights are cast as they are used (None: the weights'
-    own); with float32 weights and jnp.bfloat16, gradients and their sums over ranks stay float32. ``mlp_chunk``: number of a
-    rank's tokens that the MLP takes at a time, which bounds the memory of its ``hidden`` features; None: all. The backward then
-    recomputes them, once; if ``activations`` is not "keep", it does so anyway, and no more often. The other arguments are those
+    ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: the config's data for
+    ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are cast to it at use, so with
+    float32 weights and jnp.bfloat16 gradients and their sums over ranks stay float32. ``mlp_chunk``: the maximum number of a
+    rank's tokens that the MLP computes at a time, None for all. It limits the memory of the ``hidden`` features, and the backward
+    recomputes these once. If ``activations`` is not "keep", it does so anyway, and no more often. The other arguments are those
     of :class:`RingAttention`.
 
-    ``windows``: one value per layer, the number of tokens before itself and, if ``mask`` allows it, after itself that a token of
-    that layer sees: the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all that ``mask`` allows.
-    ``rotaries``: one value per layer in place of ``rotary``, a Rotary, a base, or None for a layer without positions. ``eps``: of
-    all norms, 1e-5 in Llama. ``config`` holds all of this as one record, from which :meth:`from_config` makes the same model.
+    ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
+    ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
+    positions. ``eps``: of all norms, 1e-5 in Llama. The field ``config`` holds all of these as one record; :meth:`from_config`
+    makes the same model from it.
 
     ``auto_shard``, with ``mesh``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global
     logits.
 
-    ``activations``: the arrays that a block saves for its backward. "keep": all that XLA chooses to. "recompute": its input and
-    attention's (out, lse), from which the backward recomputes the rest without the ring. "offload": these in host memory, of the
-    kind pinned_host; call the gradient inside jax.jit then.
+    ``activations``: the arrays that a block saves for its backward. "keep": those that XLA chooses. "recompute": its input and
+    attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same, in host memory of
+    the kind pinned_host; the gradient must then run inside jax.jit.
 
-    JAX sums the gradients of replicated weights over the ranks by itself. With ``mesh`` whose axes are Explicit, as jax.make_mesh
-    makes them, call ``jax.set_mesh(mesh)`` before the weights are made. Raise ValueError if sizes do not fit or a number is
+    JAX sums the gradients of replicated weights over the ranks by itself. If the axes of ``mesh`` are Explicit, as those of
+    jax.make_mesh are, call ``jax.set_mesh(mesh)`` before the constructor. Raise ValueError if sizes do not fit or a number is
     outside its range.
     """
 
@@ -107,7 +107,7 @@ class RingTransformer(nnx.Module):
     @classmethod
     @takes(FromConfig)
     def from_config(cls, arguments: FromConfig) -> RingTransformer:
-        """Return the model of ``config`` on this ring; the other arguments are those of the constructor."""
+        """Construct the model of ``config`` on this ring. The keywords are the constructor's arguments that a config lacks."""
         return cls(**arguments.config.arguments, **vars(part(ModelRing, arguments)), rngs=arguments.rngs)
 
     def __call__(
@@ -126,18 +126,18 @@ class RingTransformer(nnx.Module):
     ) -> jax.Array:
         """Return the logits [b s vocab] of token ids int [b s], this rank's shard in layout order (with a mesh: global).
 
-        Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: return the input of the head
-        instead, [b s dim]: :func:`loss` with ``head=model.head_weight`` needs no more, nor does the last token
-        (:func:`gather_token`). ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``: as in
-        :class:`RingAttention`; ``shard_batch`` makes them. Raise ValueError if the shape of ids does not fit, or ring_attention
-        refuses an argument.
+        Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: return the input of the head [b s
+        dim] instead, for :func:`loss` with ``head=model.head_weight`` or :func:`gather_token` of the last token. ``positions``,
+        ``length``, ``extents``, ``key_extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise
+        ValueError if ids have a wrong shape, or if ring_attention refuses an argument.
 
-        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: layer i, from 0, draws as if its heads
-        were numbers i * heads and on, independently of the others. ``dropout_offset``: as in ring_attention; (global index of the
-        first batch row, 0) if ranks hold different rows, which ``mesh`` fills in by itself.
+        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: layer i, counted from 0, draws as
+        heads i * heads and up, independently of the other layers. ``dropout_offset``: as in ring_attention; (global index of the
+        first batch row, 0) if ranks hold different rows. With ``mesh`` it is set automatically.
 
-        With ``auto_shard``: global ids int [batch, tokens] in natural order, and ``mask`` bool likewise, False for padding ->
-        global logits [batch, tokens, vocab]; without positions, length and masks.
+        With ``auto_shard``: ``ids`` are global, int [batch, tokens] in natural order. ``mask``, bool of the same shape, is False
+        where a token is padding. The result is global logits [batch, tokens, vocab]. Positions, length and masks of shards are
+        not accepted.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
@@ -172,7 +172,7 @@ class RingTransformer(nnx.Module):
 
     @property
     def head_weight(self) -> jax.Array:
-        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's if it is tied."""
+        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's if the head is tied."""
         return self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
 
     def generate(
@@ -194,20 +194,22 @@ class RingTransformer(nnx.Module):
 
         ``max_new_tokens``: an int, or one for each prompt; a finished request takes part in no more steps.
 
-        ``prompts``: lists or arrays of token ids, of any lengths, the same in each process; the ring shares them. Prompts are
-        prefilled in shards of the model's layout, then each step computes the next token of all requests, until all are finished.
+        ``prompts``: lists or arrays of token ids, of any lengths, the same in each process, which the ring then shards. Prompts
+        are prefilled in shards of the model's layout; each step then computes the next token of all requests, until all have
+        finished.
 
-        ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` of the ``top_k``
-        most probable tokens, and of these from the fewest whose probabilities sum to ``top_p``. The draw is a function of the
-        logits, ``seed``, the prompt's number and the position: it is the same on any ring, in either framework, and with any
+        ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` over the
+        ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. A draw depends only on the
+        logits, ``seed``, the prompt's index and the position: it is the same on any ring, in either framework, and beside any
         other prompts. ``stop``: ids that end a request.
 
-        ``on_token(request, token)`` is called as tokens come. ``chunk``: the largest number of tokens of a prompt in one prefill,
-        which bounds the memory of activations; None: all. ``progress(done, total)``: called after each chunk with tokens of the
-        prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
+        ``on_token(request, token)`` is called for each new token. ``chunk``: the maximum number of tokens of a prompt in one
+        prefill, None for all. It limits the memory of activations. ``progress(done, total)``: called after each chunk with tokens
+        of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
-        A model with ``mesh`` generates over it, one without is a ring of one on its device; not inside jit or shard_map. The step
-        is compiled once per number of requests and size of the cache; lengths of prompts are rounded up a little for that.
+        A model with ``mesh`` generates on all its devices, a model without one on its own device. Do not call it inside jit or
+        shard_map. The decode step is compiled once per number of requests and cache size. Prompt lengths are rounded up so that
+        few sizes occur.
 
         Raise ValueError, before anything is computed, if an argument does not fit: empty prompts, text, ids outside the
         vocabulary, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a

@@ -14,20 +14,20 @@ from ..data.layout import from_layout
 
 
 class Parts(NamedTuple):
-    """The extents and key mask of a dense mask; a query sees the keys that both allow. Global arrays in layout order."""
+    """A dense mask as extents and a key mask: a query sees the keys that both permit. Global arrays in layout order."""
 
     extents: jax.Array | None
     """``extents=`` of ring_attention, int32 [batch, queries, 2]; None if all queries see the same keys."""
     key_mask: jax.Array
     """``key_mask=`` of ring_attention, bool [batch, keys]."""
     fits: jax.Array | None = None
-    """True for each query whose visible keys the two express exactly, bool [batch, queries]; None if they do for all."""
+    """True for each query whose visible keys extents and key mask express exactly, bool [batch, queries]; None if all fit."""
 
 
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
-    """Return a mask of flax as bool [rows, heads, queries, keys]; heads and queries may be 1, which stands for all.
+    """Convert a flax mask to bool [rows, heads, queries, keys]. A size of 1 for heads or queries stands for all.
 
-    ``scores``: the shape (batch..., heads, queries, keys) that it must broadcast to. Raise ValueError if it does not.
+    ``scores``: the shape (batch..., heads, queries, keys) that the mask must broadcast to. Raise ValueError if it does not.
     """
     shape = (*[1] * (len(scores) - mask.ndim), *mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
@@ -37,10 +37,9 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 
 
 def parts_of(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> Parts:
-    """Return the parts of ``visible`` bool [rows, heads, queries, keys], with queries and keys in layout order.
+    """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to Parts.
 
-    If ``visible`` is one interval of keys per query, plus keys hidden from all queries, then the tightest interval around the
-    keys that a query sees, and the keys that no query sees, express it as well: these are tried.
+    It suffices to try the tightest interval around each query's visible keys, with a key mask of the keys that no query sees.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

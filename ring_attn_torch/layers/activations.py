@@ -1,4 +1,4 @@
-"""The function that runs a transformer's blocks for each value of ``activations``: keep, recompute or offload."""
+"""The choice of the activations that a transformer's blocks save for the backward: keep, recompute or offload."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from torch import Tensor
 from ring_attn_core.model.activations import check_activations
 
 Caller = Callable[..., Tensor]
-"""A function that calls a block's function on its input and the shared arguments, and limits what is stored for the backward."""
+"""A function ``call(function, x, *shared)`` that returns ``function(x, *shared)`` and limits the tensors saved for the backward.
+"""
 
 
 def caller(activations: str) -> Caller | None:
     """Return the function that runs the blocks of one forward pass, or None if they are called directly.
 
-    ``activations``: "keep", "recompute" or "offload". None is returned for "keep" and when gradients are disabled. Raise
-    ValueError if ``activations`` has another value.
+    ``activations``: "keep", "recompute" or "offload". Return None for "keep" and while gradients are disabled. Raise ValueError
+    if ``activations`` has another value.
     """
     check_activations(activations)
     if activations == "keep" or not torch.is_grad_enabled():

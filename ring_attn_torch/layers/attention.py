@@ -1,4 +1,4 @@
-"""Ring attention as a module."""
+"""The RingAttention layer: projections, rotary embeddings and ring attention."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ class RingAttention(Projections):
 
     ``dim``: features of x. ``heads``: query heads, of ``head_dim`` features (None: dim / heads). ``kv_heads`` (None: heads) must
     divide heads. ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``group``: the
-    ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. Computes in x's
-    dtype, whatever the dtype of the weights.
+    ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. Computation is
+    in x's dtype, whatever the dtype of the weights.
 
-    ``rotary``: the position embedding as a record of :mod:`ring_attn_core.model.rotary`, with its scaling if it has one;
-    ``rotary_base`` is short for ``Rotary(base)``, and None means no positions. ``qk_norm``: apply an :class:`RMSNorm` over
-    head_dim with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in Qwen2.
+    ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
+    ``rotary_base`` is short for ``Rotary(base)``; None means no positions. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
+    with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in Qwen2.
     ``o_bias``: o has a bias, as in Llama with attention_bias. ``param_dtype``: the dtype of the weights, by name or as a
     torch.dtype.
 
-    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: every head learns one logit in the softmax's
-    denominator, the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
+    ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
+    denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
     ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
     :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``. ``dropout_rate``: fraction of the attention
     probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
@@ -77,17 +77,16 @@ class RingAttention(Projections):
         """Apply attention to x [b s dim], this rank's shard in layout order; return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        true global number of tokens, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask`` [b s]: as
-        in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every step;
-        dropout applies exactly if it is passed, whatever the value of ``self.training``. ``dropout_offset``: as in
-        ring_attention.
+        global number of tokens without padding, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask`` [b
+        s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every
+        step; dropout applies if and only if it is passed; ``self.training`` is ignored. ``dropout_offset``: as in ring_attention.
 
-        ``context`` [b t dim], sharded like x: cross-attention to this second sequence, which gives the keys and values.
-        ``context_length``: its true number of tokens (None: all tokens of its shards). ``context_positions``: its positions.
-        ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: if the queries see the whole context, make the
-        layer with ``mask=full()``, and usually with ``rotary_base=None``.
+        ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
+        ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
+        its positions. ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: if the queries see the whole
+        context, make the layer with ``mask=full()``, and usually with ``rotary_base=None``.
 
-        Raise ValueError if x or context has another shape, or if ring_attention refuses the call.
+        Raise ValueError if x or context has a wrong shape, or if ring_attention refuses an argument.
         """
         for name, given in (("context_positions", context_positions), ("context_length", context_length)):
             if given is not None and context is None:
@@ -112,9 +111,10 @@ class RingAttention(Projections):
         return None if self.sinks is None else local(self.sinks)
 
     def slopes(self, q: Tensor) -> Tensor | None:
-        """Return the ALiBi slopes [heads] of q's heads on q's device, in float64 if q is float64, else in float32; or None.
+        """Return the ALiBi slopes [heads] of q's heads on q's device, or None without ALiBi.
 
-        They are made anew at each call, because ``.bfloat16()`` would round a buffer.
+        Their dtype is float64 if q is float64, else float32. They are recomputed at each call, since ``.bfloat16()`` would round
+        a buffer.
         """
         if not self.config.alibi:
             return None

@@ -1,8 +1,7 @@
-"""Sharding of global batches over a ring, and gathering of the ring's logits into global ones.
+"""Sharding of global batches over a ring, and gathering of global logits.
 
-Every rank passes batch rows of its own, any number of them. The ring computes all rows together, each rank its part of the
-tokens, and every rank receives the global logits of the rows that it passed. If all ranks pass the same rows, these are computed
-once.
+Each rank passes its own batch rows, any number of them. It then computes its shard of the tokens of all ranks' rows, and receives
+the global logits of the rows that it passed. If all ranks pass the same rows, they are computed once.
 
     input               rank 0: a b    rank 1: c            rows a to c, tokens 0 to 7
     inside the ring     rank 0: tokens 0 1 6 7 of a b c     rank 1: tokens 2 3 4 5 of a b c
@@ -26,7 +25,7 @@ from .ring import Ring
 
 
 class Rows(NamedTuple):
-    """The batch rows that a ring computes, and their number of tokens."""
+    """The ring, the number of batch rows passed by each of its ranks, and their length."""
 
     layout: str
     ring: Group
@@ -40,7 +39,7 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor | None, where: Ring) -> Rows:
-        """Return the Rows of global sequences ``ids``, after the ranks of the ring have exchanged their shapes.
+        """All-gather the shapes and digests of the ranks' inputs, and return the Rows of global sequences ``ids``.
 
         Raise ValueError on all ranks if the inputs of any rank are invalid, or if the ranks pass sequences of different lengths.
         """
@@ -59,7 +58,11 @@ class Rows(NamedTuple):
         return cls(layout, ring, lengths[0], brought, len(set(contents)) == 1, any(masks))
 
     def shard(self, x: Tensor) -> Tensor:
-        """Return this rank's tokens of all ranks' rows, [rows, tokens], from integers [rows of this rank, length]."""
+        """Return this rank's token shard of all ranks' rows: int [rows, tokens].
+
+        ``x``: this rank's own rows, integers [rows of this rank, length]. An all-to-all exchanges the shards, unless all ranks
+        passed the same rows.
+        """
         ranks, rank = ranks_of(self.ring), rank_in(self.ring)
         parts = to_layout(x.long(), self.layout, ranks).chunk(ranks, 1)
         if self.same:
@@ -67,9 +70,9 @@ class Rows(NamedTuple):
         return _exchange(torch.cat(parts), [len(x)] * ranks, list(self.brought), self.ring)
 
     def shard_mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-        """Return this rank's tokens of all ranks' masks, or None if no rank passes a mask.
+        """Return this rank's token shard of all ranks' masks, or None if no rank passes a mask.
 
-        The mask of a rank that passes none is all True.
+        A rank without a mask has an all-True mask.
         """
         if not self.masked:
             return None
@@ -93,7 +96,7 @@ class Rows(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """``_exchange`` with a backward that sends each row's gradient to the rank that the row came from."""
+    """``_exchange`` for autograd. Its backward sends each row's gradient back to the rank that sent the row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], ring: dist.ProcessGroup) -> Tensor:
@@ -124,7 +127,7 @@ def check_whole(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **given: Tensor | int | None) -> None:
-    """Raise ValueError if arguments of shards are passed with auto_shard, or a mask of global sequences without it."""
+    """Raise ValueError if auto_shard is set beside arguments of shards (``given``), or ``mask`` comes without auto_shard."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in given.items():
@@ -133,6 +136,6 @@ def check_alone(auto_shard: bool, mask: Any, **given: Tensor | int | None) -> No
 
 
 def _content(ids: Tensor, mask: Tensor | None) -> str:
-    """Return a digest of the ids and the mask, by which ranks detect that they pass the same ones."""
+    """Return a digest of the ids and mask. Ranks compare digests to detect that all passed the same rows."""
     arrays = [ids.long(), *([] if mask is None else [mask])]
     return blake2b(b"".join(x.cpu().numpy().tobytes() for x in arrays), digest_size=16).hexdigest()

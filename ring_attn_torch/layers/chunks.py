@@ -1,4 +1,4 @@
-"""Functions of single tokens, computed for a chunk of a rank's tokens at a time."""
+"""Per-token functions, applied to one chunk of a rank's tokens at a time."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
 
 
 class SavedTensor:
-    """A tensor saved for the backward as autograd saves one: through the saved-tensor hooks that are set when it is made."""
+    """A tensor that autograd saves for the backward, through the saved-tensor hooks that are set at its creation."""
 
     def __init__(self, x: Tensor) -> None:
         self._first: Tensor | None = x
         self._node = _SaveTensor.apply(torch.empty(0, requires_grad=True), x)
 
     def __call__(self) -> Tensor:
-        """Return the tensor itself on the first call, and what the hooks unpack on later calls."""
+        """Return the tensor itself on the first call, and the tensor that the hooks unpack on later calls."""
         x, self._first = self._first, None
         return self._node.grad_fn.saved_tensors[0] if x is None else x
 
 
 class _SaveTensor(torch.autograd.Function):
-    """An autograd node that saves a tensor and takes no part in any gradient."""
+    """An autograd node that only saves a tensor. It contributes to no gradient."""
 
     @staticmethod
     def forward(ctx: Any, node: Tensor, x: Tensor) -> Tensor:

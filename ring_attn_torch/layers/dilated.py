@@ -1,4 +1,4 @@
-"""Dilated attention as a module."""
+"""The DilatedRingAttention layer: projections, rotary embeddings and dilated attention."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .ring import ContiguousRing, LayerArguments
 
 @dataclass(frozen=True, kw_only=True)
 class PatternArguments(ContiguousRing):
-    """The patterns of dilated attention, and its ring."""
+    """The ring and the patterns of a dilated attention layer, as constructor arguments."""
 
     segments: Sequence[int]
     dilations: Sequence[int]
@@ -37,10 +37,10 @@ class DilatedArguments(LayerArguments, PatternArguments, SparseConfig):
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    The weights, their names and the arguments are those of :class:`RingAttention`, except ``segments``, ``dilations`` and
-    ``mixing``, which are those of :func:`dilated_attention`: in pattern i a token attends, within its segment of ``segments[i]``
-    tokens, to every ``dilations[i]``-th token (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers
-    the sequence and dilation 1, it equals RingAttention. Sinks, ALiBi and dropout are not supported.
+    Weights and arguments are those of :class:`RingAttention`, except ``segments``, ``dilations`` and ``mixing``. These are as in
+    :func:`dilated_attention`: in pattern i a token attends, within its segment of ``segments[i]`` tokens, to every
+    ``dilations[i]``-th token (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the sequence and
+    dilation 1, it equals RingAttention. Sinks, ALiBi and dropout are not supported.
 
     A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
     or patterns do not fit, or if a number is outside its range.
@@ -56,10 +56,11 @@ class DilatedRingAttention(Projections):
     ) -> Tensor:
         """Apply attention to x [b s dim], this rank's contiguous shard; return [b s dim].
 
-        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the shard. ``length``: the true
-        global number of tokens, if the shards hold padding. ``key_mask`` bool [b s]: True where a key may be attended.
+        ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the shard. ``length``: the
+        global number of tokens without padding, if the shards hold padding. ``key_mask`` bool [b s]: True where a key may be
+        attended.
 
-        Raise ValueError if x has another shape, or if dilated_attention refuses the call.
+        Raise ValueError if x has a wrong shape, or if dilated_attention refuses an argument.
         """
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

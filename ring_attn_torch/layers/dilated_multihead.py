@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention with dilated attention inside, over a ring."""
+"""A replacement for torch.nn.MultiheadAttention with dilated attention over a ring."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ class DilatedMultiheadArguments(PatternArguments, MultiheadArguments):
 
 
 class DilatedAttention(MultiheadBase):
-    """``torch.nn.MultiheadAttention`` with :func:`dilated_attention` inside: the same constructor, forward and state dict, on
-    shards.
+    """A replacement for ``torch.nn.MultiheadAttention`` with :func:`dilated_attention` on contiguous shards.
 
-    ``segments``, ``dilations``, ``mixing``, ``group``, ``strategy``, ``backend``, ``deterministic``: as in
-    :func:`dilated_attention`. All other arguments are torch's. Shards are contiguous. With one segment that covers the sequence
+    Constructor, forward and state dict are torch's. The additional arguments ``segments``, ``dilations``, ``mixing``, ``group``,
+    ``strategy``, ``backend`` and ``deterministic`` are as in :func:`dilated_attention`. With one segment that covers the sequence
     and dilation 1, it computes the same as torch's module. A rank's gradients of the weights are partial: sum them over the ranks
     with :func:`sum_gradients`.
 
@@ -39,9 +38,9 @@ class DilatedAttention(MultiheadBase):
         - The keys of ``add_bias_kv`` and ``add_zero_attn`` count once for every query, beside the keys of all patterns.
 
     Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout`` above 0; key and value of other lengths
-    than query; an ``attn_mask`` that is not a band (causal, a sliding window) apart from keys that no query sees, differs between
-    heads, holds numbers other than 0 and -inf, or is traced by torch.compile; nested tensors, DTensors, inputs of several dtypes;
-    patterns that do not fit; and whatever dilated_attention refuses.
+    than query; an ``attn_mask`` that differs between heads, holds numbers other than 0 and -inf, is traced by torch.compile, or
+    is not a causal mask or sliding window with optional keys hidden from all queries; nested tensors, DTensors, inputs of several
+    dtypes; patterns that do not fit; anything that dilated_attention refuses.
     """
 
     @takes(DilatedMultiheadArguments)
@@ -64,15 +63,15 @@ class DilatedAttention(MultiheadBase):
         *,
         length: int | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend over this rank's contiguous shards; return (out like query, None).
+        """Apply attention to this rank's contiguous shards; return (out, None) with out shaped like query.
 
         Shapes: query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens, embed_dim]; key and
         value likewise, with as many tokens and with kdim and vdim features.
 
         ``key_padding_mask`` [batch, tokens] or [tokens]: this rank's shard, True or -inf where a key is padding. ``attn_mask``
         [all tokens, all tokens] or [batch * heads, all tokens, all tokens]: the global mask, the same on every rank; its values
-        are read on the host, so for long sequences pass ``is_causal=True`` alone. ``length``: the true global number of tokens,
-        if the shards hold padding; None: that of attn_mask, or all tokens of the shards.
+        are read on the host, so for long sequences pass ``is_causal=True`` alone. ``length``: the global number of tokens without
+        padding; None: that of attn_mask, or all tokens of the shards.
 
         Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
         fit.
@@ -88,7 +87,7 @@ class DilatedAttention(MultiheadBase):
         return self._returned(out, query), None
 
     def _with_added_keys(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge the keys of add_zero_attn and add_bias_kv into out, and return it in q's dtype."""
+        """Merge the keys of add_zero_attn and add_bias_kv into (out, lse), and return out in q's dtype."""
         if self.add_zero_attn:  # a key of score 0 and value 0
             out, lse = merge((out, lse), (torch.zeros_like(out), torch.zeros_like(lse)))
         return self._with_bias_kv(q, out, lse).to(q.dtype)

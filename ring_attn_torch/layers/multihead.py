@@ -1,4 +1,4 @@
-"""torch.nn.MultiheadAttention over a ring."""
+"""A replacement for torch.nn.MultiheadAttention over a ring."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class MultiheadAttention(MultiheadBase):
         - Dropout drops other probabilities than torch's does, and the same ones on any number of ranks.
 
     Raise ValueError, which names the argument, on: ``need_weights=True``; an additive mask with numbers other than 0 and -inf; an
-    ``attn_mask`` that differs between heads, or is neither a band nor one interval of keys for each query (apart from keys that
-    no query sees), or is traced by torch.compile; ``is_causal=True`` beside an ``attn_mask`` that is not causal; ``add_bias_kv``
-    with dropout while training; ``dropout=1``; nested tensors, DTensors, inputs of several dtypes; and whatever ring_attention
-    refuses.
+    ``attn_mask`` that differs between heads, is traced by torch.compile, or is neither a band nor one interval of keys per query
+    (keys hidden from all queries are allowed besides); ``is_causal=True`` beside an ``attn_mask`` that is not causal;
+    ``add_bias_kv`` with dropout while training; ``dropout=1``; nested tensors, DTensors, inputs of several dtypes; anything that
+    ring_attention refuses.
     """
 
     @takes(RingMultiheadArguments)
@@ -63,7 +63,7 @@ class MultiheadAttention(MultiheadBase):
         kv_length: int | None = None,
         dropout_seed: int | Tensor | None = None,
     ) -> tuple[Tensor, None]:
-        """Attend over this rank's shards, in layout order; return (out like query, None).
+        """Apply attention to this rank's shards in layout order; return (out, None) with out shaped like query.
 
         Shapes: query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens, embed_dim]; key and
         value likewise, with kdim and vdim features.
@@ -97,6 +97,6 @@ class MultiheadAttention(MultiheadBase):
         super()._check(query, key, value, need_weights)
 
     def _seed(self) -> int:
-        """Draw a dropout seed from torch's generator, and return the first rank's on all ranks."""
+        """Draw a dropout seed from torch's generator. All ranks return the first rank's seed."""
         seed, ring = int(torch.randint(2**31, ())), ring_of(self.ring.group)
         return seed if ring is None or ranks_of(ring) == 1 else tell("dropout of MultiheadAttention", seed, ring)[0]

@@ -1,4 +1,4 @@
-"""The base of the replacements for torch.nn.MultiheadAttention: its weights and their names, its inputs and its masks."""
+"""The base class of the replacements for torch.nn.MultiheadAttention: weights, input checks and mask conversion."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class CallOptions(NamedTuple):
-    """The arguments of a call besides query, key and value; the lengths are those of ring_attention."""
+    """The arguments of ``forward`` besides query, key and value. The lengths are those of ring_attention."""
 
     key_padding_mask: Tensor | None
     need_weights: bool | None
@@ -55,9 +55,10 @@ class MultiheadArguments:
 
 
 class MultiheadBase(nn.MultiheadAttention):
-    """``torch.nn.MultiheadAttention`` on a ring, with the same constructor; a subclass defines attention in ``forward``.
+    """The base class of replacements for ``torch.nn.MultiheadAttention`` over a ring. A subclass defines ``forward``.
 
-    ``arguments``: those of torch's constructor and of the ring. ``options``: those of attention, except the arguments of a call.
+    ``arguments``: those of torch's constructor and of the ring. The field ``options`` holds attention's options, without those of
+    a call.
     """
 
     def __init__(self, arguments: MultiheadArguments) -> None:
@@ -68,14 +69,14 @@ class MultiheadBase(nn.MultiheadAttention):
     def _reset_parameters(self) -> None:
         """Reset the parameters as torch does, then clear ``_qkv_same_embed_dim``.
 
-        Otherwise TransformerEncoderLayer would take its fast path: use this layer's weights and attend within a shard.
+        If it stayed set, TransformerEncoderLayer would take its fast path, which attends only within a shard.
         """
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
     def _taken(self, inputs: Tensors, asked: CallOptions) -> tuple[Tensors, Parts, Options]:
-        """Return the inputs as [batch, tokens, features], the mask as this rank's shards, and the options with the lengths.
+        """Check the inputs of a call. Return them batch-first, with their mask as this rank's shards and the call's options.
 
         Raise ValueError, the same on every rank and before anything is sent, if an input does not fit.
         """
@@ -115,12 +116,12 @@ class MultiheadBase(nn.MultiheadAttention):
     def _batch_first(self, x: Tensor) -> Tensor:
         """Return an input as [batch, tokens, features].
 
-        With a batch, this is its own inverse: it also returns such an output in the order of the inputs.
+        On a batched tensor this is its own inverse, so it also converts an output back.
         """
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _seen(self, q: Tensor, k: Tensor, asked: CallOptions, options: Options) -> tuple[Parts, Options]:
-        """Return the mask of attn_mask and is_causal, its arrays as this rank's shards, and the options with its lengths."""
+        """Convert attn_mask and is_causal to this rank's Parts. Return these and the options with the mask's lengths."""
         attn_mask = asked.attn_mask
         if attn_mask is None:
             return Parts(causal() if asked.is_causal else full()), options
@@ -140,7 +141,7 @@ class MultiheadBase(nn.MultiheadAttention):
         return Parts(parts.band, **arrays), replace(options, length=lengths[0], kv_length=lengths[1])
 
     def _projected(self, *inputs: Tensor) -> Iterator[Tensor]:
-        """Yield q, k and v [batch, tokens, heads, head_dim]."""
+        """Project query, key and value. Yield q, k and v [batch, tokens, heads, head_dim]."""
         separate = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
         weights = separate if self.in_proj_weight is None else self.in_proj_weight.chunk(3)
         biases = (None, None, None) if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
@@ -148,7 +149,7 @@ class MultiheadBase(nn.MultiheadAttention):
             yield F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge the key of add_bias_kv, which every query sees, into out; return out unchanged without add_bias_kv."""
+        """Merge the key of add_bias_kv, visible to every query, into (out, lse); return out. Without it return out unchanged."""
         if self.bias_k is None or self.bias_v is None:
             return out
         bias_k, bias_v = (x.unflatten(-1, (self.num_heads, -1)).to(lse.dtype) for x in (self.bias_k, self.bias_v))
@@ -156,13 +157,13 @@ class MultiheadBase(nn.MultiheadAttention):
         return merge((out, lse), (bias_v, score))[0].to(out.dtype)
 
     def _returned(self, out: Tensor, query: Tensor) -> Tensor:
-        """Project out [batch, tokens, heads, head_dim] and return it with the dimensions of query."""
+        """Apply the output projection to out [batch, tokens, heads, head_dim]. Return it with the dimensions of query."""
         projected = self.out_proj(out.flatten(2))
         return projected[0] if query.ndim == 2 else self._batch_first(projected)
 
 
 def _present(key_padding_mask: Tensor, key: Tensor, k: Tensor) -> Tensor:
-    """Return bool [batch, tokens of key], True where a key is not padding."""
+    """Convert key_padding_mask to bool [batch, tokens of key], True where a key is not padding."""
     expected = key.shape[:1] if key.ndim == 2 else k.shape[:2]
     if key_padding_mask.shape != expected:
         raise ValueError(

@@ -1,7 +1,7 @@
 """Offloading of tensors to host memory between forward and backward.
 
 A block's tensors are copied to the host while the next block runs, and copied back one block before their backward. On CUDA the
-memory is pinned and the copies run on a stream of their own. Elsewhere they are plain copies.
+host memory is pinned and the copies run on a side stream. Elsewhere they are plain copies.
 
     forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
     copies                   0 -> host    1 -> host                      1 -> device  0 -> device
@@ -25,10 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from .recompute import Fetch, Function, contexts
 
 PIECE = 2**26
-"""Bytes of the largest pinned allocation: torch rounds each up to a power of two, which could double a whole tensor."""
+"""Maximum bytes of a pinned allocation. torch rounds each up to a power of two, so one for a whole tensor could take double."""
 
 ON_THEIR_WAY = 3
-"""Number of tensors that may stay on the device while they are copied: a block's input, out and lse."""
+"""Maximum number of tensors that stay on the device while they are copied: a block's input, out and lse."""
 
 
 @torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
@@ -55,13 +55,13 @@ class OffloadedTensors:
         self._leaving: deque[Page] = deque()
 
     def begin(self) -> None:
-        """Begin another block, to which the tensors of later ``put`` calls belong."""
+        """Start a new block. The tensors of later ``put`` calls belong to it."""
         self._block = OffloadedBlock(self._block)
 
     def put(self, x: Tensor) -> Page:
-        """Start to copy ``x`` to the host and return its page; call the page, any number of times, to get the tensor back.
+        """Start the copy of ``x`` to the host and return its page. Calling the page, any number of times, returns the tensor.
 
-        The values of ``x`` must not change any more.
+        ``x`` must not be modified afterwards.
         """
         assert self._block is not None
         page = Page(x.detach().contiguous(), self._block)
@@ -72,9 +72,9 @@ class OffloadedTensors:
 
 
 class OffloadedBlock:
-    """The pages of a block, and the block before it, which follows in the backward.
+    """The pages of a block, and a link to the preceding block, whose pages the backward needs next.
 
-    Pages are referenced weakly: the autograd graph that needs them keeps them alive.
+    Pages are held by weak references; the autograd graph that needs them keeps them alive.
     """
 
     def __init__(self, before: OffloadedBlock | None) -> None:
@@ -88,7 +88,7 @@ class OffloadedBlock:
 
 
 class Page:
-    """A tensor in host memory, and on the device too during a copy in either direction."""
+    """A tensor in host memory; during a copy it is on the device too."""
 
     def __init__(self, x: Tensor, block: OffloadedBlock) -> None:
         self._block, self._shape = block, x.shape
@@ -116,7 +116,7 @@ class Page:
             self._device, self._here = self._here.device, None
 
     def __call__(self) -> Tensor:
-        """Return the tensor on its device, and start to copy back the pages of the block before this one."""
+        """Return the tensor on its device, and start to copy back the pages of the preceding block."""
         self.fetch()
         x = self._here
         assert x is not None

@@ -1,4 +1,4 @@
-"""Linear maps and norms of the layers, with weights stored in a dtype of their own."""
+"""Linear maps and norms whose weights have a dtype of their own."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ from .ring import Ring
 from .rotary import RotaryEmbedding
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""An attention function of q, k and v that returns out [b s heads head_dim]."""
+"""A function ``attend(q, k, v)`` that returns out [b s heads head_dim]."""
 
 
 class Projections(nn.Module):
     """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary``, as ``config`` specifies.
 
-    ``arguments``: those of the layer's constructor. ``config``, ``ring`` and ``options``, the options of attention, are parts of
+    ``arguments``: those of the layer's constructor. The fields ``config``, ``ring`` and ``options`` (of attention) are parts of
     them.
     """
 
@@ -50,9 +50,9 @@ class Projections(nn.Module):
     ) -> Tensor:
         """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim].
 
-        Keys and values [b t kv_heads head_dim] are of context [b t dim], or of x without one. q and k are normalized and rotated
-        by their positions (None: those of the layout). Raise ValueError on all ranks if x or context has another shape than the
-        layer takes.
+        Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if it is None. First q and k
+        are normalized, and rotated by their positions (None: those of the layout). Raise ValueError on all ranks if x or context
+        has a wrong shape.
         """
         for name, given in (("x", x), ("context", context)):
             if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):

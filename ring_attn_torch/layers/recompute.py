@@ -1,7 +1,7 @@
 """Activation checkpointing that saves only a block's inputs and attention's (out, lse), so the recomputation skips the ring.
 
-The block runs under torch.utils.checkpoint. In the first run the contexts of this module store each (out, lse); in the
-recomputation attention takes it from them. Under torch.compile, selective checkpointing saves (out, lse).
+The block runs under torch.utils.checkpoint. In the first run the contexts of this module store each (out, lse). In the
+recomputation they return it to attention. Under torch.compile, selective checkpointing saves (out, lse).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..attend.state import State
 from ..call.autograd import StoredResults
 
 Function = Callable[..., Tensor]
-"""A function of a block's input and the arguments that all blocks share, tensors and None among them; all are positional."""
+"""A function of a block's input and the arguments that all blocks share, such as tensors and None. All are positional."""
 
 Fetch = Callable[[], Tensor]
 """A function that returns a stored tensor."""
@@ -55,7 +55,7 @@ class RecordPass(StoredResults):
 
 
 class ReplayPass(StoredResults):
-    """The context of the recomputation, which fetches each (out, lse), beginning with the first whenever it is entered."""
+    """The context of the recomputation. It fetches each (out, lse) in order, and starts at the first when it is entered again."""
 
     def __init__(self, kept: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()

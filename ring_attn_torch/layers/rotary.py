@@ -15,24 +15,24 @@ from ..attend.tiles import accumulation_dtype
 COARSE = 1024
 """Tokens between two coarse angles of RotaryEmbedding."""
 TURN = 2**32
-"""Units of an angle in a turn."""
+"""Units of an integer angle in a full turn."""
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34), pairs in halves as in Llama, without parameters.
+    """Rotary position embedding (Su et al., arXiv:2104.09864, equation 34) of the pairs (i, i + head_dim / 2), as in Llama.
 
         angle_i = position * base ** (-2 i / head_dim)                          0 <= i < head_dim / 2 = h
         y_i     = x_i cos(angle_i) - x_(i+h) sin(angle_i)
         y_(i+h) = x_(i+h) cos(angle_i) + x_i sin(angle_i)
 
     ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies of the
-    angles, and YaRN also multiplies y by its attention factor.
+    angles. YaRN also multiplies y by its attention factor. The module has no parameters.
 
-    Angles are float64 for a float64 x. For others a float32 product of position and frequency would be off by 0.06 rad at a
-    million tokens. Therefore angles are integers, in units of 2**-32 turns, whose products wrap at whole turns: one of a multiple
-    of 1024, one of the rest of a position. At a million tokens they are off by at most 1.5e-6 rad.
+    For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency would be off by 0.06 rad at
+    a million tokens. So angles are integers in units of 2**-32 turns, which wrap at whole turns. Each is the sum of an angle for
+    the position's multiple of 1024 and one for the remainder. At a million tokens it is off by at most 1.5e-6 rad.
 
-    Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not a scaling.
+    Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not one of these records.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:
@@ -43,8 +43,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [b s h head_dim] by the global positions of its tokens, int [s] or [b s]; return a tensor like x.
 
-        ``positions`` and ``shard_batch`` make the positions. Raise ValueError if head_dim or the number of positions differs, or
-        if positions are not integers.
+        ``positions`` and ``shard_batch`` return such positions. Raise ValueError if head_dim or the number of positions differs,
+        or if positions are not integers.
         """
         self._check(x, positions)
         cos, sin = (t[..., None, :] for t in self._turns(positions, accumulation_dtype(x.dtype)))
@@ -52,7 +52,7 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
 
     def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin times the attention factor, computed in ``dtype``: [..., head_dim / 2]."""
+        """Return cos and sin of the angles times the attention factor, computed in ``dtype``: [..., head_dim / 2]."""
         pair = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
         frequencies = inverse_frequencies(self.rotary, self.head_dim, pair)
         positions = positions.long()[..., None]  # 1024 does not fit in int8

@@ -1,4 +1,4 @@
-"""Summary attention, an approximation, as a module."""
+"""The SummaryAttention layer: projections, rotary embeddings and summary attention, an approximation."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ class SummaryAttention(Projections):
 
     Use it in place of :class:`RingAttention` when exact attention to the last tokens, plus summaries of all blocks before them,
     is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
-    parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 for one summary per block, which is then the block's mean;
-    several summaries would stay equal, so they are initialized normally. ``pooling="mean"`` has no such parameter. The other
-    arguments are RingAttention's.
+    parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 with one summary per block, which is then the block's mean.
+    Several summaries are initialized normally, since equal ones would stay equal. ``pooling="mean"`` has no such parameter. The
+    other arguments are RingAttention's.
 
     A rank's gradients of the weights, ``pool`` included, are partial: sum them over the ranks with :func:`sum_gradients`. Raise
     ValueError if sizes do not fit or a number is outside its range.
@@ -54,12 +54,12 @@ class SummaryAttention(Projections):
     def forward(
         self, x: Tensor, positions: Tensor | None = None, length: int | None = None, *, key_mask: Tensor | None = None
     ) -> Tensor:
-        """Apply attention to x [b s dim], this rank's shard in contiguous layout; return [b s dim].
+        """Apply attention to x [b s dim], this rank's contiguous shard; return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
-        true global number of tokens, if the shards hold padding. ``key_mask`` [b s]: as in summary_attention.
+        global number of tokens without padding, if the shards hold padding. ``key_mask`` [b s]: as in summary_attention.
 
-        Raise ValueError if x has another shape, or if summary_attention refuses the call.
+        Raise ValueError if x has a wrong shape, or if summary_attention refuses an argument.
         """
         pool = None if self.pool is None else local(self.pool)
         options = replace(self.summary, length=length)

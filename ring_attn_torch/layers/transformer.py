@@ -30,7 +30,7 @@ from .ring import LayerArguments, Ring
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRing(Ring):
-    """The ring of a RingTransformer, with the two arguments of the model that its config does not hold."""
+    """The ring of a RingTransformer, and the two constructor arguments that its config does not hold."""
 
     auto_shard: bool = False
     activations: str = "keep"
@@ -63,23 +63,23 @@ class RingTransformer(nn.Module):
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
     ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: the config's data for
-    ``save_llama``. ``compute_dtype``: dtype of the activations, to which weights are cast at use (None: the weights' own); with
-    float32 weights and torch.bfloat16, gradients and their sums over ranks stay float32. ``mlp_chunk``: the maximum of a rank's
-    tokens that the MLP computes at a time, which limits the memory of its ``hidden`` features; None: all. The backward then
-    recomputes them once; it does so anyway, and no more often, if ``activations`` is not "keep". The other arguments are those of
-    :class:`RingAttention`.
+    ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are cast to it at use, so with
+    float32 weights and torch.bfloat16 gradients and their sums over ranks stay float32. ``mlp_chunk``: the maximum number of a
+    rank's tokens that the MLP computes at a time, None for all. It limits the memory of the ``hidden`` features, and the backward
+    recomputes these once. If ``activations`` is not "keep", it does so anyway, and no more often. The other arguments are those
+    of :class:`RingAttention`.
 
-    ``windows``: one value per layer, the number of tokens that a token sees before itself and, if ``mask`` permits, after itself:
-    the layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``. None: all of ``mask``. ``rotaries``: one value
-    per layer in place of ``rotary``: a Rotary, a base, or None for a layer without positions. ``eps``: of all norms, 1e-5 in
-    Llama. ``config`` holds all of these as one record, from which :meth:`from_config` makes the same model.
+    ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
+    ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
+    positions. ``eps``: of all norms, 1e-5 in Llama. The field ``config`` holds all of these as one record; :meth:`from_config`
+    makes the same model from it.
 
     ``auto_shard``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global logits of this
     rank's rows. Ranks may pass different numbers of rows; if all pass the same rows, they are computed once.
 
-    ``activations``: what a block saves for its backward. "keep": everything. "recompute": its input and attention's (out, lse),
-    from which the backward recomputes the rest without the ring. "offload": the same, but in host memory, which on CUDA is
-    pinned, copied beside the computation, and fetched one block ahead.
+    ``activations``: the tensors that a block saves for its backward. "keep": all. "recompute": its input and attention's (out,
+    lse); from these the backward recomputes the rest without the ring. "offload": the same, in host memory. On CUDA it is pinned,
+    copies overlap the computation, and the backward fetches one block ahead.
 
     A rank's gradients are partial: call :func:`sum_gradients` after backward. Raise ValueError if sizes do not fit or a number is
     outside its range.
@@ -104,7 +104,7 @@ class RingTransformer(nn.Module):
     @classmethod
     @takes(FromConfig)
     def from_config(cls, arguments: FromConfig) -> RingTransformer:
-        """Return the model of ``config`` on this ring; the keywords are the constructor's arguments that a config lacks."""
+        """Construct the model of ``config`` on this ring. The keywords are the constructor's arguments that a config lacks."""
         return cls(**arguments.config.arguments, **vars(part(ModelRing, arguments)))
 
     def forward(
@@ -123,21 +123,20 @@ class RingTransformer(nn.Module):
     ) -> Tensor:
         """Return logits [b s vocab] in the compute dtype for token ids int [b s], this rank's shard in layout order.
 
-        ``return_hidden``: return the input of the head instead, [b s dim]: enough for :func:`loss` with
-        ``head=model.head_weight`` and for the last token (:func:`gather_token`). ``positions``, ``length``, ``extents``,
-        ``key_extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` makes them. Raise ValueError if ids have
-        another shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if ring_attention refuses
-        the call.
+        ``return_hidden``: return the input of the head [b s dim] instead, for :func:`loss` with ``head=model.head_weight`` or
+        :func:`gather_token` of the last token. ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``: as in
+        :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape or are outside the
+        vocabulary (on a GPU the latter is a device assertion), or if ring_attention refuses an argument.
 
-        ``dropout_seed``: dropout applies exactly if it is passed, whatever the value of ``self.training``. One seed serves all
-        layers: layer i, from 0, draws for head numbers from i * heads on, independently of the others. ``dropout_offset``: as in
+        ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
+        layer i, counted from 0, draws as heads i * heads and up, independently of the other layers. ``dropout_offset``: as in
         ring_attention; (global index of the first batch row, 0) if ranks hold different rows.
 
-        With ``auto_shard``: global ids int [batch, tokens], of this rank's own rows or the same on all ranks, and ``mask`` bool
-        of the same shape, False where a token is padding -> global logits [batch, tokens, vocab] of these rows; positions,
-        length and masks are not accepted. Gradients are those of the sum of all ranks' backpropagated losses, each
-        rank holding its part, so all ranks must call backward; :func:`loss` of global labels gives one device's. Dropout numbers
-        the rows through all ranks.
+        With ``auto_shard``: ``ids`` are global, int [batch, tokens], this rank's own rows or the same rows on all ranks.
+        ``mask``, bool of the same shape, is False where a token is padding. The result is global logits [batch, tokens, vocab] of
+        these rows. Positions, length and masks of shards are not accepted. Gradients are those of the sum of all ranks' losses.
+        Each rank holds a part, so all ranks must call backward; :func:`loss` of global labels then gives one device's gradients.
+        Dropout counts the rows of all ranks consecutively.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
@@ -195,7 +194,7 @@ class RingTransformer(nn.Module):
 
         ``max_new_tokens``: an int, or one for each prompt; a finished request takes part in no more steps.
 
-        ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank; the ring divides them. Prompts are
+        ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank, which the ring then shards. Prompts are
         prefilled in shards of the model's layout; each step then computes the next token of all requests, until all have
         finished.
 
@@ -204,9 +203,9 @@ class RingTransformer(nn.Module):
         logits, ``seed``, the prompt's index and the position: it is the same on any ring, in either framework, and beside any
         other prompts.
 
-        ``on_token(request, token)``: called on every rank for each new token. ``chunk``: the maximum tokens of a prompt in one
-        prefill, which limits the memory of activations; None: all. ``progress(done, total)``: called after each chunk with tokens
-        of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
+        ``on_token(request, token)``: called on every rank for each new token. ``chunk``: the maximum number of tokens of a prompt
+        in one prefill, None for all. It limits the memory of activations. ``progress(done, total)``: called after each chunk with
+        tokens of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
         Raise ValueError, the same on every rank and before anything is sent, on: empty prompts, text, ids outside the vocabulary,
         numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a window before

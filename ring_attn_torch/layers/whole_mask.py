@@ -1,4 +1,4 @@
-"""Conversion of a query-by-key mask to arguments of ring attention: a band or intervals of keys, and a mask of unused keys."""
+"""Conversion of a dense mask [queries, keys] to arguments of ring attention: a band or extents, and a key mask."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Parts(NamedTuple):
 
     band: Band
     extents: Tensor | None = None
-    """``int`` [batch, queries, 2], as ``extents=`` of ring_attention, but of the global sequence in natural order."""
+    """``extents=`` of ring_attention, int [batch, queries, 2], but for the global sequence in natural order."""
     key_mask: Tensor | None = None
-    """``bool`` [batch, keys], likewise."""
+    """``key_mask=`` of ring_attention, bool [batch, keys], but for the global sequence in natural order."""
 
     @property
     def arrays(self) -> dict[str, Tensor]:
@@ -27,10 +27,10 @@ class Parts(NamedTuple):
 
 
 def visible_of(name: str, mask: Tensor) -> Tensor:
-    """Return bool, True where a torch mask permits attention: where a bool mask is False, or an additive one is 0.
+    """Convert a torch mask to bool, True where it permits attention: where a bool mask is False, or an additive one is 0.
 
-    Raise ValueError if the dtype is neither, or if an additive mask holds a value other than 0 and -inf; torch.compile, which
-    hides the values, skips the latter check.
+    Raise ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other than 0 and -inf. The
+    latter is not checked under torch.compile, which hides the values.
     """
     if mask.dtype == torch.bool:
         return ~mask
@@ -64,11 +64,10 @@ def whole_of(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
-    """Return the parts of ``visible`` bool [batch, queries, keys] in natural order, with a band if one fits.
+    """Convert ``visible``, bool [batch, queries, keys] in natural order, to Parts: a band if one fits, else extents.
 
-    If ``visible`` is a band, or one interval per query, apart from keys that no query sees, then it is also the tightest band or
-    interval around the keys of each query, without the unused keys: only these are tried. ``is_causal``: the caller states that
-    ``visible`` is causal.
+    It suffices to try the tightest band, or the tightest interval per query, around the visible keys, with and without a key mask
+    of the keys that no query sees. ``is_causal``: the caller states that ``visible`` is causal.
 
     Raise ValueError if neither fits, if ``is_causal`` is wrong, or if torch.compile hides the values.
     """
@@ -108,7 +107,7 @@ def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
 
 
 def _between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """Return the number of keys of ``mask`` [batch, keys] within each interval: [batch, queries]."""
+    """Count the keys of ``mask`` [batch, keys] within each query's interval: [batch, queries]."""
     before = torch.nn.functional.pad(mask.long().cumsum(-1), (1, 0))
     rows = (mask.shape[0], first.shape[-1])
     return before.gather(1, end.expand(rows)) - before.gather(1, first.expand(rows)) if mask.numel() else before[:, :0]
