@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written while it continues; each is complete or absent, and the newest few are kept.
+"""Checkpoints of a run, written in the background. Each is complete or absent, and the newest few are kept.
 
 A save writes to a temporary folder, renames it, and writes ``run.json`` last.
 """
@@ -26,7 +26,7 @@ from .ranks import agreed, by_process, check_kinds
 
 
 class Checkpoints:
-    """The newest checkpoints of a run, in ``folder``: weights, optimizer, random generators, and the position in the data.
+    """The newest checkpoints of a run: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
         progress = checkpoints.resume(model, optimizer)  # None without a checkpoint
@@ -35,13 +35,13 @@ class Checkpoints:
         ...
         checkpoints.close()
 
-    ``keep``: the number of checkpoints that are kept. With several processes (``jax.distributed``) each of them makes the same
-    calls and sees ``folder``. Arrays may be sharded over any mesh: each process writes its shards through orbax, and a run may be
-    resumed on another mesh.
+    ``folder``: where they are. ``keep``: the number of checkpoints to keep. With several processes (``jax.distributed``) each of
+    them makes the same calls and sees ``folder``. Arrays may be sharded over any mesh: each process writes its shards through
+    orbax, and a run may be resumed on another mesh.
 
-    A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. It has another name until its files
-    are on the disk, and ``run.json`` is written last, with a digest of every file, so that a kill or a full disk at any moment
-    leaves the earlier checkpoints complete. One run at a time writes to a folder: the first ``save`` locks it until ``close``.
+    A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. It has a temporary name until its
+    files are on the disk. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at any moment leaves
+    the earlier checkpoints complete. Only one run can write to a folder: the first ``save`` locks it until ``close``.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
@@ -62,11 +62,11 @@ class Checkpoints:
         data: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> None:
-        """Start saving the run after ``step`` steps, and return as soon as everything is copied to host memory.
+        """Copy the run after ``step`` steps to host memory, and write it to the disk in the background.
 
-        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: anything else that JSON can hold, such as
-        seeds. Both are saved from the first process. All nnx variables of ``model`` and ``optimizer`` are saved, ``nnx.Rngs``
-        too. The call first waits for the previous save.
+        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as seeds. Both are
+        saved from the first process. All nnx variables of ``model`` and ``optimizer`` are saved, ``nnx.Rngs`` too. The call first
+        waits for the previous save.
 
         Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
         dtypes of the model or optimizer differ between processes (``check_ranks`` compares the values), another run saves in the
@@ -171,9 +171,9 @@ class Checkpoints:
         return result[0]
 
     def wait(self) -> None:
-        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints are complete then too.
+        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints stay complete.
 
-        Warn if old checkpoints could not be deleted afterwards.
+        Warn if old checkpoints cannot be deleted afterwards.
         """
         if self._pending is not None:
             (step, saving), self._pending = self._pending, None
@@ -200,7 +200,7 @@ class Checkpoints:
 
 
 def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
-    """Return the path in flax and the variable of each array, by name, such as ``model.blocks.0.mlp.up.kernel``.
+    """Return (path in flax, variable) of each array by its name, such as ``model.blocks.0.mlp.up.kernel``.
 
     Leave out variables without an array, such as those of parameters that another transformation of optax updates. Raise
     ValueError if an argument is not an nnx module.
@@ -221,9 +221,9 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
 
 
 def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
-    """Return the class names of the states of optax's transformations, such as "ScaleByAdamState, EmptyState".
+    """Return the class names of the optax states, such as "ScaleByAdamState, EmptyState".
 
-    They stand for the optimizer, because the transformations themselves have no names.
+    Checkpoints identify the optimizer by them, because optax's transformations have no names.
     """
 
     def each(x: Any) -> Iterator[str]:
@@ -241,13 +241,13 @@ def _plain(x: jax.Array) -> jax.Array:
 
 
 def _like(x: jax.Array, plain: jax.Array) -> jax.Array:
-    """Invert ``_plain``: return ``plain``, or keys made of it if ``x`` holds keys."""
+    """Invert ``_plain``: return ``plain``, converted to jax.random keys if ``x`` holds keys."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(x)) if is_key else plain
 
 
 def _config(model: nnx.Module) -> TransformerConfig | None:
-    """Return the config of a RingTransformer; None for other models."""
+    """Return the config of a RingTransformer, or None for other models."""
     return model.config if isinstance(model, RingTransformer) else None
 
 

@@ -1,4 +1,4 @@
-"""The files of a checkpoint: arrays, written and read by orbax, each process its shards."""
+"""The files of a JAX checkpoint: arrays. Each process writes and reads its shards by orbax."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATE = "state"
 """The folder of the arrays within a checkpoint."""
 
 EARLIER = "run/metadata"
-"""The file with the progress of the run in checkpoints of earlier versions, which have no digests."""
+"""The file with the run's progress in checkpoints of earlier versions. These have no digests."""
 
 PATIENCE_MS = 20 * 60 * 1000
 """Milliseconds that a process waits for the others at the end of a save, as in orbax."""
@@ -26,7 +26,7 @@ _saves = count()
 
 
 class CheckpointFiles:
-    """A writer and reader of named arrays, which writes in the background through orbax."""
+    """A writer and reader of named arrays through orbax. Writing runs in the background."""
 
     def __init__(self) -> None:
         import orbax.checkpoint as orbax
@@ -34,13 +34,13 @@ class CheckpointFiles:
         self._orbax = orbax.AsyncCheckpointer(orbax.PyTreeCheckpointHandler())
 
     def begin(self, folder: Path, arrays: dict[str, jax.Array]) -> None:
-        """Copy the arrays to host memory, and begin to write this process's shards into ``folder``."""
+        """Copy the arrays to host memory, and start writing this process's shards into ``folder``."""
         import orbax.checkpoint as orbax
 
         self._orbax.save(folder / STATE, args=orbax.args.PyTreeSave(arrays))
 
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
-        """Wait until all processes have written; then the first one calls ``commit`` with size and digest of each file.
+        """Wait until all processes have written. The first one then passes the size and digest of each file to ``commit``.
 
         Call this in a background thread. Raise OSError in each process if the first one fails.
         """
@@ -66,23 +66,23 @@ class CheckpointFiles:
         return self._orbax.restore(where / STATE, args=restore)
 
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
-        """Return dtype and shape of all arrays of a checkpoint. Raise ValueError if a file is damaged, and name it."""
+        """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if one is damaged."""
         check_files(where, run, None, jax.process_index(), jax.process_count())
         found: Any = self._orbax.metadata(where / STATE)
         tree = getattr(found, "item_metadata", found)
         return kinds_of(getattr(tree, "tree", tree))
 
     def close(self) -> None:
-        """Release orbax's threads."""
+        """Stop orbax's threads."""
         self._orbax.close()
 
 
 def kinds_of(arrays: dict[str, Any]) -> Kinds:
-    """Return dtype and shape of arrays, or of their descriptions."""
+    """Return (dtype, shape) of each array, or array description, by name."""
     return {name: (str(x.dtype), tuple(x.shape)) for name, x in arrays.items()}
 
 
 def run_of(where: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the file that records the progress of the run, and its content."""
+    """Return the path and the content of the file that records the run's progress."""
     file = where / RUN if (where / RUN).exists() or not (where / EARLIER).exists() else where / EARLIER
     return file, read_json(file)

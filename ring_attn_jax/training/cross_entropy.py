@@ -1,4 +1,4 @@
-"""The summed cross-entropy of one rank's labels, chunk by chunk, from logits or from hidden states whose logits are not stored.
+"""The summed cross-entropy of one rank's labels, chunk by chunk, from logits, or from hidden states without storing logits.
 
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
     dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
@@ -22,7 +22,7 @@ from ..layers.chunks import from_chunks, to_chunks
 
 
 class Labels(NamedTuple):
-    """The int32 ``labels`` of tokens and their ``weights``, in at least float32, 0 at ignored labels; None: 1."""
+    """The int32 ``labels`` of tokens and their ``weights`` in at least float32: 0 at ignored labels, or None for all 1."""
 
     labels: jax.Array
     weights: jax.Array | None = None
@@ -94,7 +94,7 @@ _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 def _of_chunks(
     hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings, *, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """Return the sum of the cross-entropies and, if wanted, the gradients of hidden and head, while a chunk's logits exist."""
+    """Return the summed cross-entropy and, if ``gradients`` is set, those of hidden and head, chunk by chunk."""
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
@@ -118,7 +118,7 @@ def _of_chunks(
 
 
 def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[jax.Array, jax.Array]:
-    """Return the sum of the cross-entropies, NaN if a label is outside the vocabulary, and the log-sum-exp of each token."""
+    """Return the summed cross-entropy, NaN if a label is outside the vocabulary, and the log-sum-exp of each token."""
     labels = of.labels
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
@@ -128,7 +128,7 @@ def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[ja
 
 
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
-    """Return the gradient of the sum in the logits, in float32; NaN for a label outside the vocabulary."""
+    """Return the gradient of the summed cross-entropy in the logits, in float32, with NaN for labels outside the vocabulary."""
     labels = of.labels
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)

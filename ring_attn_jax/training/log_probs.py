@@ -4,8 +4,8 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward computes the logits of hidden states again. Each float32 array as wide as the vocabulary holds one chunk of tokens;
-if logits are passed, XLA fuses most of such arrays away.
+The backward recomputes logits from hidden states. Each float32 array as wide as the vocabulary holds one chunk of tokens; if
+logits are passed, XLA fuses most of such arrays away.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .loss import _check_arrays
 
 
 class LogProbSettings(NamedTuple):
-    """The ignored label, the number of tokens in a chunk, and whether the entropy is wanted."""
+    """The ignored label, the number of tokens in a chunk, and whether to return the entropy."""
 
     ignored: int
     chunk: int
@@ -44,15 +44,15 @@ def token_log_probs(
     entropy: bool = False,
     ignore_index: int = -100,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Return the float32 log-probability [b s] of each token's label, and with ``entropy`` the pair (log-probability, entropy).
+    """Return the float32 log-probability [b s] of each token's label. With ``entropy`` return (log-probability, entropy).
 
-    ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
+    ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
     Both values are 0 without a label (``ignore_index``), and NaN for a label outside the vocabulary, since traced values cannot
     raise. float64 stays float64.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens at a time; the backward computes them again. Products are in hidden's dtype; softmax and sums over tokens,
-    such as the head's gradient, are float32. Second derivatives are not supported.
+    ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; softmax and sums over tokens, such
+    as the head's gradient, are float32. Second derivatives are not supported.
 
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
     """
@@ -72,7 +72,7 @@ def token_log_probs(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _values(x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, ...]:
-    """Return the log-probability of each token and, if it is wanted, the entropy."""
+    """Return the log-probability of each token and, if ``settings`` requests it, the entropy."""
     return _forward(x, head, labels, settings)[0]
 
 
@@ -114,18 +114,18 @@ _values.defvjp(_forward, _backward)
 
 
 def _length(x: jax.Array, settings: LogProbSettings) -> int:
-    """Return the number of tokens of each row in a chunk."""
+    """Return the number of tokens that one chunk takes from each row."""
     return max(settings.chunk // max(x.shape[0], 1), 1)
 
 
 def _logits(x: jax.Array, weight: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, jax.Array]:
-    """Return the hidden states with 0 for ignored labels, whose values may be NaN, and the logits in at least float32."""
+    """Zero hidden states at ignored labels, where they may be NaN. Return them and the logits in at least float32."""
     x = jnp.where((labels != settings.ignored)[..., None], x, 0)
     return x, jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
 
 
 def _of_logits(logits: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return the values of each token and its log-sum-exp; a label outside the vocabulary makes the values NaN."""
+    """Return the values of each token and its log-sum-exp. A label outside the vocabulary makes the values NaN."""
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     wrong = (labels < 0) | (labels >= logits.shape[-1])
@@ -147,7 +147,7 @@ def _dlogits(
     dvalues: tuple[jax.Array, ...],
     settings: LogProbSettings,
 ) -> jax.Array:
-    """Return the gradient of the logits, in at least float32; NaN for a label outside the vocabulary."""
+    """Return the gradient of the logits in at least float32, with NaN for labels outside the vocabulary."""
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     logp = logits.astype(lse.dtype) - lse[..., None]
     p = jnp.exp(logp)

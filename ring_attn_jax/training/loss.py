@@ -39,32 +39,32 @@ def loss(
 
         sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
-    ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each (``shard_batch`` shifts them before it shards).
-    ``axis_name``: all mesh axes over which ranks hold different tokens, data parallel ones included; None for global arrays,
-    outside of shard_map.
+    ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each (``shard_batch`` shifts before it shards). ``axis_name``:
+    all mesh axes over which ranks hold different tokens, data parallel ones included; None for global arrays, outside of
+    shard_map.
 
-    ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. They are constants without a
-    gradient, and those of ignored labels do not matter. The mean divides by their sum over all ranks, however small, and is 0 if
-    the sum is 0; they must then be finite and at least 0. Weights of any sign need ``reduction="sum"``.
+    ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. Weights get no gradient, and
+    weights of ignored labels have no effect. The mean divides by their sum over all ranks, however small, and is 0 if the sum is
+    0. For a mean they must be finite and at least 0; weights of any sign need ``reduction="sum"``.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    are those of the full logits; they are computed in the forward, a chunk at a time, and stored until the backward: hidden's in
+    equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's in
     its dtype, the head's summed in float32. Products are in hidden's dtype; logits and softmax are float32. For global arrays
     that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows (``batch_axes``): each device
-    then cuts its own tokens into chunks, and the head's gradient is summed over devices once. Without ``mesh`` a chunk has tokens
-    of all devices, and XLA sums that gradient in each chunk.
+    then chunks its own tokens, and the head's gradient is summed over devices once. Without ``mesh`` a chunk has tokens of all
+    devices, and XLA sums the head's gradient in each chunk.
 
-    ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the number of labels in all microbatches
-    (:func:`count_labels`), or by the sum of all weights: the mean of their means is not the mean over all labels.
+    ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
+    (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.
 
     Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are those of one device, on
-    each rank. Under check_vma=False the loss is right, but it has no derivative, because JAX would leave the gradients unsummed
-    over the ranks, and multiply each by their number.
+    each rank. Under check_vma=False the loss is right but not differentiable: JAX would not sum the gradients over the ranks, and
+    would multiply each by the number of ranks.
 
-    Raise ValueError if it is differentiated there, if shapes do not fit, or if it is called with an axis outside of shard_map. A
-    label outside the vocabulary, or a negative weight of a mean, makes the loss and its gradients NaN on each rank, since traced
-    values cannot raise.
+    Raise ValueError if it is differentiated under check_vma=False, if shapes do not fit, or if it is called with an axis outside
+    of shard_map. A label outside the vocabulary, or a negative weight of a mean, makes the loss and its gradients NaN on each
+    rank, since traced values cannot raise.
     """
     optional = {"head": head, "label_weights": label_weights}
     _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})
@@ -85,9 +85,9 @@ def loss(
 def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
     """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`; int32, 0-d.
 
-    ``labels``: int, any shape. With gradient accumulation the gradient of the whole batch is that of the sum of its microbatches'
-    ``loss(..., reduction="sum") / total``, where total is the sum of their counts, at least 1. ``axis_name``: as in :func:`loss`;
-    None on global arrays, with any sharding. Raise ValueError if labels are not an array or the axis is not one of a shard_map.
+    ``labels``: int, any shape. For gradient accumulation, backpropagate ``loss(..., reduction="sum") / total`` of each
+    microbatch, where total is the sum of their counts, at least 1. ``axis_name``: as in :func:`loss`; None on global arrays, with
+    any sharding. Raise ValueError if labels are not an array or the axis is not one of a shard_map.
     """
     _check_arrays({"labels": labels})
     check_number("ignore_index", ignore_index)
@@ -118,7 +118,7 @@ def _over_ranks(
 
 
 def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labels:
-    """Return int32 labels, and weights in ``dtype`` without a gradient: 0 at ignored labels, NaN if a mean has one below 0."""
+    """Return int32 labels, and constant weights in ``dtype``: 0 at ignored labels, NaN if negative in a mean."""
     numbers, weights = labels.labels.astype(jnp.int32), labels.weights  # unsigned dtypes cannot hold ignore_index
     if weights is not None:
         weights = lax.stop_gradient(jnp.where(numbers != ignored, weights.astype(dtype), 0))
@@ -128,7 +128,7 @@ def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labe
 
 
 def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: Labels, head: jax.Array | None) -> jax.Array:
-    """Apply ``on_shards`` to global arrays in a shard_map: tokens and rows sharded as in ``where``, the head replicated."""
+    """Apply ``on_shards`` to global arrays in a shard_map. Tokens and rows are sharded by ``where``, the head is replicated."""
     sizes, shape = (math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks), labels.labels.shape
     if len(shape) != 2 or any(tokens % size for tokens, size in zip(shape, sizes, strict=True)):
         raise ValueError(
@@ -149,7 +149,7 @@ def _check_arrays(given: dict[str, Any]) -> None:
 
 
 def _sum(call: str, axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the psum of each value; a value that is the same along an axis counts once for each of its members."""
+    """Return the psum of each value. A value that is equal along an axis counts once for each member of the axis."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     try:
         lax.axis_size(names)

@@ -1,4 +1,4 @@
-"""Checks that all devices and processes hold the same weights, seeds and arguments, by digests that processes all-gather."""
+"""Checks that all devices and processes hold the same weights, seeds and arguments, by all-gathered digests."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ REMEDY = "Put one device's values on all of them (jax.device_put), and pass the 
 def check_ranks(what: Any) -> None:
     """Compare the replicas of ``what`` at the start of training, outside of jit, and raise ValueError if they differ.
 
-    ``what``: a pytree, nnx modules and their states included, of arrays (JAX's, keys of jax.random, NumPy's), numbers, str, bool,
-    None, masks and Runs, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. An array's sharding determines its
-    replicas: the devices that hold the same part, all devices if it is replicated. They may differ silently after
-    ``shard_map(check_vma=False)``, ``jax.make_array_from_single_device_arrays`` and the like.
+    ``what``: a pytree of arrays (JAX's, jax.random keys, NumPy's), numbers, str, bool, None, masks and Runs. nnx modules and
+    their states are allowed too. An example is ``{"model": model, "dropout_seed": seed, "mask": mask}``. The replicas of an array
+    are the devices that hold the same part by its sharding. They may differ silently after ``shard_map(check_vma=False)``,
+    ``jax.make_array_from_single_device_arrays`` and the like.
 
-    With several processes (``jax.distributed``) the replicas of global arrays are compared on all of them; numbers, and arrays
-    that lie on one process's devices, should then be the same in each process, and all processes must call it at the same place.
+    With several processes (``jax.distributed``) the replicas of global arrays are compared on all of them; numbers, and arrays on
+    the devices of one process, should then be the same in each process. All processes must call it at the same place.
 
     Values are compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and
     shapes are compared too. Arrays without replicas are not read.
@@ -83,7 +83,7 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _copies(x: Any) -> list[Replica]:
-    """Return this process's replicas of a value; for an array, one for each of its devices that shares its part with others."""
+    """Return this process's replicas of a value. For an array, return one for each device whose part another device holds too."""
     if not isinstance(x, jax.Array):
         return [plain_copy(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)
@@ -98,7 +98,7 @@ def _copies(x: Any) -> list[Replica]:
 
 
 def _part(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
-    """Return the name of a part of an array, such as "part [0:2, 0:8]"; "" for the whole array."""
+    """Return the name of a part of an array, such as "part [0:2, 0:8]", or "" for the whole array."""
     spans = [span.indices(size)[:2] for span, size in zip(index, shape, strict=True)]
     if spans == [(0, size) for size in shape]:
         return ""
@@ -111,7 +111,7 @@ def _content(x: jax.Array) -> str:
 
 
 def _told_by_all(table: Table, error: Exception | None) -> list[Table]:
-    """Return the tables of all processes, or only this one if all are the same.
+    """All-gather digests of the tables. Return the tables of all processes, or only this one if all are the same.
 
     Raise ValueError if a process has an ``error``.
     """
@@ -126,7 +126,7 @@ def _told_by_all(table: Table, error: Exception | None) -> list[Table]:
 
 
 def _gathered(text: str) -> list[str]:
-    """All-gather a text, and return the texts of all processes in order."""
+    """All-gather a text. Return the texts of all processes in order."""
     told = np.frombuffer(text.encode(errors="replace"), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.array([told.size], np.int32)))
     texts = np.asarray(multihost_utils.process_allgather(np.pad(told, (0, lengths.max() - told.size))))
@@ -135,7 +135,7 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Raise in every process the error of the lowest process in which the block raises.
+    """Run the block in all processes, and raise in each of them the error of the lowest process whose block raises.
 
     An OSError stays an OSError, any other error becomes a ValueError. The block appends to the yielded list texts that must be
     the same in each process. The ValueError is a RankDifference if they differ, or if only some processes had an error.
@@ -178,11 +178,11 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
 
 
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
-    """Call the function in each process, and return all processes' return values, which JSON must be able to hold.
+    """Call the function in all processes, and return the values of all processes in order. Values must be JSON values.
 
-    Each process must call this. If the function raises in any process, each process raises the error of the lowest such one: an
-    OSError stays one, any other error becomes a ValueError. Raise ValueError if ``alike``, values by name, differ between
-    processes.
+    Each process must call this. If the function raises in any process, each process raises the error of the lowest such process:
+    an OSError stays an OSError, any other error becomes a ValueError. Raise ValueError if ``alike`` (values by name) differs
+    between processes.
     """
     error, value = None, None
     try:
@@ -207,5 +207,5 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
 
 
 def by_process(name: str, values: list[Any]) -> str:
-    """Return a text that lists each process's value."""
+    """Return a text that lists the value of each process."""
     return f"{name} is {', '.join(f'{value} in process {process}' for process, value in enumerate(values))}"

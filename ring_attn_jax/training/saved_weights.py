@@ -1,4 +1,4 @@
-"""Weights in a folder of config.json and safetensors files, which both packages read.
+"""Weights in a folder of config.json and safetensors files. Both packages read and write it.
 
 Saving: shards are gathered, and process 0 writes a new folder beside the old one, calls fsync, and renames it. Loading: every
 process reads all weights from the files, one at a time.
@@ -30,46 +30,47 @@ from .ranks import agreed, check_kinds, together
 from .weights import _parameters, _turned
 
 LOADING = "loading weights"
-"""The name of the call in errors, the same for each kind of folder."""
+"""The name of the call in error messages, the same for each kind of folder."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
-"""Pauses in seconds before processes that have not all found the same weights try again."""
+"""Pauses in seconds between retries while processes find different weights."""
 
 
 def save_weights(model: RingTransformer, folder: str | Path) -> None:
-    """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing one.
+    """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing save.
 
     The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors`` (beyond 5 GB several
     files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
-    either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is complete.
+    either package reads it. A temporary folder is written beside ``folder`` and renamed, so after an error or a kill the previous
+    save is complete.
 
-    Sharded weights are gathered. With several processes (``jax.distributed``) each must call it; process 0 writes, and every call
-    returns after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
+    Sharded weights are gathered. With several processes (``jax.distributed``) each must call it; process 0 writes, and all calls
+    return after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
     processes, or the folder holds other files, and OSError if it cannot be written. The error is the same in each process.
     """
     save_folder(model, folder, lambda config: config.to_json(), OWN.renamed)
 
 
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
-    """Make the RingTransformer that ``save_weights`` of either package saved in ``folder``.
+    """Load a RingTransformer from the ``folder`` of ``save_weights`` of either package.
 
     ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None is the config's. ``ring``: the
     arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not ``rngs``. With ``mesh`` the weights are
-    copied to all of its devices, else to the default device. Each process of the mesh must call it, and reads the files by
-    itself, one weight at a time.
+    copied to all of its devices, else to the default device. Each process of the mesh must call it and reads the files itself,
+    one weight at a time.
 
-    Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights, which
-    the error names, are missing, unexpected or of another shape than in the config. The error is the same in each process of the
+    Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
+    missing, unexpected or of another shape than in the config; the error names them. The error is the same in each process of the
     mesh, whichever process found it, and comes before a weight is read.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Return the model of a folder; ``dtypes``: those of the weights and of the computation, None for the config's.
+    """Load the model of a folder. ``dtypes``: those of the weights and of the computation, None for the config's.
 
-    If only some processes find the folder, or processes find different weights, a save may not be visible to all of them yet: all
-    processes retry for 10 seconds, and then raise.
+    If only some processes find the folder, or processes find different weights, a save may not be visible to all processes yet.
+    All processes then retry for 10 seconds before they raise.
     """
     for pause in (*PAUSES, None):
         with ExitStack() as kept:
@@ -92,13 +93,13 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with other dtypes for the weights and the computation; None leaves the config's."""
+    """Return the config with other dtypes for the weights and the computation. None keeps the config's."""
     given = {"param_dtype": kept, "compute_dtype": computed}
     return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
 
 
 class Empty(NamedTuple):
-    """A model without its weights, and for each file the weights to read from it, as a dict from our name to the file's."""
+    """A model without weights and, for each file, a dict of the weights to read: our name to the file's name."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
@@ -106,7 +107,7 @@ class Empty(NamedTuple):
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without its weights, and the names to read from each file of an open folder."""
+    """Return the model of ``config`` without weights, and the names of the weights to read from each file of an open folder."""
     model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
     shapes = {name: _shape(path, p) for name, (path, p) in _parameters(model).items()}
     mesh = ring.get("mesh")
@@ -115,7 +116,7 @@ def described(held: WeightFolder, config: TransformerConfig, naming: Naming, rin
 
 
 def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
-    """Return the model with its weights, read one at a time."""
+    """Load the weights into the model, one at a time, and return it."""
     model, everywhere = empty.model, empty.sharding
     kept = _parameters(model)
     flat = []
@@ -132,7 +133,7 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 def save_folder(
     model: RingTransformer, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str]
 ) -> None:
-    """Save the weights under ``renamed(our name)``, and ``text(config)`` as config.json.
+    """Save the weights under ``renamed(name)``, and ``text(config)`` as config.json.
 
     Each process must call it.
     """
@@ -174,7 +175,7 @@ def transformer_in(model: RingTransformer) -> RingTransformer:
 
 
 def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the weights by name on the host, one at a time, each gathered from its shards."""
+    """Yield the weights by name, one at a time, each gathered from its shards to the host."""
     for name, (path, p) in _parameters(model).items():
         x = p[...]
         whole = np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
@@ -182,11 +183,11 @@ def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
-    """Return the shape of a weight in a file."""
+    """Return the shape that a weight has in a file."""
     shape = tuple(p.get_value().shape)
     return shape[::-1] if path[-1] == "kernel" else shape
 
 
 def _placed(x: np.ndarray, sharding: jax.NamedSharding | None) -> jax.Array:
-    """Return ``x`` as a JAX array, placed by ``sharding``, which may span several processes; None: on the default device."""
+    """Return ``x`` as a JAX array with ``sharding``, which may span several processes, or on the default device for None."""
     return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

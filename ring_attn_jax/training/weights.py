@@ -18,7 +18,7 @@ Module = TypeVar("Module", bound=nnx.Module)
 
 
 def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
-    """Return copies of a module's parameters in numpy, by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
+    """Return numpy copies of a module's parameters by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
 
     bfloat16 and float16 become float32. ``from_numpy`` of either package reads the result.
     """
@@ -29,10 +29,10 @@ def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
 
 
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
-    """Set the parameters of ``module``, each in its own dtype, to the arrays of either package's ``to_numpy``; return ``module``.
+    """Set the parameters of ``module``, each in its own dtype, to arrays from ``to_numpy`` of either package. Return ``module``.
 
-    A parameter that was put on the devices of a mesh keeps its sharding. Raise ValueError if weights are missing, unexpected or
-    of another shape; it lists them, and nothing changes.
+    A parameter that is committed to the devices of a mesh keeps its sharding. Raise ValueError if weights are missing, unexpected
+    or of another shape. The error lists them, and nothing changes.
     """
     parameters = _parameters(module)
     check_state(
@@ -45,7 +45,7 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """Return the path in flax and the variable of each parameter, by its name in PyTorch."""
+    """Return (path in flax, variable) of each parameter by its name in PyTorch."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))): (path, p) for path, p in flat}
 
@@ -59,7 +59,7 @@ def _turned(path: tuple[Any, ...], x: Any) -> Any:
 
 
 def _placed(x: Any, old: jax.Array) -> jax.Array:
-    """Return ``x`` in the dtype of ``old``, and on its devices if ``old`` is committed to them."""
+    """Return ``x`` in the dtype of ``old``, and with its sharding if ``old`` is committed to devices."""
     if getattr(old, "committed", False):
         return jax.device_put(np.asarray(x).astype(old.dtype), old.sharding)
     return jnp.asarray(x, old.dtype)

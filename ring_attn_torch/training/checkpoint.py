@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written while it continues; each is complete or absent, and the newest few are kept.
+"""Checkpoints of a run, written in the background. Each is complete or absent, and the newest few are kept.
 
 A save writes to a temporary folder, renames it, and writes ``run.json`` last.
 """
@@ -45,7 +45,7 @@ from .ranks import agreed, by_rank, check_kinds
 
 
 class Checkpoints:
-    """The newest checkpoints of a run, in ``folder``: weights, optimizer, random generators, and the position in the data.
+    """The newest checkpoints of a run: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
         progress = checkpoints.resume(model, optimizer)  # None at the first start
@@ -54,15 +54,15 @@ class Checkpoints:
         ...
         checkpoints.close()
 
-    ``keep``: the number of checkpoints that are kept. ``group``: all ranks that train together; None is the default group. Each
-    of them makes the same calls and sees ``folder``. If the group is only a part of the default group, ``save`` returns when
-    everything is written: a save in the background needs a second group, which torch cannot make without the other ranks.
-    Parameters and optimizer states may be DTensors (FSDP2, tensor parallelism): each rank writes its shards through
-    torch.distributed.checkpoint, and a run may be resumed on another number of ranks.
+    ``folder``: where they are. ``keep``: the number of checkpoints to keep. ``group``: all ranks that train together; None is the
+    default group. Each of these ranks makes the same calls and sees ``folder``. If the group is only a part of the default group,
+    ``save`` returns when everything is written: a save in the background needs a second group, which torch cannot create without
+    the other ranks. Parameters and optimizer states may be DTensors (FSDP2, tensor parallelism): each rank writes its shards
+    through torch.distributed.checkpoint, and a run may be resumed on another number of ranks.
 
-    A checkpoint is a folder ``step-000000100`` of safetensors files and JSON; no pickle is written or read. It has another name
-    until its files are on the disk, and ``run.json`` is written last, with a digest of every file, so that a kill or a full disk
-    at any moment leaves the earlier checkpoints complete. One run at a time writes to a folder: the first ``save`` locks it until
+    A checkpoint is a folder ``step-000000100`` of safetensors files and JSON; no pickle is written or read. It has a temporary
+    name until its files are on the disk. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at
+    any moment leaves the earlier checkpoints complete. Only one run can write to a folder: the first ``save`` locks it until
     ``close``.
     """
 
@@ -90,11 +90,11 @@ class Checkpoints:
         data: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> None:
-        """Start saving the run after ``step`` steps, and return as soon as everything is copied to host memory.
+        """Copy the run after ``step`` steps to host memory, and write it to the disk in the background.
 
-        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: anything else that JSON can hold, such as a
-        scheduler's ``state_dict()``. Both are saved from the first rank. The generators of this rank's CPU and GPU are saved too.
-        The call first waits for the previous save.
+        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as a scheduler's
+        ``state_dict()``. Both are saved from the first rank. The generators of this rank's CPU and GPU are saved too. The call
+        first waits for the previous save.
 
         Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
         dtypes of the model differ between ranks (``check_ranks`` compares the values), another run saves in the folder, or some
@@ -147,12 +147,12 @@ class Checkpoints:
         """Load the newest checkpoint into weights, optimizer and generators, and return its progress.
 
         Without a checkpoint return None and change nothing. The result holds ``step``, ``data`` for ``dataset.resume(data)``, and
-        ``more``. A rank that had no part in the saved run keeps its generators.
+        ``more``. A rank that was not in the saved run keeps its generators.
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
         file (delete its folder to resume from the one before); or if a rank sees other checkpoints than the first. Raise OSError
-        if files cannot be read. The error is the same on every rank, and model, optimizer and generators then stay unchanged,
-        because everything is first read into host memory.
+        if files cannot be read. The error is the same on every rank, and nothing changes, because everything is first read into
+        host memory.
         """
         self.wait()
         optimizer = innermost(optimizer)
@@ -205,9 +205,9 @@ class Checkpoints:
         return progress
 
     def wait(self) -> None:
-        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints are complete then too.
+        """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints stay complete.
 
-        Warn if old checkpoints could not be deleted afterwards.
+        Warn if old checkpoints cannot be deleted afterwards.
         """
         if self._pending is not None:
             (step, saving), self._pending = self._pending, None
@@ -234,7 +234,7 @@ class Checkpoints:
         return self._files.steps()
 
     def _check_shared(self, new: Path) -> None:
-        """Raise ValueError on every rank if some rank does not see the folder that the first rank has just made."""
+        """Raise ValueError on every rank if any rank does not see the folder that the first rank has just created."""
         if self._ring is None:
             return
         sees = agreed("Checkpoints.save: the folder", lambda: seen(new), self._ring)

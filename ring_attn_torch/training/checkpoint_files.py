@@ -1,4 +1,4 @@
-"""The files of a checkpoint: safetensors, written and read by torch.distributed.checkpoint, each rank its shards."""
+"""The files of a torch checkpoint: safetensors. Each rank writes and reads its shards by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from ..ring.groups import Group
 from .optimizer_states import check_tensors
 
 SHARDS = "DCP_SHARDING_INFO"
-"""The key in a safetensors header that says which part of each tensor the file holds."""
+"""The key in a safetensors header for the offsets of the tensor shards in the file."""
 
 
 def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the model's own tensors by name, so that a load can fill them, and copies of this rank's generator states."""
+    """Return the model's own tensors by name, for a load to fill, and copies of this rank's generator states."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
@@ -37,19 +37,19 @@ def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
 
 
 def config_of(model: nn.Module) -> TransformerConfig | None:
-    """Return the config of the RingTransformer that the model is or wraps, or None for other models."""
+    """Return the config of the RingTransformer in ``model``, which may be wrapped, or None for other models."""
     return next((module.config for module in model.modules() if isinstance(module, RingTransformer)), None)
 
 
 def kinds_of(tensors: dict[str, Any]) -> Kinds:
-    """Return dtype and global shape of tensors and DTensors."""
+    """Return (dtype, global shape) of each tensor or DTensor by name."""
     return {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
 
 
 def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """Return copies of tensors and DTensors in host memory.
+    """Copy tensors and DTensors to host memory.
 
-    The default device is set to the CPU meanwhile, because torch's stager allocates without naming a device.
+    The default device is the CPU meanwhile, because torch's stager allocates on the default device.
     """
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
@@ -58,7 +58,7 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any]], None], group: Group) -> None:
-    """Write this rank's part into ``folder``; the first rank then calls ``commit`` with size and digest of each file.
+    """Write this rank's shards into ``folder``. The first rank then passes the size and digest of each file to ``commit``.
 
     Every rank of ``group`` must call it. If one fails, all raise the same error.
     """
@@ -86,7 +86,7 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
 
 
 def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kinds:
-    """Return dtype and shape of all tensors of a checkpoint. Raise ValueError if a file is damaged, and name it."""
+    """Return (dtype, shape) of each tensor in a checkpoint. Raise ValueError, naming the file, if one is damaged."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     for file in where.glob("*.safetensors"):
@@ -101,7 +101,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
-    """Read tensors into ``places`` on all ranks of ``group``. Raise OSError on all of them if one fails."""
+    """Read tensors into ``places`` on all ranks of ``group``. Raise OSError on all of them if one rank fails."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -115,9 +115,9 @@ def read(where: Path, places: dict[str, Any], group: Group) -> None:
 
 
 def failed(step: int, error: BaseException) -> BaseException:
-    """Return the error to raise for a save that ended in ``error``.
+    """Return the error to raise for a save that failed with ``error``.
 
-    It is an OSError with the lowest failed rank's reason, or ``error`` itself if that is an interrupt.
+    It is an OSError with the reason of the lowest failed rank. KeyboardInterrupt and SystemExit are returned unchanged.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
@@ -128,14 +128,14 @@ def failed(step: int, error: BaseException) -> BaseException:
 
 
 def reason(error: BaseException) -> tuple[int, BaseException]:
-    """Return the lowest rank that failed, and its error, from an exception of torch.distributed.checkpoint."""
+    """Return the lowest failed rank and its error, from an exception of torch.distributed.checkpoint."""
     failures = getattr(error, "failures", None) or {0: (error, None)}
     rank, (first, _) = min(failures.items())
     return rank, first
 
 
 def _check_header(file: Path) -> None:
-    """Raise ValueError if a file is truncated, or if its header does not give the offsets of each tensor's part."""
+    """Raise ValueError if a file is truncated, or if its header lacks the offsets of a tensor's shard."""
     with opened(file) as tensors:  # checks the file's length against its header
         text = (tensors.metadata() or {}).get(SHARDS)
         if text is None:

@@ -1,4 +1,4 @@
-"""The summed cross-entropy of one rank's labels, chunk by chunk, from logits or from hidden states whose logits are not stored.
+"""The summed cross-entropy of one rank's labels, chunk by chunk, from logits, or from hidden states without storing logits.
 
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
     dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
@@ -22,9 +22,9 @@ from ring_attn_core.model.chunks import even_chunk
 
 
 class Labels(NamedTuple):
-    """The int64 ``labels`` [n] of tokens, the label ``ignored`` in all sums, and the maximum number of tokens in a ``chunk``.
+    """The int64 ``labels`` [n] of tokens, the ``ignored`` label, and the maximum number of tokens in a ``chunk``.
 
-    ``weights`` [n], in at least float32: the factor of each cross-entropy, 0 at ignored labels; None: 1.
+    ``weights`` [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None: 1.
     """
 
     labels: Tensor
@@ -33,12 +33,12 @@ class Labels(NamedTuple):
     weights: Tensor | None = None
 
     def weighted(self, x: Tensor, rows: slice) -> Tensor:
-        """Multiply ``x`` [rows, ...] by the weights of these tokens, in place."""
+        """Multiply ``x`` [rows, ...] in place by the weights of the tokens ``rows``."""
         return x if self.weights is None else x.mul_(self.weights[rows].view(-1, *[1] * (x.ndim - 1)))
 
     @property
     def slices(self) -> Iterator[slice]:
-        """Return the slice of tokens of each chunk."""
+        """Return the token slice of each chunk."""
         tokens = self.labels.shape[0]
         step = even_chunk(tokens, self.chunk)
         return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
@@ -67,7 +67,7 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
 
 
 class _SumOfLogits(torch.autograd.Function):
-    """The sum from logits. It saves them and their log-sum-exp, and computes their gradient in the backward, in their dtype."""
+    """The summed cross-entropy of logits. It saves them and their log-sum-exp. The backward computes dlogits in their dtype."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,7 @@ class _SumOfLogits(torch.autograd.Function):
 
 
 class _SumOfHidden(torch.autograd.Function):
-    """The sum from hidden states. The forward computes the gradients, while a chunk's logits exist; the backward scales them."""
+    """The summed cross-entropy of hidden states. The forward computes the gradients per chunk, and the backward scales them."""
 
     @staticmethod
     def forward(
@@ -116,7 +116,7 @@ class _SumOfHidden(torch.autograd.Function):
 
 
 def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
-    """Return the sum of the cross-entropies, and the log-sum-exp [n] of every token."""
+    """Return the sum of the cross-entropies, and the log-sum-exp [n] of each token."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
     for rows in of.slices:
@@ -132,7 +132,7 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the sum of the cross-entropies and the ``wanted`` gradients: hidden's in its dtype, the head's in float32."""
+    """Return the sum of the cross-entropies and the ``wanted`` gradients: dhidden in hidden's dtype, dhead in float32."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
     dhidden = torch.empty_like(hidden) if wanted[0] else None
@@ -165,7 +165,7 @@ def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:
 
 
 def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Subtract 1 from ``p`` at each label, in place; the row of an ignored label becomes 0, of one outside the vocabulary NaN."""
+    """Subtract 1 from ``p`` at each label, in place. Rows of ignored labels become 0, of labels outside the vocabulary NaN."""
     wrong = strange_labels(labels, ignored, p.shape[-1])[:, None]
     left_out = (labels == ignored)[:, None] | wrong
     p.masked_fill_(left_out, 0).masked_fill_(wrong, torch.nan)
@@ -173,14 +173,14 @@ def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``a b`` in ``dtype``; narrower inputs are converted first, except on CUDA."""
+    """Return the matrix product ``a b`` in ``dtype``. Except on CUDA, narrower inputs are converted first."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)
 
 
 def _plus_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Add ``a b`` to ``total`` in place, in total's dtype."""
+    """Add the matrix product ``a b`` to ``total`` in place, in total's dtype."""
     if a.is_cuda and a.dtype != total.dtype:
         return torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
     return total.addmm_(a.to(total.dtype), b.to(total.dtype))

@@ -18,19 +18,19 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
     """Replace the gradients of ``module``'s parameters by their sum over the ranks of ``group``, in one all-reduce.
 
     ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. The sum is computed in
-    float32. A parameter without a gradient counts as zero, so that ranks whose tokens do not reach it take part. The result is
-    the gradient of one device, also for a module under one of these:
+    float32. A parameter without a gradient counts as zero, so that ranks whose tokens do not use it take part. The result is the
+    gradient of one device, also for a module under one of these:
 
     - DistributedDataParallel has replaced all gradients of a group by their mean. The sum of the means over its ranks is
       the sum of the gradients.
     - FSDP2 (``fully_shard``) has already computed its own sum, divided by the number of its ranks or by
       ``set_gradient_divide_factor``. Gradients are multiplied by this factor again, and then summed over ``group`` unless FSDP
       has summed over all of it.
-    - Tensor parallel weights (``parallelize_module``) keep their shards. The ranks that share them hold the same tokens, so
+    - Tensor parallel weights (``parallelize_module``) keep their shards. The ranks of a weight's shards hold the same tokens, so
       ``group`` is one of the other axes of the mesh.
 
-    Raise ValueError, the same on every rank and before anything is sent, if ``group`` and the mesh of a parameter share ranks in
-    another way, for example if FSDP has summed over a part of ``group``; the error names the parameter.
+    Raise ValueError, the same on every rank and before anything is sent, if ``group`` and the mesh of a parameter overlap in any
+    other way, such as FSDP over a part of ``group``. The error names the parameter.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
@@ -50,7 +50,7 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
     """Return the gradient redistributed to the placements of its parameter.
 
-    They differ, for example, if a norm is applied to tensor parallel heads: its gradient is then a partial sum on each rank.
+    The placements differ, for example, for a norm of tensor parallel heads: its gradient is a partial sum on each rank.
     """
     if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
         return gradient.redistribute(placements=p.placements)
@@ -58,7 +58,7 @@ def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
 
 
 def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
-    """Replace each tensor by its sum over the ranks, in one all-reduce."""
+    """Replace each tensor by its sum over the ranks, in one all-reduce of the flattened tensors."""
     dtype = reduce(torch.promote_types, (x.dtype for x in gradients), torch.float32)
     flat = torch.cat([x.flatten().to(dtype) for x in gradients])
     dist.all_reduce(flat, group=ring)
@@ -67,7 +67,7 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 
 
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
-    """Return True if FSDP has already summed the gradient of ``p`` over the ring. Raise ValueError if it did so in part."""
+    """Return True if FSDP has summed the gradient of ``p`` over the whole ring. Raise ValueError if only over a part of it."""
     if ranks_of(ring) == 1:
         return True
     members, covered = set(dist.get_process_group_ranks(ring)), 1

@@ -1,4 +1,4 @@
-"""Loading and saving of Llama, Mistral, Qwen2 and Qwen3 models in Hugging Face's folders."""
+"""Loading and saving of Llama, Mistral, Qwen2 and Qwen3 models in the Hugging Face folder format."""
 
 from __future__ import annotations
 
@@ -22,20 +22,19 @@ from .saved_weights import load_folder, save_folder
 def load_llama(
     folder: str | Path, *, dtype: torch.dtype | str | None = None, compute_dtype: torch.dtype | str | None = None, **ring: Any
 ) -> RingTransformer:
-    """Make a RingTransformer of a Llama, Mistral, Qwen2 or Qwen3 model in Hugging Face's layout, on the default device.
+    """Load a Llama, Mistral, Qwen2 or Qwen3 model from a Hugging Face folder as a RingTransformer, on the default device.
 
-    ``folder``: a folder as written by ``save_pretrained`` or downloaded, with ``config.json`` and safetensors files, one or
-    several with an index. Logits are those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows
-    (Hugging Face's ``w`` is ``w - 1`` here, because it counts the token itself) and tied heads are supported; ``model.config``
-    records all of them.
+    ``folder``: as ``save_pretrained`` writes it, with ``config.json`` and one safetensors file, or several with an index. Logits
+    equal those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's ``w`` is ``w - 1``
+    here, because it counts the token itself) and tied heads are supported; ``model.config`` records all of them.
 
     ``dtype``: the dtype of the weights; None is that of config.json. ``compute_dtype``: the dtype of the computation, None for
     the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of
-    the group must call it, and reads the files by itself, one weight at a time.
+    the group must call it. Each rank reads the files itself, one weight at a time.
 
-    Raise ValueError if the architecture is another one, the model needs a feature that our layers lack (quantised weights,
-    "dynamic" rotary scaling), a file is missing, truncated or a pickle, or weights, which the error names, do not fit the config.
-    The error is the same on every rank and comes before a weight is read.
+    Raise ValueError if the architecture is another one, or needs a feature that our layers lack (quantised weights, "dynamic"
+    rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the error
+    names them. The error is the same on every rank and comes before a weight is read.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 
@@ -45,9 +44,9 @@ def save_llama(
 ) -> None:
     """Save a RingTransformer so that transformers loads it: as Llama, Mistral (windows), Qwen2 (qkv_bias) or Qwen3 (qk_norm).
 
-    ``length``: the longest sequence, in tokens, that other programs should allow: their ``max_position_embeddings``. None: that
-    of ``model.config.published``, which ``load_llama`` stores together with the special ids, or else 131072. No tokenizer is
-    written. Everything else is as in :func:`save_weights`. Raise ValueError if none of the four supports the model: softcap,
-    sinks, ALiBi, a mask that is not causal, windows of several sizes, NTK or no rotary embedding, biases in other places.
+    ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value that ``load_llama``
+    stored, with the special ids, in ``model.config.published``, or else 131072. No tokenizer is written. Everything else is as in
+    :func:`save_weights`. Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask
+    that is not causal, windows of several sizes, NTK or no rotary embedding, biases in other places.
     """
     save_folder(model, folder, lambda config: json.dumps(their_config(config, length), indent=2), llama_name, ring_of(group))

@@ -4,7 +4,7 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward computes the logits of hidden states again. Each float32 array as wide as the vocabulary holds one chunk of tokens.
+The backward recomputes logits from hidden states. Each float32 array as wide as the vocabulary holds one chunk of tokens.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def token_log_probs(
     entropy: bool = False,
     ignore_index: int = -100,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the float32 log-probability [b s] of each token's label, and with ``entropy`` the pair (log-probability, entropy).
+    """Return the float32 log-probability [b s] of each token's label. With ``entropy`` return (log-probability, entropy).
 
-    ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
+    ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
     Both values are 0 without a label (``ignore_index``), and NaN for a label outside the vocabulary, since an error on one rank
     would leave the others waiting. float64 stays float64.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens at a time; the backward computes them again. Products are in hidden's dtype, or in autocast's under autocast;
+    ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype, or in autocast's under autocast;
     softmax and sums over tokens, such as the head's gradient, are float32. Second derivatives are not supported.
 
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
@@ -58,7 +58,7 @@ def token_log_probs(
 
 
 class _Values(torch.autograd.Function):
-    """The two values of each token. It saves the input and the log-sum-exp, and computes the logits again in the backward."""
+    """The log-probability and entropy of each token. It saves the input and log-sum-exp; the backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -92,7 +92,7 @@ class _Values(torch.autograd.Function):
 
 
 def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return the log-probability, the entropy if it is wanted, and the log-sum-exp of each token [n], in at least float32."""
+    """Return (log-probability, entropy or None, log-sum-exp) of each token [n], in at least float32."""
     dtype, weight = torch.promote_types(x.dtype, torch.float32), None if head is None else head.to(x.dtype)
     logp, lse = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
     h = torch.empty_like(lse) if entropy else None
@@ -112,13 +112,13 @@ def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[
 
 
 def _logits(x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``x`` [n ...] with 0 for ignored labels, whose values may be NaN, and its logits [n vocab] in ``dtype``."""
+    """Zero ``x`` [n ...] at ignored labels, where it may be NaN. Return it and its logits [n vocab] in ``dtype``."""
     x = x.masked_fill((labels == ignored)[:, None], 0)
     return x, x.to(dtype) if weight is None else _product(x, weight.t(), dtype)
 
 
 def _plus_at_labels(dlogits: Tensor, dlogp: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Add ``dlogp`` at each label, in place; the row of an ignored label becomes 0, of one outside the vocabulary NaN."""
+    """Add ``dlogp`` at each label, in place. Rows of ignored labels become 0, of labels outside the vocabulary NaN."""
     wrong = strange_labels(labels, ignored, dlogits.shape[-1])
     left_out = (labels == ignored) | wrong
     dlogits.masked_fill_(left_out[:, None], 0).masked_fill_(wrong[:, None], torch.nan)

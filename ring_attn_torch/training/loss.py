@@ -34,23 +34,23 @@ def loss(
 
         sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
-    ``logits`` [b s vocab] and ``labels`` int [b s], the next token of each (``shard_batch`` shifts them before it shards).
-    ``group``: all ranks that hold different tokens, data parallel ones included; None is the default group.
+    ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each (``shard_batch`` shifts before it shards). ``group``: all
+    ranks that hold different tokens, data parallel ones included; None is the default group.
 
-    ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. They are constants without a
-    gradient, and those of ignored labels do not matter. The mean divides by their sum over all ranks, however small, and is 0 if
-    the sum is 0; they must then be finite and at least 0. Weights of any sign need ``reduction="sum"``.
+    ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. Weights get no gradient, and
+    weights of ignored labels have no effect. The mean divides by their sum over all ranks, however small, and is 0 if the sum is
+    0. For a mean they must be finite and at least 0; weights of any sign need ``reduction="sum"``.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    are those of the full logits; they are computed in the forward, a chunk at a time, and stored until the backward: hidden's in
+    equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's in
     its dtype, the head's summed in float32. Products are in hidden's dtype, or in autocast's under autocast; logits and softmax
     are float32.
 
-    ``reduction="sum"`` leaves the division out. For gradient accumulation divide by the number of labels in all microbatches
-    (:func:`count_labels`), or by the sum of all weights: the mean of their means is not the mean over all labels.
+    ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
+    (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.
 
-    A rank's gradient is its part of the gradient: the *sum* over the ranks (:func:`sum_gradients`) is that of one device.
+    A rank's gradient is partial: the *sum* over the ranks (:func:`sum_gradients`) is the gradient of one device.
     DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
 
@@ -75,7 +75,7 @@ def loss(
 
 
 def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | None, dtype: torch.dtype) -> Labels:
-    """Return the labels [b s] and their ``weights``, if any, as the record of the sums. ``dtype``: that of the loss."""
+    """Return a Labels record of the flattened labels [b s] and ``weights``. ``dtype``: the dtype of the loss and weights."""
     flat = labels.flatten().long()  # unsigned dtypes cannot hold ignore_index
     if weights is not None:
         weights = weights.detach().flatten().to(flat.device, dtype).masked_fill(flat == ignore_index, 0)
@@ -85,10 +85,10 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
     """Return the mean, or sum, over the labels of all ranks of ``ring``.
 
-    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; on CPUs, raise ValueError on
-    every rank if a label is outside them, or if a weight of a mean is negative. The counts of both are summed together with the
-    loss, so no rank stops before the others have taken part. On GPUs the counts are not read, which would wait: the loss and its
-    gradient become NaN instead.
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids. On CPUs, raise ValueError on
+    every rank if a label is outside the vocabulary, or if a weight of a mean is negative or not finite. One all-reduce sums the
+    loss and the counts of such errors, so all ranks take part before any raises. On GPUs, reading the counts would synchronize,
+    so the loss and its gradient become NaN instead.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()
@@ -107,7 +107,7 @@ def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab:
 
 
 def _wrong_weights(labels: Labels, reduction: str) -> Tensor:
-    """Return a bool mask of the weights by which a mean cannot divide: those that are negative or not finite."""
+    """Return a bool mask of the weights that are invalid in a mean: negative or not finite."""
     if labels.weights is None or reduction == "sum":
         return labels.labels.new_zeros((), dtype=torch.bool)
     return ~((labels.weights >= 0) & labels.weights.isfinite())
@@ -138,9 +138,8 @@ def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueErro
 def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None, ignore_index: int = -100) -> Tensor:
     """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`; int64, 0-d.
 
-    ``labels``: int, any shape. With gradient accumulation the gradient of the whole batch is that of the sum of its microbatches'
-    ``loss(..., reduction="sum") / total``, where total is the sum of their counts, at least 1. Raise ValueError if labels are not
-    a tensor.
+    ``labels``: int, any shape. For gradient accumulation, backpropagate ``loss(..., reduction="sum") / total`` of each
+    microbatch, where total is the sum of their counts, at least 1. Raise ValueError if labels are not a tensor.
     """
     ring = ring_of(group)
     call = AgreedCall("count_labels", _device(labels), (("ignore_index", ignore_index),))
@@ -156,7 +155,7 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _check(ignore_index: Any, given: dict[str, Any]) -> None:
-    """Raise ValueError if a value is a DTensor or not a tensor, or if the ignored label is not a number."""
+    """Raise ValueError if a value in ``given`` is a DTensor or not a tensor, or if ``ignore_index`` is not a number."""
     for name, x in given.items():
         if is_dtensor(x):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The states of an optimizer by the names of their parameters, and the settings of its parameter groups."""
+"""Optimizer states by parameter name, and the settings of the parameter groups."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ring_attn_core.validation import in_words
 from ..ring.groups import is_dtensor
 
 States = dict[str, dict[str, Tensor]]
-"""Tensors by the names of a parameter and of a state, such as exp_avg. A parameter without a gradient so far has no entry."""
+"""State tensors by parameter name and state name (exp_avg, ...). A parameter that has had no gradient has no entry."""
 
 
 STATE = "optimizer.state."
@@ -47,7 +47,7 @@ def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
-    """Return the optimizer's states. Raise ValueError if a state is not a tensor or its parameter is not the model's."""
+    """Return the optimizer's states. Raise ValueError if a state is not a tensor or if its parameter is not in the model."""
     named = parameters_by_name(model, optimizer)
     strange = sum(1 for p in optimizer.state if p not in set(named.values()))
     if strange:
@@ -61,12 +61,12 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
 
 
 def flat(states: States) -> dict[str, Tensor]:
-    """Return the states by their names in a checkpoint."""
+    """Return the states in one dict, under their names in a checkpoint."""
     return {f"{STATE}{name}.{key}": x for name, each in states.items() for key, x in each.items()}
 
 
 def held_states(held: Iterable[str]) -> dict[str, set[str]]:
-    """Return the names of each parameter's states, from the names of all tensors of a checkpoint."""
+    """Return the state names of each parameter, from the names of all tensors in a checkpoint."""
     found: dict[str, set[str]] = {}
     for name in held:
         if name.startswith(STATE):
@@ -76,7 +76,7 @@ def held_states(held: Iterable[str]) -> dict[str, set[str]]:
 
 
 def check_tensors(values: Mapping[str, Any]) -> None:
-    """Raise ValueError if a value is not a tensor, and name it."""
+    """Raise ValueError, naming the values, if any value is not a tensor."""
     strange = [f"{name} is {in_words(x)}" for name, x in values.items() if not isinstance(x, Tensor)]
     if strange:
         raise ValueError(
@@ -86,25 +86,25 @@ def check_tensors(values: Mapping[str, Any]) -> None:
 
 
 def kinds(states: States) -> dict[str, dict[str, str]]:
-    """Return the dtype of each state, which the ranks compare."""
+    """Return the dtype of each state, for comparison between ranks."""
     return {name: {key: str(x.dtype).removeprefix("torch.") for key, x in each.items()} for name, each in states.items()}
 
 
 def absent(everybody: Iterable[dict[str, dict[str, str]]]) -> dict[str, list[str]]:
-    """Return, by rank, the parameters that have states on another rank only."""
+    """Return for each rank the parameters whose states exist only on other ranks."""
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
 
 def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
-    """Return the dtypes of the states that any rank has."""
+    """Return the dtypes of all states that exist on any rank."""
     return {name: states for each in reversed(everybody) for name, states in each.items()}
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: dict[str, dict[str, str]]) -> States:
-    """Return the states, plus zeros for absent shards that other ranks need to assemble their own states.
+    """Return the states, plus zeros for each missing DTensor shard that other ranks need to assemble the whole state.
 
-    A plain tensor needs none: it is a replica, of which one rank's is enough.
+    A plain tensor needs no zeros: it is a replica, and one rank's replica is enough.
     """
     named = parameters_by_name(model, optimizer)
     added = {}
@@ -116,10 +116,10 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 
 
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
-    """Return tensors to load a checkpoint's states into: the optimizer's own, or new ones that are not yet in the optimizer.
+    """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new ones outside the optimizer.
 
-    ``held``: the names of each parameter's states in the checkpoint. New states are made by a step of a copy of the optimizer on
-    a copy of the parameter, one parameter at a time. Model, optimizer and generators stay unchanged.
+    ``held``: the names of each parameter's states in the checkpoint. A step of a copy of the optimizer on a copy of the parameter
+    creates new states, one parameter at a time. Model, optimizer and generators stay unchanged.
     """
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -137,7 +137,7 @@ def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[st
 
 
 def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, without: list[str]) -> None:
-    """Set the optimizer's states to exactly these; parameters in ``without`` get none on this rank."""
+    """Replace all states of the optimizer by ``states``. Parameters in ``without`` get none on this rank."""
     for name, p in parameters_by_name(model, optimizer).items():
         if name in states and name not in without:
             optimizer.state[p] = states[name]
@@ -151,9 +151,9 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
 
 
 def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of every parameter group, such as lr, as JSON values, and the names of its parameters.
+    """Return the settings of each parameter group, such as lr, as JSON values, with the names of its parameters.
 
-    Raise ValueError if JSON cannot hold a setting exactly, and name it.
+    Raise ValueError, naming the setting, if JSON cannot hold it exactly.
     """
     names = {p: name for name, p in parameters_by_name(model, optimizer).items()}
     plain = lambda number, group: {
@@ -164,7 +164,7 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 
 
 def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if the file ``where`` has no optimizer, one of another class or groups, or a setting of another type."""
+    """Raise ValueError if a checkpoint's file ``where`` has no optimizer, or its class, groups or types of settings differ."""
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
         raise ValueError(f"{where} was saved without an optimizer: resume without one")
@@ -199,7 +199,7 @@ def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) ->
 
 
 def _plain(name: str, x: Any) -> Any:
-    """Return a setting as a JSON value. Raise ValueError if JSON does not return the same value."""
+    """Return a setting as a JSON value. Raise ValueError if parsing that value would not give the setting back."""
     if isinstance(x, Tensor) and x.numel() == 1:
         x = x.item()
     if isinstance(x, list | tuple):
@@ -216,9 +216,9 @@ def _plain(name: str, x: Any) -> Any:
 
 
 def _restored(own: Any, x: Any) -> Any:
-    """Return a checkpoint's setting in the type of ``own``.
+    """Return a setting ``x`` of a checkpoint in the type of ``own``.
 
-    A tensor is filled in place, and JSON's list becomes a tuple, such as betas.
+    A tensor ``own`` is filled in place. A JSON list, such as betas, becomes a tuple.
     """
     if isinstance(own, Tensor):
         return own.fill_(x)
@@ -228,7 +228,7 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return True if two settings have the same type: number, flag, text or list. A None of ``mine`` fits any type."""
+    """Return True if two settings have the same type: number, bool, text or list. None in ``mine`` fits any type."""
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)
         return same and all(x is None or _alike(own, x) for own, x in zip(mine, theirs, strict=True))
@@ -240,7 +240,7 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 
 def _first_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> dict[str, Any]:
-    """Return the states that the optimizer makes for ``p``, from a step on a copy of ``p`` with gradient 0."""
+    """Return the states that the optimizer creates for ``p``, by a step on a copy of ``p`` with gradient 0."""
     copy = p.detach().clone().requires_grad_()
     copy.grad = torch.zeros_like(p)
     other = object.__new__(type(optimizer))

@@ -45,8 +45,8 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
 
     ``what``: an nn.Module, whose parameters and buffers are compared, a tensor, a number (numpy's too), str, bool, None, mask or
     Run, or dicts, lists and tuples of all these, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. ``group``: the
-    ranks that should hold the same, a ring or all ranks; None is the default group. Every rank must call it, at the same place
-    among its calls of ``ring_attention``. On a ring of one it only checks the types.
+    ranks to compare, a ring or all ranks; None is the default group. Every rank must call it, at the same place among its calls
+    of ``ring_attention``. On a ring of one it only checks the types.
 
     Values are compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes,
     shapes and whether a parameter is frozen are compared too; devices and the order of names are not. A weight that a module
@@ -54,12 +54,12 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
 
     For a DTensor (FSDP2, tensor parallelism), dtype, global shape, mesh shape and placements are compared between all ranks.
     Local shards are compared between replicas: ranks with the same coordinate on every mesh dim over which it is not replicated.
-    Shards that are plain tensors, such as FSDP1's, are taken for whole tensors: they differ, and the error says so.
+    Shards that are plain tensors, such as FSDP1's, are compared as if they were replicas, so they are reported as different.
 
     Raise ValueError, the same on every rank, if entries differ, naming up to 8 of them and the ranks' values, or if an entry
-    cannot be compared. Raise RuntimeError after the group's timeout if a rank does not call. Every tensor is read to the host,
-    and one digest is exchanged through the group's store; if that differs, or if DTensors are sharded, one line for every entry
-    follows.
+    cannot be compared. Raise RuntimeError after the group's timeout if a rank does not call. Every tensor is copied to the host,
+    and ranks exchange one digest through the group's store. If the digests differ, or if DTensors are sharded, ranks exchange one
+    line for every entry too.
     """
     ring = ring_of(group)
     with same_error(ring):
@@ -120,7 +120,7 @@ def _kind(kind: str, x: Tensor) -> str:
 
 
 def _part(x: DTensor) -> str:
-    """Return this rank's coordinates on the mesh dims over which ``x`` is not replicated; ranks with equal ones hold replicas."""
+    """Return this rank's coordinates on the mesh dims that shard ``x``. Ranks with equal coordinates hold replicas."""
     mesh, place = x.device_mesh, x.device_mesh.get_coordinate()
     if place is None:
         return "no part of it"
@@ -130,12 +130,12 @@ def _part(x: DTensor) -> str:
 
 @contextmanager
 def together(call: str, ring: Group) -> Iterator[list[str]]:
-    """Raise on every rank the error of the lowest rank on which the block raises.
+    """Run the block on all ranks, and raise on each of them the error of the lowest rank whose block raises.
 
     An OSError stays an OSError, any other error becomes a ValueError. The block appends to the yielded list texts that must be
     the same on every rank. The ValueError is a RankDifference if they differ, or if only some ranks had an error.
 
-    Every rank of ``ring`` must enter at the same ``call``; a rank with an error waits only briefly for the others.
+    Every rank of ``ring`` must enter with the same ``call``. A rank with an error waits only briefly for the others.
     """
     error, alike = None, list[str]()
     try:
@@ -173,11 +173,11 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
 
 
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
-    """Call the function on every rank, and return all ranks' return values, which JSON must be able to hold.
+    """Call the function on all ranks, and return the values of all ranks by rank. Values must be JSON values.
 
     Every rank of ``ring`` must call it with the same ``call``. If the function raises on any rank, every rank raises the error of
-    the lowest such rank: an OSError stays one, any other error becomes a ValueError. Raise ValueError if ``alike``, values by
-    name, differ between ranks.
+    the lowest such rank: an OSError stays an OSError, any other error becomes a ValueError. Raise ValueError if ``alike`` (values
+    by name) differs between ranks.
     """
     error, value = None, None
     try:
@@ -207,5 +207,5 @@ def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | s
 
 
 def by_rank(name: str, values: list[Any]) -> str:
-    """Return a text that lists each rank's value."""
+    """Return a text that lists the value of each rank."""
     return f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}"

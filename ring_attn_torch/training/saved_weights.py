@@ -1,7 +1,7 @@
-"""Weights in a folder of config.json and safetensors files, which both packages read.
+"""Weights in a folder of config.json and safetensors files. Both packages read and write it.
 
 Saving: shards are gathered, and rank 0 writes. Loading: every rank reads all weights from the files, one at a time. Ranks
-exchange only errors, and digests of blocks of the files, by which they notice that they read different saves.
+exchange only errors, and digests of blocks of the files to detect that they read different saves.
 """
 
 from __future__ import annotations
@@ -35,19 +35,20 @@ LOADING, SAVING = "loading weights", "saving weights"
 """The names of the calls in which ranks exchange their errors, the same for each kind of folder."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
-"""Pauses in seconds before ranks that have not all found the same weights try again."""
+"""Pauses in seconds between retries while ranks find different weights."""
 
 
 def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-    """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing one.
+    """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing save.
 
     The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors`` (beyond 5 GB several
     files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
-    either package reads it. It is written beside ``folder`` and renamed: after an error or a kill the previous one is complete.
+    either package reads it. A temporary folder is written beside ``folder`` and renamed, so after an error or a kill the previous
+    save is complete.
 
     ``model``: a RingTransformer, or one inside torch.compile, DDP, FSDP2 or tensor parallelism, whose shards are gathered.
-    ``group``: all ranks that hold parts or copies of it; None is the default group. Each must call it; rank 0 writes, and every
-    call returns after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ
+    ``group``: all ranks that hold its shards or replicas; None is the default group. Each must call it; rank 0 writes, and all
+    calls return after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ
     between ranks, or the folder holds other files, and OSError if it cannot be written. The error is the same on every rank.
     """
     save_folder(model, folder, lambda config: config.to_json(), OWN.renamed, ring_of(group))
@@ -56,24 +57,24 @@ def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGro
 def load_weights(
     folder: str | Path, *, dtype: torch.dtype | str | None = None, compute_dtype: torch.dtype | str | None = None, **ring: Any
 ) -> RingTransformer:
-    """Make the RingTransformer that ``save_weights`` of either package saved in ``folder``, on the default device.
+    """Load a RingTransformer from the ``folder`` of ``save_weights`` of either package, on the default device.
 
     ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None is the config's. ``ring``: the
-    arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group must call it, and
-    reads the files by itself, one weight at a time.
+    arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group must call it. Each
+    rank reads the files itself, one weight at a time.
 
-    Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights, which
-    the error names, are missing, unexpected or of another shape than in the config. The error is the same on every rank,
+    Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
+    missing, unexpected or of another shape than in the config; the error names them. The error is the same on every rank,
     whichever rank found it, and comes before a weight is read.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Return the model of a folder; ``dtypes``: those of the weights and of the computation, None for the config's.
+    """Load the model of a folder. ``dtypes``: those of the weights and of the computation, None for the config's.
 
-    If only some ranks find the folder, or ranks find different weights, a save may not be visible to all of them yet: all ranks
-    retry for 10 seconds, and then raise.
+    If only some ranks find the folder, or ranks find different weights, a save may not be visible to all ranks yet. All ranks
+    then retry for 10 seconds before they raise.
     """
     group = ring_of(ring.get("group"))
     for pause in (*PAUSES, None):
@@ -97,20 +98,20 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with other dtypes for the weights and the computation; None leaves the config's."""
+    """Return the config with other dtypes for the weights and the computation. None keeps the config's."""
     given = {"param_dtype": kept, "compute_dtype": computed}
     return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
 
 
 class Empty(NamedTuple):
-    """A model without its weights, and for each file the weights to read from it, as a dict from our name to the file's."""
+    """A model without weights and, for each file, a dict of the weights to read: our name to the file's name."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without its weights, and the names to read from each file of an open folder."""
+    """Return the model of ``config`` without weights, and the names of the weights to read from each file of an open folder."""
     with torch.device("meta"):
         model = RingTransformer.from_config(config, **ring)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -118,7 +119,7 @@ def described(held: WeightFolder, config: TransformerConfig, naming: Naming, rin
 
 
 def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
-    """Return the model with its weights, read one at a time."""
+    """Load the weights into the model, one at a time, and return it."""
     model = empty.model
     kept = dict(model.named_parameters())
     state = {}
@@ -133,7 +134,7 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 def save_folder(
     model: nn.Module, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str], ring: Group
 ) -> None:
-    """Save the weights under ``renamed(our name)``, and ``text(config)`` as config.json.
+    """Save the weights under ``renamed(name)``, and ``text(config)`` as config.json.
 
     Every rank of ``ring`` must call it.
     """
@@ -178,7 +179,7 @@ def save_folder(
 
 
 def transformer_in(model: nn.Module) -> RingTransformer:
-    """Return the RingTransformer that ``model`` is or wraps. Raise ValueError if it contains none."""
+    """Return the RingTransformer in ``model``, which may be wrapped. Raise ValueError if it contains none."""
     for module in model.modules() if isinstance(model, nn.Module) else ():
         if isinstance(module, RingTransformer):
             return module
@@ -186,7 +187,7 @@ def transformer_in(model: nn.Module) -> RingTransformer:
 
 
 def _whole(parameters: dict[str, nn.Parameter]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights by name on the host, one at a time, each gathered from its shards."""
+    """Yield the weights by name, one at a time, each gathered from its shards to the host."""
     for name, p in parameters.items():
         x = p.detach()
         yield name, (x.full_tensor() if is_dtensor(x) else x).cpu().contiguous()

@@ -1,4 +1,4 @@
-"""The ranks over which a parameter is sharded, and FSDP's reduction of its gradient, under FSDP2 and tensor parallelism."""
+"""The ranks that shard a parameter, and FSDP's reduction of its gradient, under FSDP2 and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ..ring.groups import is_dtensor
 
 
 class GradientReduction(NamedTuple):
-    """FSDP's reduction of a gradient: the ranks it sums over, one tuple for each dim of its mesh, and the divisor."""
+    """FSDP's reduction of a gradient: the ranks that it sums over, one tuple for each dim of its mesh, and the divisor."""
 
     ranks: list[tuple[int, ...]]
     divisor: float
 
 
 def dim_ranks(p: nn.Parameter) -> list[tuple[int, ...]]:
-    """Return, for each dim of a DTensor's mesh, the ranks of this rank's group; an empty list for a plain tensor."""
+    """Return the ranks of this rank's group in each dim of a DTensor's mesh, or an empty list for a plain tensor."""
     if not is_dtensor(p):
         return []
     return [ranks_in(p.device_mesh.get_group(dim)) for dim in range(p.device_mesh.ndim)]
@@ -31,9 +31,9 @@ def ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
 
 
 def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, GradientReduction]:
-    """Return the gradient reduction of every parameter that ``fully_shard`` has sharded.
+    """Return the gradient reduction of each parameter that ``fully_shard`` has sharded.
 
-    FSDP does not publish its divisor, so this reads its private attributes, one of which PyTorch has renamed once.
+    FSDP's divisor is not public, so this reads private attributes of FSDP. PyTorch has renamed one of them once.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import; if not imported yet, it has sharded nothing
     found: dict[nn.Parameter, GradientReduction] = {}

@@ -21,11 +21,11 @@ WRAPPED = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 
 
 def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
-    """Return copies of a module's parameters in numpy, by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
+    """Return numpy copies of a module's parameters by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
 
     bfloat16 and float16 become float32. ``from_numpy`` of either package reads the result. The prefixes of torch.compile,
     DistributedDataParallel and checkpoint_wrapper are removed from the names. DTensors (FSDP2, tensor parallelism) are gathered
-    one after the other: every rank of their mesh must call it.
+    one by one, so every rank of their mesh must call it.
     """
     state = {}
     for name, p in named_parameters(module).items():
@@ -36,10 +36,10 @@ def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
 
 
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
-    """Set the parameters of ``module``, each in its own dtype, to the arrays of either package's ``to_numpy``; return ``module``.
+    """Set the parameters of ``module``, each in its own dtype, to arrays from ``to_numpy`` of either package. Return ``module``.
 
     For a DTensor, a rank takes its shard from its own ``state``, and nothing is sent. Raise ValueError if weights are missing,
-    unexpected or of another shape; it lists them, and nothing changes.
+    unexpected or of another shape. The error lists them, and nothing changes.
     """
     parameters = named_parameters(module)
     check_state({name: p.shape for name, p in parameters.items()}, {name: np.shape(x) for name, x in state.items()})
@@ -65,7 +65,7 @@ def _inside(module: nn.Module, name: str) -> str:
 
 
 def _placed(whole: Tensor, p: nn.Parameter) -> Tensor:
-    """Return ``whole``, of which every rank has a copy, sharded like ``p`` if that is a DTensor."""
+    """Return ``whole``, a replica on each rank, as a DTensor sharded like ``p`` if ``p`` is one."""
     if not is_dtensor(p):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
