@@ -1,4 +1,4 @@
-"""The balanced layout: packed documents dealt to ranks so that each rank computes the same, while few keys travel.
+"""The balanced layout: it assigns packed documents to ranks so that all ranks compute equally much and few keys travel.
 
 Documents of 4, 12, 3, 8 and 5 tokens over 4 ranks of 8 tokens, under a causal mask:
 
@@ -10,11 +10,11 @@ Documents of 4, 12, 3, 8 and 5 tokens over 4 ranks of 8 tokens, under a causal m
     zigzag       of each         24  32  40  49     other      1   5   5   8
     contiguous   rank            20  68  21  36     ranks      0   4   0   5
 
-A causal query costs one pair for each token up to it in its document. The tokens form a sequence of rising cost: documents in the
-order of their mean cost. Each rank in turn takes tokens from both ends, as many costly ones as give it the mean of the cost that
-is left, and fills up with cheap ones. This is the alias method for dealing a distribution (Walker 1974). Most documents stay
-whole, and a document on one rank costs no traffic (D). A long one is cut from its end to its beginning, where its ranks' work is
-full: one rank holds the queries that see all of it, the next ones see less.
+A causal query costs one pair for each token up to it in its document. The documents, sorted by mean cost, form one sequence of
+tokens. Each rank in turn takes tokens from both ends: as many costly tokens as give it the mean of the remaining cost, and cheap
+tokens for the rest. This follows the alias method for sampling a distribution (Walker 1974). Most documents stay whole, and a
+document on one rank costs no traffic (D). A long document is cut from its end to its beginning, each time a rank has its share:
+one rank holds the queries that see all of it, the next ranks hold queries that see less.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments, PairCost, count_inside
 
 LEAST_CHUNK, MOST_CHUNK = 512, 2048
-"""Bounds of the tokens up to which neighbouring short documents are dealt as one: fewer runs, at the same balance."""
+"""Bounds of the total tokens up to which neighbouring short documents are assigned as one: fewer runs, at the same balance."""
 
 SNAP = 64
-"""Most tokens by which a cut moves to the edge of a document."""
+"""Largest number of tokens by which a cut may move to the edge of a document."""
 
 MOST_WHOLE = 4
-"""Most costly documents that a rank is tried to get whole."""
+"""Largest number of whole items from the costly end that are tried as a rank's costly tokens."""
 
 SLACK = 0.004
-"""The share of its cost by which a rank may get too much or too little if that cuts fewer documents."""
+"""Largest relative deviation of a rank's cost from its share, accepted if it cuts fewer documents."""
 
 
 def balanced_layout(
@@ -53,15 +53,16 @@ def balanced_layout(
     mask: Band | Mapping[Band, float] | None = None,
     pair_cost: PairCost | None = None,
 ) -> BalancedLayout:
-    """Deal packed documents to ``ranks`` ranks: equal tokens, equal cost within some 1 %, and few keys that travel.
+    """Assign packed documents to ``ranks`` ranks: equal tokens, equal cost within about 1 %, and few keys that travel.
 
-    ``documents``: the lengths of the documents in tokens, in their order, or such a sequence for each batch row; one document is
-    a plain sequence. ``seq_local``: tokens of each rank, by default the fewest that hold the longest row; the rest is padding.
-    ``mask``: the mask inside a document, by default ``causal()``. A model with several kinds of layers passes a mapping of masks
-    to their costs, such as ``{causal(): 8, sliding_window(4095): 24}`` for 8 and 24 layers. ``pair_cost``: a function of a
-    document's tokens that gives the cost of one of its pairs, by default 1; short documents cost more, if they fill tiles badly.
+    ``documents``: the lengths of the documents in tokens, in order, or one such sequence for each batch row; a single length
+    means an unpacked sequence. ``seq_local``: tokens per rank, by default the fewest that hold the longest row; the rest is
+    padding. ``mask``: the mask inside a document, by default ``causal()``. A model with several kinds of layers passes a mapping
+    of masks to their costs, such as ``{causal(): 8, sliding_window(4095): 24}`` for 8 and 24 layers. ``pair_cost``: a function
+    from a document's length in tokens to the cost of one of its pairs, by default 1. Short documents cost more if they fill tiles
+    badly.
 
-    Neighbouring documents of at most 512 to 2,048 tokens in all, an eighth of a shard, are dealt together.
+    Neighbouring short documents of together at most an eighth of a shard (but 512 to 2,048 tokens) are assigned as one.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes 0.4 ms for 8 ranks of 8,192 tokens,
     and 7 ms for 64 ranks and two million tokens. Raise ValueError if an argument is invalid, or if the documents do not fit into
@@ -85,10 +86,10 @@ def balanced_layout(
 
 
 def layout_of_ids(ids: Sequence[Sequence[int]], ranks: int) -> BalancedLayout:
-    """Deal the documents of batch rows to ranks, under a causal mask.
+    """Assign the documents of batch rows to ranks, under a causal mask, and return the layout.
 
-    ``ids``: the document of each token of each row, of one length; negative ids are padding, which costs nothing at the end of a
-    row, and elsewhere as much as a document of one token.
+    ``ids``: the document id of each token; all rows have the same length. Negative ids are padding: at the end of a row it costs
+    nothing, elsewhere each padding token costs as much as a document of one token.
     """
     length, rows = len(ids[0]) if ids else 0, []
     for row in ids:
@@ -109,21 +110,21 @@ class RankWork(NamedTuple):
     pairs: float
     """Visible pairs of its queries, or their cost."""
     remote: int
-    """Keys of other ranks that its queries see: what has to travel to it."""
+    """Keys of other ranks that its queries see, which have to travel to it."""
 
 
 def work_of(packed: PackedDocuments, rank: tuple[Run, ...]) -> RankWork:
-    """Return the work of the rank that holds these runs."""
+    """Return the work of a rank that holds the runs ``rank``."""
     seen = packed.seen(rank)
     own = sum(count_inside(run, seen) for run in rank)
     return RankWork(sum(map(packed.cost, rank)), sum(end - first for first, end in seen) - own)
 
 
 class _Item(NamedTuple):
-    """Consecutive positions that are dealt from both ends: a document, several short ones, or what is left of one."""
+    """Consecutive positions that are assigned from both ends: a document, several short documents, or the rest of one."""
 
     density: float
-    """Mean cost of a query; items are in the order of it."""
+    """Mean cost of a query; items are sorted by it."""
     start: int
     end: int
     before: float
@@ -134,7 +135,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class _Remaining:
-    """The items that are not dealt yet, in order of density. As one sequence of tokens, each rank takes its two ends."""
+    """The items not yet assigned, sorted by density. Each rank takes tokens from both ends of their sequence."""
 
     items: list[_Item]
     edges: list[int]
@@ -143,7 +144,7 @@ class _Remaining:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Return the number of tokens before each item, and of all."""
+        """Return the number of tokens before each item, followed by the number of all tokens."""
         return list(accumulate([item.end - item.start for item in self.items], initial=0))
 
     @cached_property
@@ -151,7 +152,7 @@ class _Remaining:
         return list(accumulate([item.cost for item in self.items], initial=0))
 
     def at(self, token: int) -> tuple[int, int]:
-        """Return the index of the item of a token, counted in this sequence, and its offset in the item."""
+        """Return (item index, offset in the item) of a token, counted in the sequence of all items."""
         index = bisect_right(self.tokens, token) - 1
         return index, token - self.tokens[index]
 
@@ -163,7 +164,10 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, ranks: int) -> int:
-        """Return the number of tokens that a rank takes from the costly end, of ``local`` in all, so that it gets its share."""
+        """Return how many of a rank's ``local`` tokens to take from the costly end, for an equal share of the cost.
+
+        ``ranks``: number of ranks that still have no tokens.
+        """
         total, share = self.tokens[-1], self.costs[-1] / ranks
         excess = lambda x: self.cost_of_first(local - x) + self.costs[-1] - self.cost_of_first(total - x) - share
         low, high = 0, local
@@ -178,7 +182,7 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return how far a cut before token ``cut`` is from the nearest edges of a document or item, before and after it."""
+        """Return the distances of a cut before token ``cut`` to the nearest edges of a document or item, backward and forward."""
         index, offset = self.at(cut)
         if not offset:
             return (0,)
@@ -215,7 +219,10 @@ def _item(start: int, end: int, cost_before: Callable[[int], float]) -> _Item:
 def _deal(
     edges: list[int], ranks: int, local: int, cost_before: Callable[[int], float]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return each rank's runs (start, length). ``edges``: those of documents, within which the cost of a query rises."""
+    """Assign items to each rank in turn, and return each rank's runs (start, length).
+
+    ``edges``: the edges of documents. Within a document the cost of a query must rise.
+    """
     edges = sorted({0, *edges, ranks * local})
     chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
     items, dealt = sorted(_item(start, end, cost_before) for start, end in pairwise(_chunks(edges, chunk))), []
@@ -228,7 +235,7 @@ def _deal(
 
 
 def _chunks(edges: list[int], chunk: int) -> list[int]:
-    """Return the edges of items: those of documents, without the ones inside of ``chunk`` tokens of short documents."""
+    """Return the edges of items: the documents' edges, without those between neighbours of together at most ``chunk`` tokens."""
     kept = edges[:1]
     for edge, following in pairwise([*edges[1:], edges[-1] + chunk + 1]):
         if following - kept[-1] > chunk:
@@ -237,7 +244,7 @@ def _chunks(edges: list[int], chunk: int) -> list[int]:
 
 
 def _runs(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Return spans (start, end) as runs (start, length) in order of position, with neighbours joined."""
+    """Return spans (start, end) as runs (start, length), sorted by position, with adjacent runs joined."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if runs and sum(runs[-1]) == start:
@@ -248,6 +255,6 @@ def _runs(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _later_cost_more(masks: tuple[tuple[Band, float], ...]) -> bool:
-    """Return whether the last query of a long document costs at least as much as the first, over all masks."""
+    """Return whether, summed over all masks, the last query of a long document costs at least as much as the first."""
     side = lambda lag: float(2**40) if lag is None else lag
     return sum(cost * (side(mask.hi) - side(None if mask.lo is None else -mask.lo)) for mask, cost in masks) >= 0

@@ -1,4 +1,4 @@
-"""The record of a balanced layout: the runs of consecutive token positions that each rank holds, of any number and length."""
+"""The record of a balanced layout: each rank's runs of consecutive token positions, of any number and length."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..validation import in_words
 @hashed_once
 @dataclass(frozen=True)
 class BalancedLayout:
-    """The token positions that each rank holds, as :func:`balanced_layout` deals them. It is data, equal on every rank.
+    """The token positions of each rank, as computed by :func:`balanced_layout`. It is plain data, equal on every rank.
 
     ``runs``: for each rank the (start, length) of its runs of consecutive positions, in order of position; the lengths of each
     rank add up to ``seq_local``. ``length``: the true tokens; positions from ``length`` on are padding. Raise ValueError if the
-    runs of all ranks do not hold each position from 0 to ``ranks * seq_local - 1`` once.
+    runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
@@ -44,7 +44,7 @@ class BalancedLayout:
             )
 
     def __str__(self) -> str:
-        """Return ranks, length and a digest of the runs, by which ranks compare their layouts."""
+        """Return ranks, length and a digest of the runs; ranks compare their layouts by this text."""
         digest = sha256(repr(self.runs).encode()).hexdigest()[:16]
         return f"balanced over {self.ranks} ranks, length {self.length}, runs {digest}"
 
@@ -60,25 +60,25 @@ class BalancedLayout:
 
     @property
     def most_runs(self) -> int:
-        """Return the largest number of runs of a rank."""
+        """Return the largest number of runs that any rank has."""
         return max(map(len, self.runs))
 
     def held(self, rank: int) -> tuple[Run, ...]:
-        """Return the runs of a rank without padding."""
+        """Return the runs of a rank, without padding."""
         kept = (Run(start, length).before(self.length) for start, length in self.runs[rank])
         return tuple(run for run in kept if run.length)
 
     def padded_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Return (base, length, start, stride) of each run of a rank, as a plan has them: as many runs as any rank has.
+        """Return (base, length, start, stride) of each run of a rank, with empty runs added up to ``most_runs``.
 
-        ``base``: offset in the shard; ``length``: true tokens, 0 for a run that is there to make the count equal.
+        A plan needs equally many runs on every rank. ``base``: offset in the shard. ``length``: true tokens, 0 in an added run.
         """
         bases = accumulate((length for _, length in self.runs[rank]), initial=0)
         own = [(base, Run(*run).before(self.length).length, run[0], 1) for base, run in zip(bases, self.runs[rank], strict=False)]
         return (*own, *[(0, 0, 0, 1)] * (self.most_runs - len(own)))
 
     def check(self, ranks: object, length: object) -> None:
-        """Raise ValueError if this layout is of another number of ranks or of tokens."""
+        """Raise ValueError if this layout has another number of ranks or another length."""
         if ranks != self.ranks or length != self.length:
             raise ValueError(
                 f"this layout deals {self.length} tokens to {self.ranks} ranks, got {in_words(length)} tokens and "

@@ -1,8 +1,8 @@
-"""The cost model of the strategies: the seconds of a forward and a backward, and the memory, of one rank on a machine.
+"""The cost model of the strategies: seconds of a forward and a backward, and memory, of one rank on a machine.
 
 Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order of ``ring/strategies/`` of both packages.
-All transfers of a call share one queue, as those of a process group do in PyTorch, also if some of them cross between hosts.
-Pairs are counted from the plan, bytes from the shapes; a ``Machine`` says how fast both are.
+All transfers of a call share one queue, like those of a process group in PyTorch, even if some of them cross between hosts. The
+plan gives the visible pairs, the shapes give the bytes, and a ``Machine`` gives the rates of both.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ GATHERED, EXCHANGED = 1.12, 1.50
 """The factors of the backward kernels' time on joined keys, and on joined keys and queries: measured on two H200s."""
 
 EXTENTS = 3.9
-"""The factor of a backward step's time beside its products if queries have extents: measured on two H200s."""
+"""The factor of a backward step's time besides its products if queries have extents: measured on two H200s."""
 
 SLICE, EXCHANGE = 13, 6
-"""The launches, in the time that one takes the host, by which PyTorch places a slice, and reorders arrays around an exchange."""
+"""Numbers of launches by which PyTorch places a slice, and reorders arrays around an exchange; they take time on the host."""
 
 
 class Work(NamedTuple):
-    """The pairs of a step, and the share of a rank's queries that see some of its keys."""
+    """The visible pairs of a step, and the share of a rank's queries that see a key in this step."""
 
     pairs: float
     queries: float
@@ -38,7 +38,7 @@ class Work(NamedTuple):
 
 @dataclass
 class Pass:
-    """One pass of a call on a machine: its timeline, and the seconds of a step."""
+    """One pass of a call on a machine, forward or backward: its timeline, and the seconds of its steps."""
 
     load: Load
     machine: Machine
@@ -50,7 +50,7 @@ class Pass:
         self.rate = load.backward_rate(machine) if self.backward else load.forward_rate(machine)
 
     def seconds(self, work: Work, continued: bool, slower: float = 1.0) -> float:
-        """Return the time of the launches of a step. ``continued``: its state is that of an earlier step, or of a later one."""
+        """Return the time of a step's launches. ``continued``: its state comes from an earlier step or goes to a later one."""
         machine, load = self.machine, self.load
         of_query = machine.backward_step if self.backward else machine.forward_step
         of_query += machine.forward_state if continued and not self.backward else 0.0
@@ -59,18 +59,18 @@ class Pass:
         return products + of_query * load.q * work.queries * load.v_dim / 128
 
     def work(self, shift: int) -> Work:
-        """Return the work of the slowest rank at a shift."""
+        """Return the work of the slowest sampled rank at a shift."""
         return self.of_shifts(dict.fromkeys(self.load.sample, shift))
 
     def of_shifts(self, shifts: dict[int, int]) -> Work:
-        """Return the work of the slowest of some ranks, each at its shift."""
+        """Return the work of the slowest of some ranks; ``shifts`` maps each rank to its shift."""
         load = self.load
         queries = max(load.queries(rank, shift) for rank, shift in shifts.items())
         return Work(max(load.area(rank, shift) for rank, shift in shifts.items()), queries / max(load.plan.seq_local, 1))
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
-    """Return the predicted time of a strategy. ``group``: ranks of a group of "ulysses" or of a host of "two_level"."""
+    """Return the predicted time of a strategy. ``group``: ranks per group of "ulysses", or per host of "two_level"."""
     passes = []
     for backward in (False, True):
         run = Pass(load, machine, backward)
@@ -80,7 +80,7 @@ def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
 
 
 def memory(name: str, load: Load, group: int = 0) -> int:
-    """Return the bytes that a strategy holds at most besides a rank's own q, k, v, out and their gradients, in the backward."""
+    """Return the most bytes that a strategy holds in the backward, besides a rank's own q, k, v, out and their gradients."""
     keys, gradients = load.kv * load.item, load.kv * load.wide
     ranks = load.plan.ranks
     if name == "gather":
@@ -98,7 +98,7 @@ def _ring(run: Pass, group: int) -> None:
 
 
 def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: bool, slower: float = 1.0) -> None:
-    """Send keys round; a backward step waits for the gradients of its keys, which were sent when the step before ended."""
+    """Schedule a ring: each step sends its keys on. A backward step first waits for its keys' gradients from the step before."""
     line, load = run.line, run.load
     travelling: float | None = None
     for number, each in enumerate(works):
@@ -113,7 +113,7 @@ def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: b
 
 
 def _two_way(run: Pass, group: int) -> None:
-    """Take turns between the ways: keys and gradients of one way travel during a step of the other."""
+    """Schedule two ways round in turn: keys and gradients of one way travel during a step of the other way."""
     line, load = run.line, run.load
     crosses = load.hosts > 1
     ways = [list(way) for way in load.plan.ways if way]
@@ -136,7 +136,7 @@ def _two_way(run: Pass, group: int) -> None:
 
 
 def _direct(run: Pass, group: int) -> None:
-    """Send the slices of the next step during a step, and the gradients of the step before."""
+    """Schedule "direct": during a step, send the slices of the next step and the gradients of the previous step."""
     line, load, plan = run.line, run.load, run.load.plan
     crosses = load.hosts > 1
     sliced = DirectPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)})
@@ -169,7 +169,7 @@ def _sent_back(run: Pass, sliced: DirectPlan, shift: int) -> float | None:
 
 
 def _gather(run: Pass, group: int) -> None:
-    """Gather all keys before the only step; in the backward send the gradients of all shards to their owners after it."""
+    """Schedule "gather": gather all keys before the only step; in the backward, send all gradients to their owners after it."""
     line, load = run.line, run.load
     ranks = load.plan.ranks
     across = (load.plan.ranks - load.local) / load.local  # each shard comes to a host once, over one of its links
@@ -189,7 +189,7 @@ def _shares(load: Load, group: int) -> HeadShares:
 
 
 def _ulysses(run: Pass, group: int) -> None:
-    """Exchange heads inside a group before the first step and after the last; send keys round the ring of groups."""
+    """Schedule "ulysses": exchange heads inside a group before the first and after the last step; groups form the ring."""
     line, load, plan = run.line, run.load, run.load.plan
     shares, across = _shares(load, group), load.host_ranks < group
     kv = load.kv * shares.copies / group
@@ -214,7 +214,7 @@ def _ulysses(run: Pass, group: int) -> None:
 
 
 def _group_pairs(run: Pass, shift: int, group: int) -> int:
-    """Return the pairs of all queries of a group and all keys of the group ``shift`` ranks before it."""
+    """Return the visible pairs between all queries of a group and all keys of the group ``shift`` ranks before it."""
     load, plan = run.load, run.load.plan
     if group == plan.ranks:
         return plan.mask.area(plan.length, plan.kv_length)
@@ -224,7 +224,7 @@ def _group_pairs(run: Pass, shift: int, group: int) -> int:
 
 
 def _two_level(run: Pass, group: int) -> None:
-    """Send keys to the next host while they go round this one, and the sums of gradients of the host before."""
+    """Schedule "two_level": while keys go round this host, send them and the previous host's gradient sums to the next host."""
     line, load, plan = run.line, run.load, run.load.plan
     levels = TwoLevelPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)}, host_ranks=group)
     left: float | None = None

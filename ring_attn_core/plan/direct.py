@@ -1,7 +1,7 @@
-"""The plan of the strategy "direct": for every pair of ranks, the part of the owner's keys that the reader may see.
+"""The plan of the strategy "direct": for every pair of ranks, which of the owner's keys the reader's queries may see.
 
 At shift s the owner ``rank`` sends a slice of each of its key runs to the reader ``rank + s``. A slice is the shortest stretch of
-a run that holds every key that some query of the reader sees, by the mask and, if they are known, the documents.
+a run that holds all keys visible to the reader's queries, by the mask and, if known, the documents.
 
     causal, zigzag, 4 ranks     shift 1: rank 1 (tokens 2 3 12 13) sends 2 3 to rank 2, whose last query is at 11
     window of 2, contiguous     shift 1: each rank but the last sends its last 2 tokens to the next rank; no other shift
@@ -21,7 +21,8 @@ from .ring import RingPlan
 class Slice(NamedTuple):
     """The tokens ``firsts[owner]`` to ``firsts[owner] + lengths[owner] - 1`` of each owner's shard, sent at one shift.
 
-    A length of 0 sends nothing. ``end``: no slice goes beyond this token; the next slice of the same shift begins there or later.
+    A slice of length 0 is not sent. ``end``: exclusive upper bound of all owners' slices; the next slice of the same shift begins
+    there or later.
     """
 
     firsts: tuple[int, ...]
@@ -29,17 +30,17 @@ class Slice(NamedTuple):
     end: int
 
     def tokens(self, owner: int, even: bool = False) -> int:
-        """Return the number of tokens that ``owner`` sends: with ``even`` the longest slice's, unless its own is empty."""
+        """Return the number of tokens that ``owner`` sends; with ``even`` the longest slice's, unless its own slice is empty."""
         return self.longest if even and self.lengths[owner] else self.lengths[owner]
 
     @property
     def longest(self) -> int:
-        """Return the length of the longest slice of any owner: the size at which all fit where sizes are static."""
+        """Return the length of the longest slice of any owner: the size that holds every slice if sizes must be static."""
         return max(self.lengths)
 
     @property
     def even_firsts(self) -> tuple[int, ...]:
-        """Return the first token of each owner's slice if all slices are ``longest`` tokens long."""
+        """Return the first token of each owner's slice if every slice is extended to ``longest`` tokens."""
         return tuple(min(first, self.end - self.longest) for first in self.firsts)
 
     def meets(self, after: Slice) -> bool:
@@ -48,16 +49,16 @@ class Slice(NamedTuple):
         return all(first + tokens == begin if tokens and more else tokens == more for first, tokens, begin, more in sent)
 
     def joined(self, after: Slice) -> Slice:
-        """Return this slice and the one ``after`` it as one."""
+        """Return one slice that covers this slice and the slice ``after``, which begins at its end."""
         return Slice(self.firsts, tuple(map(sum, zip(self.lengths, after.lengths, strict=True))), after.end)
 
 
 @dataclass(frozen=True)
 class DirectPlan(RingPlan):
-    """The plan of a ring whose ranks send each other the keys that are visible there, from the owner straight to the reader."""
+    """The plan of "direct": each owner sends keys straight to the ranks whose queries see them."""
 
     def slices(self, shift: int) -> tuple[Slice, ...]:
-        """Return the slices that each owner sends to the rank ``shift`` after it, in the order of the shard."""
+        """Return the slices that each owner sends to the rank ``shift`` ranks after it, in shard order."""
         return self._slices[shift]
 
     @cached_property
@@ -65,7 +66,7 @@ class DirectPlan(RingPlan):
         return {shift: tuple(self._of_shift(shift)) for shift in self.shifts[1:]}
 
     def _of_shift(self, shift: int) -> list[Slice]:
-        """Return a slice for each run of keys at this shift; slices that meet in every shard are one."""
+        """Return a slice for each run of keys at this shift; join slices that meet in every shard."""
         found: list[Slice] = []
         for run in range(len(self.k_runs[0])):
             parts = [self._visible(owner, (owner + shift) % self.ranks, run) for owner in range(self.ranks)]
@@ -78,12 +79,12 @@ class DirectPlan(RingPlan):
         return found
 
     def sent(self, owner: int, shift: int) -> int:
-        """Return the tokens that ``owner`` sends at a shift, without the slices of any other owner."""
+        """Return the number of tokens that ``owner`` sends at a shift, without computing other owners' slices."""
         reader = (owner + shift) % self.ranks
         return sum(self._visible(owner, reader, run)[1] for run in range(len(self.k_runs[0])))
 
     def _visible(self, owner: int, reader: int, run: int) -> tuple[int, int]:
-        """Return the first token and the length of the part of the owner's run ``run`` that the reader's queries see."""
+        """Return (first token, length) of the part of the owner's run ``run`` that the reader's queries see."""
         base, *keys = self.k_runs[owner][run]
         seen = (visible_keys(_run(*queries), _run(*keys), self.mask) for _, *queries in self.q_runs[reader])
         some = [(first, end) for first, end in seen if first < end]
@@ -98,7 +99,7 @@ def _run(length: int, start: int, stride: int) -> Run:
 
 
 def visible_keys(queries: Run, keys: Run, mask: Band) -> tuple[int, int]:
-    """Return the first and the end (exclusive) local index of the keys that some query sees; (0, 0) if no query sees one.
+    """Return the local indices [first, end) of the keys that some query sees; (0, 0) if no query sees one.
 
     Between runs of equal stride the visible lags ``i - j`` are ``lo`` to ``hi``, so key j is seen if
     ``i = max(0, j + lo) <= min(queries - 1, j + hi)``: ``-hi <= j <= queries - 1 - lo``.

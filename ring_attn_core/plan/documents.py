@@ -1,13 +1,14 @@
-"""Packed documents as work: the visible pairs of any queries, and the keys that they see.
+"""Packed documents as work: the visible pairs of any queries, and the keys that these queries see.
 
-Documents stand one after the other, and a query sees keys of its own document alone, as far as the mask lets it. With documents
-of 3, 1 and 4 tokens, then two of padding, under a causal mask:
+Documents follow one another, and a query sees only keys of its own document that the mask leaves visible. With documents of 3, 1
+and 4 tokens, then two of padding, under a causal mask:
 
     position   0  1  2  3  4  5  6  7  8  9
     document   A  A  A  B  C  C  C  C  .  .
     pairs      1  2  3  1  1  2  3  4  0  0
 
-Batch rows may hold other documents each: pairs are summed over the rows, and a key is seen if a query of any row sees it.
+Each batch row may hold different documents: pairs are summed over the rows, and a key counts as seen if a query of any row sees
+it.
 """
 
 from __future__ import annotations
@@ -52,8 +53,9 @@ def document_rows(documents: Any) -> tuple[tuple[int, ...], ...]:
 class PackedDocuments:
     """The documents of each batch row, the masks inside them, and the cost of a pair.
 
-    ``rows``: the lengths of the documents, one tuple for each batch row. ``masks``: each mask with the cost of its pairs: for a
-    model with several kinds of layers, the number of layers of each. ``pair_cost`` multiplies it by the document's length.
+    ``rows``: the lengths of the documents, one tuple for each batch row. ``masks``: each mask with the cost of one of its pairs;
+    for a model with several kinds of layers, the number of layers of each kind. ``pair_cost``: a function from a document's
+    length to a factor of that cost.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -62,7 +64,7 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, documents: Any, mask: Any = None, pair_cost: PairCost | None = None) -> PackedDocuments:
-        """Return the record of what users pass.
+        """Return the record of the arguments that users pass.
 
         ``mask``: a Band, or a mapping of Bands to costs; None is ``causal()``. Raise ValueError if a length, a mask or a cost is
         invalid.
@@ -87,7 +89,7 @@ class PackedDocuments:
 
     @cached_property
     def cost_before(self) -> Callable[[int], float]:
-        """A function of a position: the cost of all queries before it."""
+        """Return a function from a position to the cost of all queries before it."""
         parts = [self._row_cost(row, band, cost) for row in self.rows for band, cost in self.masks if cost]
         if len(parts) == 1:
             return parts[0]
@@ -101,9 +103,9 @@ class PackedDocuments:
         return sum(before(position + 1) - before(position) for position in run.positions())
 
     def seen(self, runs: Iterable[Run]) -> list[tuple[int, int]]:
-        """Return the keys that queries of ``runs`` see: disjoint intervals (first, end) of positions, in order.
+        """Return the keys that queries of ``runs`` see, as disjoint intervals (first, end) of positions, sorted.
 
-        A run of another stride than 1 counts as seeing every key between those of its first and last query in a document.
+        A run with a stride other than 1 counts as seeing all keys between those of its first and last query in a document.
         """
         found = []
         for run in runs:
@@ -119,11 +121,11 @@ class PackedDocuments:
 
     @cached_property
     def _starts(self) -> list[list[int]]:
-        """Return the first position of each document of each row, and the end of the last."""
+        """Return, for each row, the first position of each document, followed by the end of the last document."""
         return [list(accumulate(row, initial=0)) for row in self.rows]
 
     def _row_cost(self, row: tuple[int, ...], band: Band, cost: float) -> Callable[[int], float]:
-        """Return the function of a position: the cost of the queries of one row before it, under one mask."""
+        """Return a function from a position to the cost of one row's queries before it, under one mask."""
         starts = list(accumulate(row, initial=0))
         of_pair = [cost * self._checked_cost(tokens) for tokens in row]
         each = [c * band.area(tokens, tokens) for tokens, c in zip(row, of_pair, strict=True)]
@@ -155,14 +157,14 @@ def _check_cost(name: str, cost: Any) -> None:
 
 
 def _inside(run: Run, first: int, end: int) -> tuple[int, int] | None:
-    """Return the first and last position of ``run`` in ``first .. end - 1``; None if it has none there."""
+    """Return the first and last position of ``run`` within ``first .. end - 1``; None if none lies there."""
     skipped = max(-((run.start - first) // run.stride), 0)
     kept = Run(run.start + skipped * run.stride, max(run.length - skipped, 0), run.stride).before(end)
     return (kept.start, kept.start + kept.stride * (kept.length - 1)) if kept.length else None
 
 
 def _hull(begin: int, last: int, first: int, end: int, band: Band) -> tuple[int, int]:
-    """Return the interval of the keys ``first .. end - 1`` that the queries ``begin .. last`` see under ``band``."""
+    """Return the interval of keys in ``first .. end - 1`` that the queries ``begin .. last`` see under ``band``."""
     low = first if band.hi is None else max(first, begin - band.hi)
     high = end if band.lo is None else min(end, last - band.lo + 1)
     return low, max(low, high)
@@ -179,6 +181,6 @@ def _united(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def count_inside(run: Run, intervals: Sequence[tuple[int, int]]) -> int:
-    """Return the number of tokens of ``run`` within disjoint ``intervals`` in order."""
+    """Return the number of tokens of ``run`` that lie in ``intervals``, which are disjoint and sorted."""
     below = lambda end: run.before(end).length
     return sum(below(end) - below(first) for first, end in intervals)

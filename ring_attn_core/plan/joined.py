@@ -1,4 +1,4 @@
-"""The plan of a ring whose ranks compute on the shards of several ranks side by side: of queries, of keys, or of both."""
+"""The plan of a ring whose ranks compute on joined shards of several ranks: of queries, of keys, or of both."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Runs = tuple[tuple[tuple[int, int, int, int], ...], ...]
 
 @dataclass(frozen=True)
 class JoinedPlan(RingPlan):
-    """The plan of a ring in which each rank computes on the joined shards of a group of consecutive ranks, in their order.
+    """The plan of a ring in which each rank computes on the joined shards of a group of consecutive ranks, in rank order.
 
     ``q_shards``, ``k_shards``: number of ranks in a group of queries and of keys; both divide ``ranks``. The runs of all ranks of
     a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions are those of single shards.
-    ``shares``: the heads that each rank of a group computes; None: all.
+    ``shares``: the heads that each rank of a group computes; None: all heads.
     """
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan
@@ -26,7 +26,7 @@ class JoinedPlan(RingPlan):
 
     @cached_property
     def q_runs(self) -> Runs:
-        """Return ``[ranks][runs]`` as in ``RingPlan``, with the offset in the joined shards."""
+        """Return ``[ranks][runs]`` as ``RingPlan.q_runs`` does, but with offsets in the joined shards."""
         return _joined(super().q_runs, self.q_shards, self.seq_local)
 
     @cached_property
@@ -40,7 +40,7 @@ class JoinedPlan(RingPlan):
 
     @cached_property
     def shifts(self) -> tuple[int, ...]:
-        """Return the shifts, multiples of ``k_shards``, at which some group of queries may see keys."""
+        """Return the shifts, all multiples of ``k_shards``, at which some group of queries may see keys."""
         if self.steps is None:
             shifts = range(self.k_shards, self.ranks, self.k_shards)
             return (0, *(s for s in shifts if any(self.area(rank, s) for rank in range(0, self.ranks, self.q_shards))))
@@ -49,7 +49,7 @@ class JoinedPlan(RingPlan):
 
 
 def _joined(runs: Runs, shards: int, local: int) -> Runs:
-    """Return for each rank the runs of its group of ``shards`` ranks, whose shards of ``local`` tokens stand side by side."""
+    """Return for each rank the runs of its group of ``shards`` ranks; their shards of ``local`` tokens are in rank order."""
     groups = [runs[first : first + shards] for first in range(0, len(runs), shards)]
     joined = [tuple((i * local + base, *run) for i, each in enumerate(group) for base, *run in each) for group in groups]
     return tuple(joined[rank // shards] for rank in range(len(runs)))  # type: ignore[arg-type]

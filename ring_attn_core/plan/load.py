@@ -1,4 +1,4 @@
-"""The sizes of a call, as far as its time depends on them: the pairs of ranks and steps, the bytes of a shard."""
+"""The sizes of a call on which its time depends: the pairs of ranks and steps, and the bytes of a shard."""
 
 from __future__ import annotations
 
@@ -28,12 +28,11 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """The sizes of a call, as far as its time depends on them.
+    """The sizes of a call on which its time depends.
 
-    ``plan``: that of the ring. ``item``: bytes of a number of q, k and v. ``host_ranks``: number of consecutive ranks on a
-    host, 0 if unknown.
-    ``share``: visible pairs over those of the mask, below 1 if documents are packed and their lengths are known. ``extents``:
-    whether queries have extents.
+    ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
+    host, 0 if unknown. ``share``: visible pairs divided by the mask's pairs, below 1 for packed documents of known lengths.
+    ``extents``: whether queries have extents.
     """
 
     plan: RingPlan
@@ -53,27 +52,27 @@ class Load:
 
     @property
     def local(self) -> int:
-        """Return the ranks that share the links of a host."""
+        """Return the number of ranks that share the links of a host."""
         return min(self.plan.ranks, self.host_ranks)
 
     @property
     def kv(self) -> int:
-        """Return the number of elements of a shard of keys and values."""
+        """Return the number of elements in a shard of keys and values."""
         return self.batch * self.plan.kv_local * self.kv_heads * (self.head_dim + self.v_dim)
 
     @property
     def q(self) -> int:
-        """Return the number of pairs of a query and a head."""
+        """Return the number of (query, head) pairs in a shard."""
         return self.batch * self.plan.seq_local * self.heads
 
     @property
     def wide(self) -> int:
-        """Return the bytes of a number in the accumulation dtype."""
+        """Return the bytes per element in the accumulation dtype."""
         return max(4, self.item)
 
     @cached_property
     def sample(self) -> tuple[int, ...]:
-        """Return the ranks whose work is counted: the first, the last, and others at equal distances."""
+        """Return the ranks whose work is counted: the first, the last, and others at equal distances between them."""
         ranks, some = self.plan.ranks, min(self.plan.ranks, SAMPLE)
         return tuple(sorted({i * (ranks - 1) // max(some - 1, 1) for i in range(some)}))
 
@@ -82,7 +81,7 @@ class Load:
         return {}
 
     def area(self, rank: int, shift: int) -> int:
-        """Return the visible pairs of a rank at a shift, counted once."""
+        """Return the number of visible pairs of a rank at a shift, cached."""
         known = self._areas.get((rank, shift))
         if known is None:
             known = self._areas[rank, shift] = self.plan.area(rank, shift)
@@ -101,21 +100,27 @@ class Load:
         return total
 
     def operations(self, pairs: float) -> tuple[float, float]:
-        """Return the operations of ``pairs`` (query, key) pairs of all heads, forward and backward."""
+        """Return the floating-point operations for ``pairs`` (query, key) pairs in all heads, as (forward, backward)."""
         d, e, each = self.head_dim, self.v_dim, 2 * self.batch * self.heads * self.share * pairs
         return each * (d + e), each * (3 * d + 2 * e)
 
     def ideal(self, machine: Machine) -> Seconds:
-        """Return the time of the mean work of a rank in one launch, without any transfer."""
+        """Return the time of a rank's mean work in one launch, without any transfer."""
         mean = sum(self.area(rank, shift) for rank in self.sample for shift in self.plan.shifts) / len(self.sample)
         forward, backward = self.operations(mean)
         return Seconds(forward / self.forward_rate(machine), backward / self.backward_rate(machine))
 
     def forward_rate(self, machine: Machine) -> float:
-        """Return the operations a second, fewer for narrow heads: 0.69 and 0.81 of it were measured for 64, here 0.67."""
+        """Return the operations per second of the forward, fewer for narrow heads.
+
+        For heads of 64, 0.69 and 0.81 of the full rate were measured; this function returns 0.67 of it.
+        """
         return machine.forward_rate * min(1.0, (self.head_dim + 64) / 192)
 
     def backward_rate(self, machine: Machine) -> float:
-        """As ``forward_rate``; wide heads need two passes, so 7 products in place of 5."""
+        """Return the operations per second of the backward, as ``forward_rate``, and 5/7 of that for wide heads.
+
+        Wide heads need two passes, which compute 7 products instead of 5.
+        """
         passes = 5 / 7 if max(self.head_dim, self.v_dim) > 128 else 1.0
         return machine.backward_rate * min(1.0, (self.head_dim + 64) / 192) * passes

@@ -1,6 +1,6 @@
-"""The record of a machine for the cost model: rates, latencies and the time of the host, with a JSON form.
+"""The record of a machine for the cost model, with a JSON form: rates, latencies, and times of the host.
 
-``BUILT_IN`` holds records of hardware on which this library was measured; ``ring-attn doctor --measure`` makes others.
+``BUILT_IN`` holds records of hardware on which this library was measured; ``ring-attn doctor --measure`` makes new records.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from ..records import hashed_once
 
 VERSION = 1
-"""The version of the JSON form. Another one is not read."""
+"""The version of the JSON form. Records of other versions are refused."""
 
 
 @hashed_once
@@ -22,14 +22,14 @@ VERSION = 1
 class Machine:
     """The speed of one rank and of its links. Rates are per second, times are seconds, sizes are bytes.
 
-    ``forward_rate``, ``backward_rate``: operations of attention on long shards, heads of 128, in items of 2 bytes (on a CPU of
-    4); 4 of each visible pair, head and dim forward, 10 backward. ``forward_step``, ``backward_step``: time of a step for each
-    head of a query that sees a key, beside the products; ``forward_state``: for its state, if there are other steps.
-    ``links``: pairs of a number of ranks of one host and the bytes that each of them sends to another one while it receives as
-    many. ``collective``: bytes that a rank receives in an all-gather or all-to-all of a host. ``network``: bytes that a rank
+    ``forward_rate``, ``backward_rate``: operations of attention on long shards with heads of 128 and elements of 2 bytes (4 on a
+    CPU). A visible pair takes 4 operations per head and dim forward, 10 backward. ``forward_step``, ``backward_step``: time of a
+    step, besides its products, per query and head that see a key; ``forward_state``: additional time for the state if there are
+    other steps. ``links``: pairs (number of ranks of a host, bytes that each rank sends to another rank while it receives equally
+    many). ``collective``: bytes that a rank receives in an all-gather or all-to-all within a host. ``network``: bytes that a rank
     sends to another host. ``latency``, ``network_latency``: time before the first byte. ``host_forward``, ``host_backward``,
-    ``host_send``, ``host_copy``: time of the host to start a step, a transfer, a copy. ``copies``: bytes that a copy in memory
-    moves. ``memory``: memory of a rank.
+    ``host_send``, ``host_copy``: the host's time to start a step, a transfer or a copy. ``copies``: bytes moved by copies in a
+    rank's memory. ``memory``: size of a rank's memory.
     """
 
     name: str
@@ -64,16 +64,16 @@ class Machine:
                 raise ValueError(f"{name} must be a finite number {'above' if name in RATES else 'of at least'} 0, got {value!r}")
 
     def link(self, ranks: int) -> float:
-        """Return the rate of a link between ``ranks`` ranks of a host: of the next larger number that was measured."""
+        """Return the rate of a link between ``ranks`` ranks of a host, measured with that many ranks or the next more."""
         return next((rate for of, rate in self.links if of >= ranks), self.links[-1][1])
 
     def to_json(self) -> str:
-        """Return the record as JSON, with the version of its form."""
+        """Return the record as JSON, with the version of the JSON form."""
         return json.dumps({"version": VERSION, **asdict(self)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Machine:
-        """Return the record of ``text``. Raise ValueError, in words, if it is not one."""
+        """Return the record that ``text`` holds as JSON. Raise ValueError if ``text`` is not such a record."""
         found: Any = json.loads(text)
         if not isinstance(found, dict) or found.get("version") != VERSION:
             version = found.get("version") if isinstance(found, dict) else None
@@ -90,13 +90,13 @@ class Machine:
 
 
 RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "copies", "memory")
-"""The fields of which more is better; of all other numbers less is."""
+"""The fields whose larger values are better; in all other numeric fields smaller values are."""
 
 
 def slowest(machines: Sequence[Machine]) -> Machine:
-    """Return the machine whose every number is the worst of ``machines``: a ring waits for its slowest rank.
+    """Return a machine with the worst of each number in ``machines``, because a ring waits for its slowest rank.
 
-    The result does not depend on the order, so all ranks that know the same records make the same one.
+    The result does not depend on the order of ``machines``, so ranks with the same records get the same result.
     """
     names = sorted({each.name for each in machines})
     worst: dict[str, Any] = {"name": " and ".join(names)}
@@ -139,7 +139,7 @@ BUILT_IN = (H200, H100)
 
 
 def built_in(name: str) -> Machine | None:
-    """Return the record of the hardware called ``name``; None if it was not measured, or has no NVLink."""
+    """Return the record of the hardware ``name``; None if the hardware was not measured, or has no NVLink."""
     if "PCIe" in name or "NVL" in name:
         return None
     return next((each for each in BUILT_IN if each.name.removeprefix("NVIDIA ") in name.split()), None)

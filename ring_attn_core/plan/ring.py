@@ -1,8 +1,8 @@
-"""The plan of one ring: the positions of each rank, the visible keys of each step, and how far keys and gradients travel.
+"""The plan of one ring: each rank's positions, each step's visible keys, and how far keys and gradients travel.
 
 The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on rank
-``r - s``. A shift at which no rank sees a key is left out (shift 0 always stays), so with a window keys travel only as far as
-some query sees. A fully masked query has out 0 and lse -inf.
+``r - s``. The plan leaves out each shift, except 0, at which no rank sees a key, so with a window keys travel only as far as some
+query sees. A fully masked query has out 0 and lse -inf.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class RingPlan:
                 )
 
     def _take_lengths_of(self, layout: BalancedLayout) -> None:
-        """Take the lengths of a balanced layout as the default. Raise ValueError if ranks, shards or lengths are not its own."""
+        """Use a balanced layout's lengths as defaults. Raise ValueError if ranks, shards or lengths differ from the layout's."""
         for name in ("length", "kv_length"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, layout.length)
@@ -132,7 +132,7 @@ class RingPlan:
         return tuple((i * slots[0].length, run.length, run.start, run.stride) for i, run in enumerate(kept))
 
     def positions(self, rank: int) -> list[int]:
-        """Return the global position of every query slot of a rank, in shard order; padding has positions >= length."""
+        """Return the global position of every query slot of a rank, in shard order; the positions of padding are >= length."""
         if isinstance(self.layout, BalancedLayout):
             return self.layout.positions(rank)
         slots = layouts.named(self.layout)(rank, self.ranks, self.seq_local)
@@ -140,12 +140,12 @@ class RingPlan:
 
     @property
     def order(self) -> str | BalancedLayout:
-        """Return the layout; for one rank "contiguous", which holds the same positions in the fewest runs."""
+        """Return the layout; for a single rank return "contiguous", which holds the same positions in the fewest runs."""
         return self.layout if self.ranks > 1 or isinstance(self.layout, BalancedLayout) else "contiguous"
 
     @property
     def q_slot(self) -> int:
-        """Return the number of tokens in one query slot; in a balanced layout, whose runs are of any length, those of a shard."""
+        """Return the number of tokens per query slot; in a balanced layout, whose runs have any length, those of the shard."""
         return self.seq_local if isinstance(self.order, BalancedLayout) else self.seq_local // layouts.slots(self.order)
 
     @property
@@ -154,11 +154,11 @@ class RingPlan:
 
     @cached_property
     def band(self) -> Band:
-        """Return the mask, clamped to the largest possible lag so that its arithmetic fits int32 if the rank is traced."""
+        """Return the mask, clamped to the largest possible lag, so that its arithmetic fits int32 even if the rank is traced."""
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
     def rows(self, rank: int, shift: int) -> tuple[tuple[Row, ...], ...]:
-        """Return the ``[q_runs][k_runs]`` rows of ``rank``'s queries and the keys that started on ``rank - shift``."""
+        """Return the rows ``[q_runs][k_runs]`` of ``rank``'s queries with the keys that started on ``rank - shift``."""
         known = self._rows.get((rank, shift))
         if known is None:
             keys = self.k_runs[(rank - shift) % self.ranks]
@@ -184,7 +184,7 @@ class RingPlan:
 
     @property
     def balance(self) -> float:
-        """Return the largest work of a rank over the mean work: 1 is perfect, and the ring's time grows with it."""
+        """Return the largest work of a rank divided by the mean work. 1 is perfect; the ring's time grows with this ratio."""
         work = [self.work(rank) for rank in range(self.ranks)]
         return max(work) * self.ranks / sum(work) if sum(work) else 1.0
 
@@ -234,16 +234,16 @@ class RingPlan:
 
     @property
     def ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shifts of the two ways round, the shorter one for each rank, and the nearest rank of each way first."""
+        """Return the shifts of the two ways round the ring, each shift on its shorter way, nearest ranks first."""
         near = tuple(shift for shift in self.shifts[1:] if 2 * shift <= self.ranks)
         return near, self.shifts[: len(near) : -1]
 
     @property
     def travels(self) -> bool:
-        """Return whether some rank needs the keys of another."""
+        """Return whether some rank needs the keys of another rank."""
         return bool(self.hops)
 
     @property
     def home(self) -> int:
-        """Return the hop that takes the gradients of k/v from the rank of the last step to their owner; 0 if they are there."""
+        """Return the hop by which gradients of k/v go from the rank of the last step to their owner; 0 if they are there."""
         return -self.shifts[-1] % self.ranks

@@ -1,4 +1,4 @@
-"""Names of the steps of a ring, which profilers show: "ring step 2 of 4, 32 MiB from rank 3"."""
+"""Names of a ring's steps for profilers, such as "ring step 2 of 4, 32 MiB from rank 3"."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ UNITS = "bytes", "KiB", "MiB", "GiB"
 
 
 def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | None = None) -> str:
-    """Return the name of a step: its number, from 1, and how many bytes of keys have come from where.
+    """Return the name of a step: its number, from 1, the bytes of its keys, and the rank that they come from.
 
-    ``shift``: how far its keys have travelled. ``size``: bytes of these keys with all that travels with them. ``rank``: this
-    rank; None: a traced one, so the name says the distance instead of the owner. Under "direct" only the slices count. On two
-    levels the shift of a traced rank is ``outer * host_ranks + inner``.
+    ``shift``: how many ranks the keys have travelled. ``size``: bytes of the keys and of the arrays that travel with them; under
+    "direct" only the slices count. ``rank``: this rank, or None if it is traced: then the name states the distance instead of the
+    owner. With "two_level" the shift of a traced rank is ``outer * host_ranks + inner``.
     """
     of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
     steps = f"ring step {number} of {sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts)}"
@@ -35,6 +35,6 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
 
 
 def in_units(size: int) -> str:
-    """Return a number of bytes in the largest unit that leaves at least 1."""
+    """Return a number of bytes in the largest unit in which it is at least 1."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{size / (1 << 10 * power):.4g} {UNITS[power]}"

@@ -1,8 +1,8 @@
-"""An event model of one rank: its host, its GPU and its queue of transfers, each of which does one thing after the other.
+"""An event model of one rank: its host, its GPU and its queue of transfers, each of which does one thing at a time.
 
-All ranks run one program, and a step takes as long as on its slowest rank, so one rank stands for all. The host starts launches
-and transfers ahead of time. A transfer begins when the GPU has ended all launches before it and the queue all transfers before
-it. A launch that needs what arrives waits for it: what is computed meanwhile hides the transfer.
+All ranks run the same program, and each step takes as long as on its slowest rank, so the model needs only one rank. The host
+starts launches and transfers ahead of time. A transfer begins when all earlier launches on the GPU and all earlier transfers in
+the queue have ended. A launch waits for the transfers that it needs; launches before it overlap with these transfers.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from .machine import Machine
 
 @dataclass
 class Timeline:
-    """The seconds from the start of a call at which the host, the GPU and the transfers are free. A model; nothing is measured.
+    """The times, in seconds from the start of a call, at which the host, the GPU and the queue are free. Nothing is measured.
 
-    ``ranks``: ranks of a host that send at once. ``host_step``: the host's time for a step of the pass.
+    ``ranks``: number of ranks of a host that send at the same time. ``host_step``: the host's time to start a step.
     """
 
     machine: Machine
@@ -27,22 +27,22 @@ class Timeline:
     queue: float = 0.0
 
     def compute(self, seconds: float) -> None:
-        """Launch the kernels of a step."""
+        """Add the kernels of a step, which take ``seconds`` on the GPU."""
         self.host += self.host_step
         self.gpu = max(self.gpu, self.host) + seconds
 
     def copy(self, size: float, launches: int = 1) -> None:
-        """Move ``size`` bytes within the memory of the GPU, by some launches."""
+        """Add a copy of ``size`` bytes within the GPU's memory, in ``launches`` launches."""
         self.host += launches * self.machine.host_copy
         self.gpu = max(self.gpu, self.host) + size / self.machine.copies
 
     def send(self, size: float, crosses: bool = False) -> float:
-        """Send ``size`` bytes to another rank, or to one of another host, and return the time of arrival."""
+        """Add a transfer of ``size`` bytes to another rank (on another host if ``crosses``), and return its time of arrival."""
         rate = self.machine.network if crosses else self.machine.link(self.ranks)
         return self._transfer(size / rate, crosses)
 
     def collect(self, inside: float, across: float = 0.0) -> float:
-        """Receive ``inside`` bytes from ranks of this host, and ``across`` bytes of others, by one collective."""
+        """Add a collective that receives ``inside`` bytes from this host and ``across`` bytes from others; return its end."""
         seconds = max(inside / self.machine.collective, across / self.machine.network)
         return self._transfer(seconds, across > 0)
 
@@ -53,11 +53,11 @@ class Timeline:
         return self.queue
 
     def wait(self, arrival: float | None) -> None:
-        """Let the GPU wait for a transfer; None: for nothing."""
+        """Make the GPU wait until ``arrival``, the end of a transfer; do nothing if it is None."""
         if arrival is not None:
             self.gpu = max(self.gpu, arrival)
 
     @property
     def end(self) -> float:
-        """Return the seconds of the call."""
+        """Return the time at which the call ends, in seconds."""
         return max(self.gpu, self.host)

@@ -1,13 +1,13 @@
-"""The plan of a ring over two levels: inner rings inside hosts, and an outer ring that keys cross between hosts.
+"""The plan of a ring over two levels: inner rings within each host, and an outer ring between hosts.
 
     host 0     host 1        hosts of n = 2 ranks; keys of rank 0
     0 -> 1     2 -> 3        inner ring of host 0: ranks 0, 1; at the same time the keys cross to rank 2
     |          ^             inner ring of host 1: ranks 2, 3
     +----------+
 
-After crossing ``outer`` hosts and going ``inner`` ranks on inside a host, the keys of place ``p`` of host ``h`` are on place
-``(p + inner) % n`` of host ``(h + outer) % hosts``. A link between hosts carries each shard once per host, and has the time of a
-whole inner ring for it (double ring: LoongTrain, arXiv:2406.18485).
+Keys of place ``p`` of host ``h`` that cross ``outer`` hosts and then go ``inner`` ranks on inside a host arrive at place ``(p +
+inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to each host once, while a whole inner ring runs (double ring:
+LoongTrain, arXiv:2406.18485).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ Rank = TypeVar("Rank")
 
 @dataclass(frozen=True, kw_only=True)
 class TwoLevel:
-    """The strategy "two_level" on hosts of ``ranks`` consecutive ranks.
+    """The strategy "two_level" on hosts of ``ranks`` consecutive ranks each.
 
-    Keys go round a ring inside each host, and from host to host on an outer ring.
+    Keys go round an inner ring inside each host, and from host to host on an outer ring.
 
     ``ranks`` divides the ranks of the ring. Raise ValueError if it is not an int of at least 1.
     """
@@ -44,9 +44,9 @@ class TwoLevel:
 
 
 class InnerRing(NamedTuple):
-    """The steps on the keys of one host: ``outer`` hosts away, at the shifts ``inner`` inside a host, in increasing order.
+    """The steps on the keys of the host ``outer`` hosts away, at the shifts ``inner`` inside a host, in increasing order.
 
-    ``crossing``: number of hosts that the keys cross next, while these steps run; 0 if these are the last.
+    ``crossing``: number of hosts that the keys cross next, during these steps; 0 in the last inner ring.
     """
 
     outer: int
@@ -55,23 +55,23 @@ class InnerRing(NamedTuple):
 
     @property
     def key_hops(self) -> int:
-        """Return the number of hops of keys inside a host."""
+        """Return the number of hops that keys make inside a host."""
         return len(self.inner) - 1 + (self.inner[0] > 0)
 
     @property
     def gradient_hops(self) -> int:
-        """Return the number of hops of gradients inside a host, the way home included."""
+        """Return the number of hops that gradients make inside a host, back to the owner's place included."""
         return len(self.inner) - 1 + (self.inner[-1] > 0)
 
 
 @dataclass(frozen=True)
 class TwoLevelPlan(RingPlan):
-    """The plan of the strategy "two_level". ``host_ranks``: ranks of a host, which divide ``ranks``."""
+    """The plan of the strategy "two_level". ``host_ranks``: ranks per host, a divisor of ``ranks``."""
 
     host_ranks: int = 1
 
     def shift(self, rank: Rank, outer: int, inner: int) -> Rank:
-        """Return how many ranks away the owner of the keys is that ``rank`` computes on: an index, or a traced array of one."""
+        """Return how many ranks away the owner is whose keys ``rank`` computes on at a step; for an int or a traced rank."""
         n, host, place = self.host_ranks, rank // self.host_ranks, rank % self.host_ranks  # type: ignore[operator]
         hosts = self.ranks // n
         owner = (host - outer) % hosts * n + (place - inner) % n
@@ -79,7 +79,7 @@ class TwoLevelPlan(RingPlan):
 
     @cached_property
     def inner_rings(self) -> tuple[InnerRing, ...]:
-        """Return the inner rings that have a step at which some rank may see a key; the first one is that of the own host."""
+        """Return the inner rings with a step at which some rank may see a key, that of the own host first."""
         n = self.host_ranks
         needed = {
             outer: tuple(inner for inner in range(n) if (not outer and not inner) or self._seen(outer, inner))
@@ -97,5 +97,5 @@ class TwoLevelPlan(RingPlan):
 
     @property
     def crossing_home(self) -> int:
-        """Return the number of hosts that gradients cross from the last inner ring to the host of their owner."""
+        """Return the number of hosts that gradients cross from the last inner ring to their owner's host."""
         return -self.inner_rings[-1].outer % (self.ranks // self.host_ranks)

@@ -1,4 +1,4 @@
-"""Groups of ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv:2309.14509): their size and the heads of a rank."""
+"""Groups of ranks that exchange heads for tokens (DeepSpeed Ulysses, arXiv:2309.14509): group size, and heads per rank."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..validation import in_words, is_integer
 
 @dataclass(frozen=True, kw_only=True)
 class Ulysses:
-    """The strategy "ulysses" in groups of ``ranks`` consecutive ranks: heads are exchanged inside a group, and keys go round a
-    ring of groups.
+    """The strategy "ulysses" in groups of ``ranks`` consecutive ranks.
+
+    Ranks exchange heads for tokens inside a group, and keys go round a ring of groups.
 
     ``ranks`` divides the ranks of the ring and the query heads. Raise ValueError if it is not an int of at least 1.
     """
@@ -29,10 +30,11 @@ class Ulysses:
 
 
 class HeadShares(NamedTuple):
-    """``heads`` query heads and ``kv_heads`` key heads, dealt to a group of ``ranks`` ranks in their order.
+    """The split of ``heads`` query heads and ``kv_heads`` key heads between the ``ranks`` ranks of a group, in order.
 
-    Rank i of the group computes query heads ``i * heads / ranks`` and following, and gets the key heads that these read. A key
-    head that several ranks read goes to each of them; one whose query heads are not dealt evenly goes to a rank more than once.
+    Rank i of the group computes ``heads / ranks`` query heads from ``i * heads / ranks`` on, and gets the key heads that these
+    read. A key head that several ranks read goes to each of these ranks; if its query heads are split unevenly, it goes to a rank
+    more than once.
     """
 
     heads: int
@@ -41,15 +43,15 @@ class HeadShares(NamedTuple):
 
     @property
     def q_local(self) -> int:
-        """Return the number of query heads of a rank."""
+        """Return the number of query heads per rank."""
         return self.heads // self.ranks
 
     @property
     def k_local(self) -> int:
-        """Return the number of key heads that a rank gets: as many query heads read each of them."""
+        """Return the number of key heads that a rank gets; each of these is read by equally many of the rank's query heads."""
         return self.q_local // gcd(self.heads // self.kv_heads, self.q_local)
 
     @property
     def copies(self) -> int:
-        """Return the number of times that each key head is sent."""
+        """Return how many times each key head is sent."""
         return self.k_local * self.ranks // self.kv_heads

@@ -47,7 +47,7 @@ class Sizes:
 
     @property
     def wide(self) -> int:
-        """Return the bytes of a number in the accumulation dtype."""
+        """Return the bytes per element in the accumulation dtype."""
         return max(4, self.item)
 
     @property
@@ -63,7 +63,7 @@ class Sizes:
 
     @property
     def queries(self) -> int:
-        """Return the number of pairs of a query and a head."""
+        """Return the number of (query, head) pairs in a shard."""
         return self.problem.q_shape[0] * self.problem.q_shape[1] * self.heads
 
     @property
