@@ -1,4 +1,4 @@
-"""The choice of ``strategy="auto"``: the fastest strategy that can run a call by the cost model, and why in a sentence.
+"""The choice of ``strategy="auto"``: the strategy that the cost model predicts to be fastest, and the reason in a sentence.
 
 The choice depends on facts that all ranks share: shapes, options, the names of the optional arrays, the machine and its hosts.
 """
@@ -19,14 +19,17 @@ GAIN = 1.02
 """The least predicted gain over the ring for which "auto" takes another strategy; smaller ones are noise."""
 
 ROOM = 1 / 16
-"""The share of a rank's memory that a strategy may take besides what the ring takes."""
+"""The share of a rank's memory that a strategy may take in addition to the memory that the ring takes."""
 
 JOINED = "gather", "ulysses"
 """The strategies that compute on several shards at once. With extents they take up to 1.5 times as long as predicted."""
 
 
 class Choice(NamedTuple):
-    """A strategy and the reason for it. ``predicted``: the seconds of each candidate, by its text; empty without a prediction."""
+    """A strategy and the reason for it.
+
+    ``predicted``: seconds of each candidate, by ``str(strategy)``; empty without predictions.
+    """
 
     strategy: Strategy
     why: str
@@ -34,9 +37,11 @@ class Choice(NamedTuple):
 
 
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
-    """Return what "auto" takes for a call.
+    """Choose the strategy that "auto" takes for a call.
 
-    ``machine``: None if nothing is known of it. ``backend``: the option of the call. ``device``: kind of the device.
+    It is the ring if no keys travel, if the machine is unknown (``machine`` is None), or if the model does not cover the call.
+    Else it is the fastest candidate within the limits ROOM (memory) and GAIN (time). ``backend``: the call's option. ``device``:
+    kind of the device.
     """
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:
@@ -58,7 +63,7 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 
 
 def candidates(load: Load) -> Iterator[Strategy]:
-    """Yield the strategies that can run a call, the ring first. Groups and hosts are those of the machine."""
+    """Yield the strategies that can run a call, the ring first. Groups of ranks are the machine's hosts."""
     all_of_them: tuple[Strategy, ...] = ("ring", "direct", "two_way", "gather", "ulysses")
     if load.hosts > 1 and load.host_ranks > 1:
         all_of_them += (Ulysses(ranks=load.host_ranks), TwoLevel(ranks=load.host_ranks))
@@ -69,7 +74,7 @@ def candidates(load: Load) -> Iterator[Strategy]:
 
 
 def _unmeasured(load: Load, backend: str, device: str) -> str | None:
-    """Return why the cost model does not know the kernels of a call, else None."""
+    """Return why the cost model does not cover the kernels of a call, or None if it does."""
     if backend not in ("auto", "hopper", "triton"):
         return f"the machine was measured with its own kernels, and this is backend={backend!r}"
     if not isinstance(load.plan.layout, str):
@@ -88,7 +93,7 @@ def _why(load: Load, strategy: Strategy, predicted: dict[str, Seconds]) -> str:
 
 
 def _gain(load: Load, strategy: Strategy) -> str:
-    """Return what makes a strategy faster than the ring, in words."""
+    """Return the reason, in words, why a strategy is faster than the ring."""
     hops, tokens = len(load.plan.hops), load.plan.kv_local
     match name_of(strategy):
         case "direct" if load.plan.mask.hi is not None:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a call, an array or a block, made before anything is computed or sent."""
+"""Checks of the arguments of a call, an array or a block, made before any computation or transfer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def check_dropout_rate(rate: Any) -> None:
 
 
 def rate_of(rate: float | None, seed: Any) -> float:
-    """Return the dropout rate, 0.0 if it was left out. Raise ValueError if there is a ``seed`` but no rate."""
+    """Return the dropout rate, 0.0 if it is None. Raise ValueError if ``seed`` is passed without a rate."""
     if rate is None and seed is not None:
         raise ValueError(
             "dropout_seed was given without dropout_rate, and nothing would be dropped: pass dropout_rate=, 0.0 to drop nothing "
@@ -57,13 +57,13 @@ def _finite(x: Any) -> bool:
 
 
 ITEM = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-"""Bytes of a number of each dtype of q, k and v."""
+"""Bytes per element of each dtype of q, k and v."""
 DTYPES = tuple(ITEM)
 INTEGERS = ("int32", "int64", "uint32", "uint8", "int16", "int8")
 
 
 class OptionalArray(NamedTuple):
-    """An optional array of a call: name of the argument, shape, and name of the dtype."""
+    """An optional array of a call: name of the argument, shape, and dtype name."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,10 +88,10 @@ def check_array(array: OptionalArray, q_shape: tuple[int, ...], k_shape: tuple[i
 
 
 def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_length: int) -> None:
-    """Raise ValueError if an extent is reversed or leaves the keys; the extents of padded queries are ignored.
+    """Raise ValueError if an extent is reversed or leaves the keys; ignore the extents of padded queries.
 
     ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64; ``q_runs``: its runs (base, length, start, stride).
-    Without this check an extent that leaves the keys is clipped, and a reversed one sees no key.
+    Without this check, kernels clip an extent that leaves the keys, and treat a reversed extent as empty.
     """
     _check_intervals("extents", extents, q_runs, ("query", "key", "kv_length"), kv_length)
 
@@ -106,7 +106,8 @@ def _check_intervals(
 ) -> None:
     """Raise ValueError if an interval is reversed or leaves 0 .. ``most``.
 
-    ``words``, for the message: what has an interval ("query"), what the interval counts ("key"), and the name of ``most``.
+    ``words`` for the message: the owner of an interval ("query"), the unit that the interval counts ("key"), and the name of
+    ``most``.
     """
     of, others, limit = words
     for base, length, start, stride in runs:
@@ -124,8 +125,8 @@ def _check_intervals(
 def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
     """Return the runs of a query block [b s h d] and a key block [b t g d]. None means the whole block, from position 0.
 
-    Raise ValueError if an argument is not a Run or the strides differ. For ints, raise it also if the start is negative, the end
-    is beyond 2^30 or the block is shorter than the run. Start and length may be traced.
+    Raise ValueError if an argument is not a Run or the strides differ. If start and length are ints, not traced, also raise it if
+    the start is negative, the end is beyond 2^30, or the block is shorter than the run.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
@@ -165,7 +166,10 @@ def _number(name: str, field: str, x: Any) -> Any:
 
 
 def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
-    """Raise ValueError if ``x`` is not an array or has no dimension ``dim``. ``expected``: the array type, for the message."""
+    """Raise ValueError if ``x`` is not an array or has no dimension ``dim``.
+
+    ``expected``: name of the array type, for the message.
+    """
     if not is_array:
         raise ValueError(f"x must be {expected}, got {in_words(x)}: convert it first")
     if not is_integer(dim) or not -len(x.shape) <= dim < len(x.shape):
@@ -179,7 +183,7 @@ def check_number(name: str, x: Any) -> None:
 
 
 def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> list[tuple[Any, Any]]:
-    """Return the pairs (out, lse) that ``merge`` takes: ``a`` and ``b``, or the list ``a`` if ``b`` is None.
+    """Return the pairs (out, lse) passed to ``merge``: ``a`` and ``b``, or the list ``a`` if ``b`` is None.
 
     Raise ValueError if they are not pairs of arrays or their shapes do not fit together.
     """
@@ -200,7 +204,7 @@ def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) 
 
 
 def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """Raise ValueError if ``pair`` is not a pair (out, lse) of arrays; ``taken`` opens the message."""
+    """Raise ValueError if ``pair`` is not a pair (out, lse) of arrays. ``taken``: the beginning of the message."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"{taken}, as attend_block returns them, got {in_words(pair)} for a pair")
     for name, x in zip(("out", "lse"), pair, strict=True):
@@ -209,7 +213,7 @@ def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected
 
 
 def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """Raise ValueError if ``pair`` is not out [..., v_dim] and lse [...] of floating dtypes, as ``merge_ring`` sends them."""
+    """Raise ValueError if ``pair`` is not out [..., v_dim] and lse [...] of floating dtypes, as ``merge_ring`` requires."""
     _check_pair("merge_ring takes a pair (out, lse)", pair, is_array, expected)
     out, lse = pair
     if not out.shape or tuple(out.shape[:-1]) != tuple(lse.shape):

@@ -1,4 +1,4 @@
-"""One call of ``tree_attention_decode`` as a record of plain data, with its checks."""
+"""A call of ``tree_attention_decode`` as a record of plain data, with its checks."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ SCALES = "k_scale", "v_scale"
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """One call on one rank, framework-neutral and hashable: its options, and the shapes and dtypes of its arrays.
+    """One call on one rank, hashable and independent of the framework: its options, and shapes and dtypes of its arrays.
 
-    Shapes: q ``[batch, queries, heads, head_dim]``, the same on every rank, k ``[batch, slots, kv_heads, head_dim]`` and
-    v ``[batch, slots, kv_heads, v_dim]``, this rank's part of the cache; ``dtypes`` are those of q, k and v. ``arrays``: the
-    optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without one;
-    ``multiprocessors``: number of its multiprocessors.
+    Shapes: q ``[batch, queries, heads, head_dim]``, the same on every rank, k ``[batch, slots, kv_heads, head_dim]`` and v
+    ``[batch, slots, kv_heads, v_dim]``, this rank's part of the cache. ``dtypes``: names of the dtypes of q, k and v. ``arrays``:
+    the optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without a GPU.
+    ``multiprocessors``: number of the GPU's multiprocessors.
     """
 
     q_shape: tuple[int, ...]
@@ -58,7 +58,7 @@ class Decode:
         return self.dtypes[1] == FP8
 
     def alike(self) -> dict[str, Any]:
-        """Return the values that all ranks must share, by name: all except a rank's number of slots."""
+        """Return the values that must be equal on all ranks, by name: all except a rank's number of slots."""
         arrays = tuple(
             (array.name, array.shape[:1] if array.name == "k_positions" else array.shape, array.dtype) for array in self.arrays
         )
@@ -149,13 +149,13 @@ class Decode:
 
 
 def check_positions(name: str, farthest: int) -> None:
-    """Raise ValueError if the largest position does not fit int32, the dtype in which positions are compared."""
+    """Raise ValueError if the largest position does not fit int32, the dtype in which kernels compare positions."""
     if farthest >= 2**31:
         raise ValueError(f"{name} holds position {farthest}: positions must be below 2^31")
 
 
 def check_nodes(q_positions: list[list[int]]) -> None:
-    """Raise ValueError if a batch row's positions are not p, p + 1, ... for some p >= 0, as tree nodes are."""
+    """Raise ValueError if a batch row's positions are not p, p + 1, ... for some p >= 0, as ``tree_mask`` requires."""
     for row, positions in enumerate(q_positions):
         nodes = list(range(positions[0], positions[0] + len(positions))) if positions else []
         if positions != nodes or (positions and positions[0] < 0):

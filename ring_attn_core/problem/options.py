@@ -1,4 +1,4 @@
-"""The arguments of a call that are not arrays, as one record with defaults, checks and a text form."""
+"""The arguments of a call that are not arrays, as one record with defaults, checks and a form as text."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NO_COUNT = 2**62
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one call of ``ring_attention`` or ``attend_block``, under the names of the public arguments.
+    """The options of one call of ``ring_attention`` or ``attend_block``, with a field for each public argument.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
-    ``dropout_offset``: two ints, -1 for one that is an array on a device; ranks compare it in PyTorch only. Raise ValueError if a
-    value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
+    ``dropout_offset``: two ints, with -1 in place of a value that is an array on a device; only PyTorch compares it between
+    ranks. Raise ValueError if a value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
     """
 
     layout: str | BalancedLayout = "zigzag"
@@ -71,15 +71,16 @@ class Options:
 
     @property
     def counts(self) -> list[int]:
-        """Return the numbers that may change from call to call of a compiled program: lengths, mask sides, dropout offset."""
+        """Return the numbers that may change between calls of a compiled program: lengths, mask sides, dropout offset."""
         counts = self.length, self.kv_length, self.mask.lo, self.mask.hi
         return [*(NO_COUNT if count is None else count for count in counts), *self.dropout_offset]
 
     @property
     def text(self) -> str:
-        """Return as text the options that ``counts`` leaves out, because the schema of an op has no records.
+        """Return the options without ``counts`` as a text, because an op's schema cannot hold records.
 
-        ``read`` makes a record of ``text`` and ``counts``. torch.compile must be able to trace each line of this property.
+        ``read`` builds the record from ``text`` and ``counts`` again. torch.compile must be able to trace each line of this
+        property.
         """
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])
@@ -89,7 +90,7 @@ class Options:
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
-        """Return the record that has this ``text`` and these ``counts``."""
+        """Return the record with this ``text`` and these ``counts``."""
         layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps = ast.literal_eval(text)
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(
@@ -108,5 +109,5 @@ class Options:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the values by name, for the comparison of two records."""
+        """Return the values by name, to compare two records."""
         return {field.name: getattr(self, field.name) for field in fields(self)}

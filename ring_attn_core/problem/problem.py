@@ -1,4 +1,4 @@
-"""One call of ``ring_attention`` as plain data: options, shapes, dtypes and device, with the checks that combine them."""
+"""A call of ``ring_attention`` as plain data: options, shapes, dtypes and device, with the checks that combine them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .strategies import Strategy, check_fit, chosen, plan_of_steps
 @hashed_once
 @dataclass(frozen=True)
 class Problem:
-    """One call of ``ring_attention`` on one rank, framework-neutral and hashable.
+    """One call of ``ring_attention`` on one rank, hashable and independent of the framework.
 
     Shapes are those of the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
     v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
     ``arrays``: the optional arrays of the call, in the order of the signature. ``capability``: compute capability of the NVIDIA
     GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
-    descriptors. ``machine``: what the cost model knows of the machine, None if nothing. ``host_ranks``: number of consecutive
-    ranks on each host, 0 if unknown.
+    descriptors. ``machine``: the machine's record for the cost model, None if it was not measured. ``host_ranks``: number of
+    consecutive ranks on each host, 0 if unknown.
     """
 
     q_shape: tuple[int, ...]
@@ -45,7 +45,7 @@ class Problem:
 
     @cached_property
     def plan(self) -> RingPlan:
-        """Return the plan of this problem. Raise ValueError if lengths and layout do not fit together."""
+        """Return the plan of this problem. Raise ValueError if the lengths do not fit the layout."""
         options = self.options
         lengths: Any = {"length": options.length, "kv_length": options.kv_length}  # None asks for the default
         tokens = self.q_shape[1], self.k_shape[1]
@@ -53,7 +53,7 @@ class Problem:
 
     @cached_property
     def steps(self) -> RingPlan:
-        """Return the plan of the steps, on the shards that the strategy joins: ``plan`` if it joins none."""
+        """Return the plan of the ring's steps: ``plan``, or that of the joined shards if the strategy joins shards."""
         return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2])
 
     @property
@@ -63,17 +63,20 @@ class Problem:
 
     @property
     def travel(self) -> Strategy:
-        """Return the name or record of the strategy, in place of "auto" the one that it takes."""
+        """Return the strategy's name or record; for "auto", the strategy that it takes."""
         return self.choice.strategy if self.options.strategy == "auto" else self.options.strategy
 
     @cached_property
     def choice(self) -> Choice:
-        """Return what "auto" takes for this problem, and why."""
+        """Return the strategy that "auto" takes for this problem, and the reason."""
         return choose(self.load, self.machine, self.options.backend, self.device)
 
     @cached_property
     def load(self) -> Load:
-        """Return the sizes on which the time depends. With extents the pairs are the mask's: ranks share no document lengths."""
+        """Return the sizes on which the time depends.
+
+        With extents the pairs are the mask's, because ranks do not know each other's document lengths.
+        """
         (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
         extents = any(array.name in ("extents", "key_extents") for array in self.arrays)
         hosts = min(self.host_ranks, self.ranks)
@@ -85,7 +88,7 @@ class Problem:
         return self.q_shape[-1] ** -0.5 if self.options.scale is None else float(self.options.scale)
 
     def check(self) -> RingPlan:
-        """Check shapes, dtypes, optional arrays and dropout, and return the plan. Raise ValueError if they do not fit."""
+        """Check shapes, dtypes, optional arrays and dropout, and return the plan. Raise ValueError if one does not fit."""
         self._check_shapes()
         self._check_dtypes()
         for array in self.arrays:
@@ -104,7 +107,7 @@ class Problem:
         return self.plan.blanks or any(array.name in ("extents", "key_extents", "key_mask") for array in self.arrays)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the values that all ranks of a ring must share, by name, ready for JSON."""
+        """Return the values that must be equal on all ranks of a ring, by name, ready for JSON."""
         own = asdict(self)
         options: dict[str, Any] = own.pop("options") | {"layout": str(self.options.layout)}
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}

@@ -1,6 +1,6 @@
-"""The strategies by which keys travel: their names and records, the plans of their steps, and their objections in words.
+"""The strategies of sending keys: names, records, the plans of their steps, and reasons why one cannot run a call.
 
-The strategies themselves are in ``ring/strategies/`` of both packages; CONTRIBUTING.md says how to add one.
+The code of the strategies is in ``ring/strategies/`` of both packages; CONTRIBUTING.md says how to add one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..plan.ulysses import HeadShares, Ulysses
 
 STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level")
 RECORDS = {"ulysses": Ulysses, "two_level": TwoLevel}
-"""The records of options, by the name of their strategy."""
+"""The option records of strategies, by the name of the strategy."""
 
 Strategy = str | Ulysses | TwoLevel
 """The name of a strategy, or a record of its options."""
@@ -33,26 +33,26 @@ def check_strategy(strategy: Any) -> None:
 
 
 def read_strategy(text: str) -> Strategy:
-    """Return the strategy whose ``str`` is ``text``."""
+    """Return the strategy for which ``str`` returns ``text``."""
     found = re.fullmatch(r"(\w+)\(ranks=(\d+)\)", text)
     makes = {record.__name__: record for record in RECORDS.values()}
     return makes[found[1]](ranks=int(found[2])) if found else text
 
 
 def name_of(strategy: Strategy) -> str:
-    """Return the name of the strategy; "auto" stands for "ring", which it takes without a machine (``auto.py``)."""
+    """Return the name of the strategy. For "auto" return "ring", which it takes without a known machine (``auto.py``)."""
     is_record = not isinstance(strategy, str)
     name = next(name for name, record in RECORDS.items() if type(strategy) is record) if is_record else str(strategy)
     return "ring" if name == "auto" else name
 
 
 def chosen(strategy: Strategy, plan: RingPlan) -> str:
-    """Return the name of the strategy that runs a call with this plan: "ring" if no keys have to travel."""
+    """Return the name of the strategy that runs a call with this plan: "ring" if no keys travel."""
     return name_of(strategy) if plan.travels else "ring"
 
 
 def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int) -> RingPlan:
-    """Return the plan of the steps: ``plan``, or that of the shards which the strategy joins before the first step."""
+    """Return the plan of the steps: ``plan``, or the plan of the shards that the strategy joins before the first step."""
     name, own = chosen(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
     if name == "direct":
         return DirectPlan(**own)
@@ -67,13 +67,13 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int)
 
 
 def check_fit(strategy: Strategy, ranks: int, heads: int, layout: str | BalancedLayout) -> None:
-    """Raise ValueError if the strategy cannot run on so many ranks or query heads, or in this layout."""
+    """Raise ValueError if the strategy cannot run with this number of ranks or query heads, or in this layout."""
     if (why := objection(strategy, ranks, heads, layout)) is not None:
         raise ValueError(f'strategy={strategy!r} cannot run this: {why}. strategy="auto" takes one that can')
 
 
 def objection(strategy: Strategy, ranks: int, heads: int, layout: str | BalancedLayout) -> str | None:
-    """Return why the strategy cannot run on so many ranks or query heads, or in this layout; None if it can."""
+    """Return why the strategy cannot run with this number of ranks or query heads, or in this layout; None if it can."""
     size, name = group_of(strategy, ranks), name_of(strategy)
     if name == "ulysses":
         return _of_ulysses(size, ranks, heads)
@@ -99,5 +99,5 @@ def _of_hosts(strategy: Strategy, size: int, ranks: int) -> str | None:
 
 
 def group_of(strategy: Strategy, ranks: int) -> int:
-    """Return the ranks of a group of the strategy: those that its record says, else all."""
+    """Return the number of ranks in a group of the strategy: that of its record, or all ranks without a record."""
     return ranks if isinstance(strategy, str) else strategy.ranks

@@ -1,4 +1,4 @@
-"""The messages and bytes that one rank sends in a call, by strategy: computed from the plan; tests compare it with the sends."""
+"""The messages and bytes that a rank sends in a call, by strategy, computed from the plan; tests compare them with real sends."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .problem import Problem
 
 
 class Traffic(NamedTuple):
-    """Messages and bytes that one rank sends, the same on every rank except under "direct".
+    """The messages and bytes that one rank sends, equal on all ranks except with "direct".
 
-    A message is what goes to one rank at one time; an all-gather of an array is one message to each other rank.
+    All data sent to one rank at one time is one message; an all-gather of an array is one message to each other rank.
     """
 
     messages: int
@@ -32,7 +32,8 @@ class Traffic(NamedTuple):
 class Sizes:
     """The sizes of the arrays that a rank sends, in elements or bytes.
 
-    ``shards``: number of key shards that are sent as one. ``slice``: tokens of a part of a shard; None: the shard.
+    ``shards``: number of joined key shards. ``slice``: number of tokens, if only a part of a shard is sent; None: the whole
+    shard.
     """
 
     problem: Problem
@@ -52,13 +53,13 @@ class Sizes:
 
     @property
     def kv(self) -> int:
-        """Return the number of elements of k and v."""
+        """Return the number of elements of k and v together."""
         (b, _, _, d), e = self.problem.k_shape, self.problem.v_shape[-1]
         return b * self.keys * self.kv_heads * (d + e)
 
     @property
     def keys(self) -> int:
-        """Return the number of keys of a batch row."""
+        """Return the number of keys in a batch row."""
         return (self.problem.k_shape[1] if self.slice is None else self.slice) * self.shards
 
     @property
@@ -68,18 +69,18 @@ class Sizes:
 
     @property
     def of_keys(self) -> int:
-        """Return the bytes of the key mask and the key extents."""
+        """Return the bytes of the key mask and of the key extents."""
         b, names = self.problem.k_shape[0], {array.name for array in self.problem.arrays}
         return b * -(-self.keys // 8) * ("key_mask" in names) + b * self.keys * 8 * ("key_extents" in names)
 
     @property
     def of_queries(self) -> int:
-        """Return the bytes of the extents."""
+        """Return the bytes of the extents of the queries."""
         return self.problem.q_shape[0] * self.problem.q_shape[1] * 8 * any(x.name == "extents" for x in self.problem.arrays)
 
 
 def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
-    """Return what ``rank`` sends in the forward and in the backward of ``problem``."""
+    """Return the traffic that ``rank`` sends in the forward and in the backward of ``problem``."""
     if problem.strategy == "direct":
         return _direct(problem, rank)
     of = {"ring": _ring, "two_way": _two_way, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level}
@@ -87,9 +88,9 @@ def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of slices from their owner to their reader, and of their gradients back. JAX pads slices to the longest.
+    """Return the traffic of key slices to their readers, and of the gradients back. JAX pads slices to the longest.
 
-    The gradients that ``rank`` sends are those of the slices that it got.
+    ``rank`` sends the gradients of the slices that it received.
     """
     plan, even = problem.steps, problem.framework == "jax"
     assert isinstance(plan, DirectPlan)
@@ -107,7 +108,7 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 
 
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of the hops between steps, of shards that may be joined."""
+    """Return the traffic of the hops between steps; the strategy may have joined shards."""
     plan = problem.steps
     shares = plan.shares
     kv_heads = problem.k_shape[2] if shares is None else shares.k_local
@@ -117,7 +118,7 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
 
 
 def _two_way(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of a ring whose gradients of a rank's own keys from its own queries stay at home."""
+    """Return the traffic of a ring in which a rank keeps the gradients of its own keys from its own queries."""
     sizes, hops = Sizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(hops)
