@@ -218,7 +218,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         if chosen in VENDORS and anywhere:
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
-            expected = automatic and not failed and problem.capability >= OLDEST_GPU  # a kernel, of which nothing was said yet
+            expected = automatic and not failed and problem.capability >= OLDEST_GPU  # a kernel, without a warning so far
             if expected and (reason := _uneven(problem) or broken_triton()) is not None:
                 warnings.warn(f"triton: {reason}. backend={chosen!r} runs this instead, slower", stacklevel=2)
             return None
@@ -227,7 +227,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         call = call_of(problem, chosen, anywhere, portable)
         found = _obstacles(call, problem, passes)
         if not found:
-            if not (automatic and _new_to_hopper(problem)):  # else the warning is already given
+            if not (automatic and _new_to_hopper(problem)):  # else a warning was already given
                 warn_if_untried("triton")
             return call
         reasons = "; ".join(f"in the {name} {reason}" for name, reason in found.items())
@@ -246,7 +246,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
 
 
 def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dict[str, str]:
-    """Return the reasons why kernels cannot run, by pass, without the passes that can run."""
+    """Return the reason why kernels cannot run, for each pass that cannot run."""
     from .obstacles import obstacle
 
     launches = {name: _launches(call, problem, name) for name in passes}
@@ -268,7 +268,7 @@ def _left_to_portable(problem: Problem) -> frozenset[str]:
 
 
 def _new_to_hopper(problem: Problem) -> str | None:
-    """Return why the installed Triton is untried, if that alone makes "auto" skip Hopper's kernels; else None."""
+    """Return the warning that Triton is untried, if that alone makes "auto" skip Hopper's kernels; else None."""
     return _untried() if _hopper(problem) is None else None
 
 

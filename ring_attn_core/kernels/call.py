@@ -64,7 +64,7 @@ class RingCall:
 
     @property
     def by_extents(self) -> bool:
-        """Return whether extents or key extents decide which tiles a program visits."""
+        """Return whether the call has extents or key extents, which decide the tiles that a program visits."""
         return not self.given.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:

@@ -137,7 +137,7 @@ def differences(tables: Sequence[Table], unit: str) -> list[str]:
 
 
 def _difference(told: Sequence[Sequence[Replica] | None], unit: str) -> str:
-    """Describe how the copies of an entry differ, in words that follow its name; "" if they are equal."""
+    """Describe the differences between an entry's copies, in words that follow its name; "" if the copies are equal."""
     copies = [copy for each in told for copy in each or ()]
     kinds = _grouped((copy.kind, copy.holder) for copy in copies)
     absent = [(unit, i) for i, each in enumerate(told) if each is None]

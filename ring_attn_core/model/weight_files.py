@@ -143,7 +143,7 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return which weights to read from each file of the folder: a dict from our name to the name in the file.
+    """Return the weights to read from each file of the folder, as a dict from our name to the name in the file.
 
     ``expected``: shapes by our names. ``renamed``: maps our name to the name in the files. ``ignored``: name endings; weights in
     the files with such names are ignored. Raise ValueError if a weight is missing, unexpected, of another shape or quantised.

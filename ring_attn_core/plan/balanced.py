@@ -164,7 +164,7 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, ranks: int) -> int:
-        """Return how many of a rank's ``local`` tokens to take from the costly end, for an equal share of the cost.
+        """Return the number of a rank's ``local`` tokens to take from the costly end, for an equal share of the cost.
 
         ``ranks``: number of ranks that still have no tokens.
         """
@@ -235,7 +235,7 @@ def _deal(
 
 
 def _chunks(edges: list[int], chunk: int) -> list[int]:
-    """Return the edges of items: the documents' edges, without those between neighbours of together at most ``chunk`` tokens."""
+    """Return the edges of items: the documents' edges, after joining neighbours of together at most ``chunk`` tokens."""
     kept = edges[:1]
     for edge, following in pairwise([*edges[1:], edges[-1] + chunk + 1]):
         if following - kept[-1] > chunk:

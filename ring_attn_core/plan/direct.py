@@ -1,4 +1,4 @@
-"""The plan of the strategy "direct": for every pair of ranks, which of the owner's keys the reader's queries may see.
+"""The plan of the strategy "direct": for every pair of ranks, the part of the owner's keys that the reader's queries may see.
 
 At shift s the owner ``rank`` sends a slice of each of its key runs to the reader ``rank + s``. A slice is the shortest stretch of
 a run that holds all keys visible to the reader's queries, by the mask and, if known, the documents.

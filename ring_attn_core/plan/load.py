@@ -72,7 +72,7 @@ class Load:
 
     @cached_property
     def sample(self) -> tuple[int, ...]:
-        """Return the ranks whose work is counted: the first, the last, and others at equal distances between them."""
+        """Return the sampled ranks, whose work is counted: the first, the last, and others at equal distances between them."""
         ranks, some = self.plan.ranks, min(self.plan.ranks, SAMPLE)
         return tuple(sorted({i * (ranks - 1) // max(some - 1, 1) for i in range(some)}))
 

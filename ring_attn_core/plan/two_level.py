@@ -71,7 +71,7 @@ class TwoLevelPlan(RingPlan):
     host_ranks: int = 1
 
     def shift(self, rank: Rank, outer: int, inner: int) -> Rank:
-        """Return how many ranks away the owner is whose keys ``rank`` computes on at a step; for an int or a traced rank."""
+        """Return the distance, in ranks, from ``rank`` back to the owner of the keys of a step; ``rank`` may be traced."""
         n, host, place = self.host_ranks, rank // self.host_ranks, rank % self.host_ranks  # type: ignore[operator]
         hosts = self.ranks // n
         owner = (host - outer) % hosts * n + (place - inner) % n

@@ -53,5 +53,5 @@ class HeadShares(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Return how many times each key head is sent."""
+        """Return the number of copies of each key head that are sent in the group."""
         return self.k_local * self.ranks // self.kv_heads

@@ -93,7 +93,7 @@ def _why(load: Load, strategy: Strategy, predicted: dict[str, Seconds]) -> str:
 
 
 def _gain(load: Load, strategy: Strategy) -> str:
-    """Return the reason, in words, why a strategy is faster than the ring."""
+    """Return the reason why a strategy is faster than the ring, for a message."""
     hops, tokens = len(load.plan.hops), load.plan.kv_local
     match name_of(strategy):
         case "direct" if load.plan.mask.hi is not None:

@@ -117,7 +117,7 @@ def walk_of(work, q_run):
 
 @gluon.jit
 def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
-    """Return whether the program visits a query tile; without ``gaps`` it visits all, else their extents decide."""
+    """Return whether the program visits a query tile; without ``gaps`` it visits every tile, else the tile's extents decide."""
     if args.query_tiles is None:
         some = True
     else:
@@ -140,7 +140,7 @@ def queries_of_keys(j, args, work, row):
 
 @gluon.jit
 def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Count the key tiles of a run that a query tile visits; return (all, those before the program's, whether that is one).
+    """Count the key tiles of a run that a query tile visits; return (all, before the program's tile, whether it visits that).
 
     ``adder`` calls this function one tile ahead, so ``tile`` may be -1; that result is not used. Each lane reads one interval.
     """

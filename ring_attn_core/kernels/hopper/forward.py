@@ -358,7 +358,7 @@ def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Visit the tiles of a run after the first ``done``: first those that need a mask, then the others. Return the progress."""
+    """Visit the tiles of a run after the first ``done``: first those that need a mask, then the others. Return the new state."""
     masked = count_partly_seen(run.tiles)
     for t in range(done, masked):
         n0 = partly_seen(t, run.tiles) * sizes.BLOCK_K
@@ -373,7 +373,7 @@ def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, 
 def visit_keys(
     progress, queries, run, n0, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Visit one key tile; its softmax overlaps with the previous tile's product p v. Return the progress.
+    """Visit one key tile; its softmax overlaps with the previous tile's product p v. Return the new state.
 
     No product stays in flight at the end, because across a loop's edge ptxas would serialize the products.
     """

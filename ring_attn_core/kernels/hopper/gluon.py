@@ -1,4 +1,4 @@
-"""Names of Gluon, Triton's language of explicit layouts, that differ between Triton 3.6, 3.7 and 3.9, and its host side."""
+"""Gluon (Triton's language of explicit layouts): names that differ between Triton 3.6, 3.7 and 3.9, and its host side."""
 
 from __future__ import annotations
 

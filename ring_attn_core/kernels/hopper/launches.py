@@ -95,7 +95,7 @@ def _widths(call: RingCall) -> tuple[Columns, int]:
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
-    """Return the arguments of those arrays of portable/extent_lists.py in ``names`` that the call needs, by parameter.
+    """Return the arguments for the arrays ``names`` of portable/extent_lists.py, by parameter, if the call needs them.
 
     Calls without extents or key extents need none. ``intervals`` needs key extents; ``key_tiles`` excludes them.
     """

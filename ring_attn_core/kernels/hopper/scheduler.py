@@ -33,7 +33,7 @@ from .barriers import read_number, sync_warp, write_number
 
 
 class QueryWork(NamedTuple):
-    """A query tile: its place, its number of key tiles, and its first key tile.
+    """A query tile of one batch row and head, with its number of key tiles and its first key tile.
 
     ``m0``: local index of the first query in run ``q_run``. ``tiles``: number of key tiles, -1 after the last query tile.
     ``first_run``, ``first_token``: run of keys and token at which the first key tile begins.

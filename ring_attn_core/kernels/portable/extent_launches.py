@@ -1,4 +1,4 @@
-"""The launches that compute which tiles extents or key extents leave to each program (``extent_lists.py``)."""
+"""The launches that compute the tiles to visit under extents or key extents (``extent_lists.py``)."""
 
 from __future__ import annotations
 

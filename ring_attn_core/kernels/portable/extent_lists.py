@@ -41,7 +41,7 @@ def key_tiles(
     rows_ptr, extents_ptr, key_tiles_ptr, S,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store which key tiles of a run a query tile visits."""
+    """Compute and store the key tiles of a run that a query tile visits."""
     tiles_of_run = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     program = tl.program_id(0)
     tile = program // K_RUNS % (Q_RUNS * tiles_of_run)
@@ -64,7 +64,7 @@ def intervals(
     rows_ptr, extents_ptr, key_bounds_ptr, intervals_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store which key tiles of a run a query tile visits under key extents, as intervals of tiles.
+    """Compute and store the key tiles of a run that a query tile visits under key extents, as intervals of tiles.
 
     WHOLE: distinguish tiles that need no mask; without it, all tiles count as masked.
     """
@@ -150,7 +150,7 @@ def query_tiles(
     rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store which query tiles of a run a key tile visits: those that meet the band and, by extents, the key tile."""
+    """Compute and store the query tiles of a run that a key tile visits: tiles that meet its band and whose extents meet it."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)

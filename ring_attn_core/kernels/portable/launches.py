@@ -333,7 +333,7 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
 
 
 def _clean(call: RingCall) -> int:
-    """Return how kernels zero unused keys, which may hold NaN: 0 not at all, 1 with ``tl.where``, 2 with a bitwise AND.
+    """Return the code of how kernels zero unused keys, which may hold NaN: 0 not, 1 by ``tl.where``, 2 by a bitwise AND.
 
     ``loads.keep_seen`` zeroes them. GPUs older than Hopper need the AND.
     """
