@@ -1,7 +1,7 @@
-"""The arguments of a model call inside ``sequence_parallel``: checked by name, then compared between ranks, before any is sent.
+"""The argument checks of a model call inside ``sequence_parallel``: by name, then between ranks, before any data is sent.
 
-A rank that refuses a call raises on every rank. Ranks exchange the names, shapes and plain values of their arguments and a digest
-of each integer tensor at every call, so that ranks with different batches stop with the argument's name.
+If one rank refuses a call, every rank raises. At every call ranks exchange the names, shapes and plain values of their arguments,
+and a digest of each integer tensor. So ranks with different batches raise an error that names the argument.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .models import own_positions, text_config
 from .trees import check_tree
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
-"""Losses of transformers that are sums over tokens: of the next token, and of the token itself."""
+"""transformers' losses that are sums over tokens: those that predict the next token, and those that label the token itself."""
 
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
@@ -44,14 +44,14 @@ seq_idx is not read: it is for short convolutions, which a ring does not support
 """
 
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
-"""Arguments of Qwen3-VL and similar models: the mask of image tokens, and the features added to these layer by layer."""
+"""Arguments of Qwen3-VL and similar models: the mask of image tokens, and each layer's features to add to these tokens."""
 
 UNSPLIT = ("deepstack_features", "per_layer_inputs")
-"""Arguments of other models that also belong to tokens, and are not split."""
+"""Arguments of other models with one value per token. They cannot be sharded here."""
 
 
 class CheckedArguments(NamedTuple):
-    """The arguments of a call by name, without None, its input_ids or inputs_embeds, its cache, and the seed of its dropout."""
+    """The checked arguments of a call: all that are not None by name, the input tensor, the cache and the dropout seed."""
 
     by_name: dict[str, Any]
     tokens: Tensor
@@ -62,7 +62,7 @@ class CheckedArguments(NamedTuple):
 def checked_arguments(
     model: PreTrainedModel, ring: ModelRing, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> CheckedArguments:
-    """Return the arguments of a call with global sequences. Raise ValueError, the same on every rank, if it cannot be split."""
+    """Return the checked arguments of a call with global sequences. Raise ValueError on all ranks if one is unsupported."""
     with same_error(ring.group):
         _check_attends(model)
         given = with_cache_renamed(model, _by_name(args, kwargs))
@@ -81,7 +81,7 @@ def checked_arguments(
 
 
 def _check_attends(model: PreTrainedModel) -> None:
-    """Raise ValueError if the config was set to another attention since sequence_parallel was entered."""
+    """Raise ValueError if the config's attention was changed inside sequence_parallel."""
     got = text_config(model.config)._attn_implementation
     if got != NAME:
         raise ValueError(
@@ -101,7 +101,7 @@ def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _tokens(given: dict[str, Any]) -> Tensor:
-    """Return the tensor that gives the number of tokens: input_ids or inputs_embeds."""
+    """Return input_ids or inputs_embeds. Raise ValueError unless exactly one of them is passed."""
     if ("input_ids" in given) == ("inputs_embeds" in given):
         raise ValueError(
             "the model takes either input_ids or inputs_embeds inside sequence_parallel, got " + (", ".join(given) or "nothing")
@@ -115,7 +115,7 @@ def _tokens(given: dict[str, Any]) -> Tensor:
 
 
 def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
-    """Raise ValueError if an argument cannot be split, or is not of ``shape`` [batch, length]."""
+    """Raise ValueError if an argument cannot be sharded, or does not match ``shape`` [batch, length]."""
     name, length = type(model).__name__, shape[1]
     if {"labels", "shift_labels"} & given.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
@@ -162,7 +162,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
 
 
 def _check_positions(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if position_ids are missing although required, or are not those of the global sequence."""
+    """Raise ValueError if required position_ids are missing, or if position_ids do not fit the global sequence."""
     name, (batch, length), x = type(model).__name__, shape, given.get("position_ids")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
@@ -184,18 +184,18 @@ def _check_positions(model: PreTrainedModel, given: dict[str, Any], shape: tuple
 
 
 def _shape(x: Any) -> list[int] | str:
-    """Return the shape of a tensor, or the type of something else, for an error."""
+    """Return the shape of a tensor, or the type name of another value, for an error."""
     return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
 def _description(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the dtype and shape of each tensor of a call, its plain values, and the types of others."""
+    """Return the dtype and shape of each tensor argument, plain values themselves, and the type names of other values."""
     plain = lambda x: x if isinstance(x, int | float | str | bool) else type(x).__name__
     return {name: [str(x.dtype), *x.shape] if isinstance(x, Tensor) else plain(x) for name, x in sorted(given.items())}
 
 
 def _content(given: dict[str, Any]) -> dict[str, str]:
-    """Return a digest of every integer tensor of a call, of the weights of labels and of the tree."""
+    """Return a digest of each integer tensor argument, of label_weights and of the tree."""
     digest = lambda x: blake2b(x.detach().contiguous().cpu().numpy().tobytes(), digest_size=16).hexdigest()
     compared = lambda name, x: isinstance(x, Tensor) and (name == "label_weights" or not x.is_floating_point())
     tree = {"tree": blake2b(repr(trees_of(*given["tree"])).encode(), digest_size=16).hexdigest()} if "tree" in given else {}
@@ -203,7 +203,7 @@ def _content(given: dict[str, Any]) -> dict[str, str]:
 
 
 def _compare(exchanged: list[list[Any]]) -> None:
-    """Raise ValueError if ranks pass an argument differently, and name it."""
+    """Raise ValueError, naming the argument, if ranks pass different values."""
     for part, what in ((0, "shape or value"), (1, "content")):
         first = exchanged[0][part]
         for rank, (*parts, _) in enumerate(exchanged):
@@ -221,7 +221,7 @@ def _compare(exchanged: list[list[Any]]) -> None:
 
 
 def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel | None:
-    """Return the innermost part of ``model`` whose forward takes one of the arguments ``names``, or None."""
+    """Return the innermost submodel of ``model`` whose forward takes any argument in ``names``, or None."""
     found = None
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not {*names}.isdisjoint(inspect.signature(module.forward).parameters):
@@ -230,7 +230,7 @@ def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel
 
 
 def _check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if inputs_embeds come without the features that belong to them, or if features do not fit."""
+    """Raise ValueError if inputs_embeds come without their image features, or if the features do not fit."""
     name, passed = type(model).__name__, [argument for argument in VISUAL if argument in given]
     if "inputs_embeds" not in given and not passed:
         return
@@ -262,7 +262,7 @@ def _check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[in
 
 
 def _check_cached(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if arguments of a call of ``shape`` [batch, tokens] do not continue the cache."""
+    """Raise ValueError if the arguments of a call of ``shape`` [batch, tokens] do not continue the cache."""
     (batch, tokens), before = shape, cache.tokens
     mask, keep = given.get("attention_mask"), given.get("logits_to_keep", 1)
     if cache.kv is not None and cache.kv.spec.batch != batch:

@@ -1,9 +1,9 @@
-"""The attention function that transformers calls in place of its own, and the changes of a model that make it do so.
+"""The attention function ``"ring"`` for transformers, and the changes to a model that make it call this function.
 
-``ring_attention_forward`` gets q, k, v of one layer and this rank's tokens, and the mask that ``ring_mask`` made, and calls
-``ring_attention``. Inside ``sequence_parallel`` a model's modules hold copies of their configs set to "ring" (``ring_configs``),
-so that other models of the same config are not affected; and layers under activation checkpointing also save attention's
-(out, lse), so that the backward does not run the ring's forward again (``Checkpointing``).
+``ring_attention_forward`` calls ``ring_attention`` with one layer's q, k and v of this rank's tokens, and a mask from
+``ring_mask``. Inside ``sequence_parallel`` a model's modules hold copies of their configs set to "ring" (``ring_configs``), so
+other models of the same config are not affected. Layers under activation checkpointing also save attention's (out, lse), so the
+backward does not run the ring's forward again (``Checkpointing``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ IGNORED = {
     "token_type_ids",
     "use_cache",
 }
-"""Ignored arguments: their documents, positions and causality are already in the mask."""
+"""Ignored arguments: the mask already holds their documents, positions and causality."""
 
 
 def ring_attention_forward(
@@ -75,8 +75,8 @@ def ring_attention_forward(
     ``attention_mask``: the return value of ``ring_mask`` for this kind of layer. ``s_aux`` or ``sinks``: [heads], as sinks of
     :func:`ring_attention`. ``sliding_window`` and ``is_causal`` are used only without a mask, as in eager attention.
 
-    Under autocast, query, key and value are cast as in transformers' own attention. Raise ValueError if an argument is not
-    supported, and name it.
+    Under autocast, query, key and value are cast as in transformers' own attention. Raise ValueError, naming the argument, if one
+    is not supported.
     """
     name = type(module).__name__
     call = running()
@@ -139,7 +139,7 @@ def ring_attention_forward(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Return a tensor in the dtype of autocast, if it is on: rotary embeddings leave q and k in float32, with v in 16 bits."""
+    """Cast a tensor to autocast's dtype if autocast is on. Rotary embeddings leave q and k in float32 beside a 16-bit v."""
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -147,7 +147,7 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
-    """Return the mask of a layer that gets none from its model, on one device."""
+    """Return the mask of a layer whose model passes none, on one device. Raise ValueError on several ranks."""
     try:
         check_alone()
     except ValueError as error:
@@ -168,10 +168,10 @@ def _no_window(name: str, size: int) -> ValueError:
 
 
 def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
-    """Return the queries of a Llama 4 layer without rotary embedding, scaled by their positions in the document.
+    """Scale the queries of a Llama 4 layer without rotary embedding by their positions in the document.
 
     Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, and counts p within the
-    shard. This replaces the factor by that of the position in the document.
+    shard. This function replaces that factor by the one for the position in the document.
     """
     if mask.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
@@ -184,9 +184,9 @@ def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
 
 @contextmanager
 def ring_configs(model: nn.Module) -> Iterator[None]:
-    """Make the part of ``model`` that reads tokens attend over the ring inside this ``with``.
+    """Make the text part of ``model`` attend over the ring inside this ``with``.
 
-    Its modules hold copies of their configs meanwhile. Attributes that are set in a copy are set in the config at the end.
+    Its modules hold copies of their configs meanwhile. At the end, attributes set in a copy are set in the original.
     """
     pairs = _copies(hugging_face_model(model).config)
     before = [dict(vars(mine)) for _, mine in pairs]
@@ -210,13 +210,13 @@ def ring_configs(model: nn.Module) -> Iterator[None]:
 
 
 def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
-    """Return (config, copy) of the config of the part that reads tokens, set to the ring, and of each config that contains it."""
+    """Return (config, copy) pairs: the text part's config, whose copy is set to the ring, and each config that contains it."""
     text = text_config(config)
     pairs = [(text, copy.copy(text))]
     vars(pairs[0][1])[IMPLEMENTATION] = NAME
 
     def copied(outer: PreTrainedConfig) -> PreTrainedConfig | None:
-        """Return the copy of ``outer`` if it holds the text's config at any depth, and else None."""
+        """Return the copy of ``outer`` if it contains the text part's config at any depth, or None."""
         for original, mine in pairs:
             if original is outer:
                 return mine
@@ -234,7 +234,7 @@ def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrained
 
 
 def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Set in ``config`` the attributes that changed in its copy, except the attention implementation."""
+    """Set in ``config`` each attribute that changed in its copy, except the attention implementation."""
     for name in before.keys() - now.keys():
         vars(config).pop(name, None)
     for name, value in now.items():
@@ -245,7 +245,7 @@ def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]
 class Checkpointing:
     """The layers of a model that support checkpointing, and their checkpoint functions before ``keep_attention``.
 
-    After ``activation_checkpointing_enable(offload=True)``, all tensors that they save wait in host memory.
+    After ``activation_checkpointing_enable(offload=True)``, all their saved tensors are offloaded to host memory.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -261,7 +261,7 @@ class Checkpointing:
     def keep_attention(self) -> None:
         """Make the layers save attention's (out, lse).
 
-        Called before each call of the model, because a Trainer may set checkpointing at any time.
+        Run it before each call of the model, because a Trainer may set checkpointing at any time.
         """
         self.host = OffloadedTensors()
         for layer in self.layers:
@@ -271,15 +271,15 @@ class Checkpointing:
                 setattr(layer, CHECKPOINT, self.ours[_offloads(function)])
 
     def restore(self) -> None:
-        """Restore the checkpoint functions that were set last."""
+        """Restore each layer's checkpoint function from before ``keep_attention``."""
         for layer, function in self.before.items():
             if layer.__dict__.get(CHECKPOINT) in self.ours:
                 setattr(layer, CHECKPOINT, function)
 
 
 def _offloads(function: Any) -> bool:
-    """Return whether a layer's checkpoint function saves inputs on the host.
+    """Return True if a layer's checkpoint function saves its inputs on the host.
 
-    transformers then wraps torch's checkpoint in a function of its own.
+    For offloading, transformers wraps torch's checkpoint in a function of its own.
     """
     return getattr(function, "func", function) is not checkpoint

@@ -1,9 +1,10 @@
-"""The cache of ``generate`` over a ring: a RingCache holds the keys and values, a CachedCall is one model call that continues it.
+"""The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that continues it.
 
-Each rank holds the keys and values of a part of the tokens. A prompt, or a chunk of one, is sharded like a batch without a cache:
-``prefill`` attends over the ring, and ``last_tokens`` gathers the hidden states whose logits are requested. At most ``FEW`` new
-tokens are computed in full by every rank; each layer appends their keys and values to the cache, and ``tree_attention_decode``
-merges the ranks' attention to their parts. transformers' own code draws the next token, the same on every rank.
+Each rank holds the keys and values of a part of the tokens. A prompt, or a chunk of a prompt, is sharded like a batch without a
+cache: ``prefill`` attends over the ring, and ``last_tokens`` gathers the hidden states whose logits are requested. At most
+``FEW`` new tokens are computed in full by every rank; each layer appends their keys and values to the cache, and
+``tree_attention_decode`` merges the ranks' attention to their parts. transformers' own code then draws the next token, which is
+equal on all ranks.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
 
 FEW = 16
-"""The maximum number of new tokens that every rank computes in full; more are sharded, as a prompt is."""
+"""The maximum number of new tokens that every rank computes in full. More tokens are sharded like a prompt."""
 
 NAMES = "cache", "past_key_values"
-"""Names of the argument for a cache: the first since transformers 5.24, the second before."""
+"""Names of the cache argument: "cache" since transformers 5.24, "past_key_values" before."""
 
 
 def cache_name(model: PreTrainedModel) -> str:
-    """Return the name of the argument of ``model`` for a cache."""
+    """Return the name of the cache argument of ``model``: "cache" or "past_key_values"."""
     for interface in (model.forward, masking_utils.create_causal_mask):
         parameters = inspect.signature(interface).parameters
         for name in NAMES:
@@ -52,7 +53,7 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 def with_cache_renamed(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments ``given`` of a call, with the cache under the name that ``model`` uses.
+    """Return the arguments ``given`` with the cache under the name that ``model`` uses.
 
     Raise ValueError if it is passed under both names.
     """
@@ -62,7 +63,7 @@ def with_cache_renamed(model: PreTrainedModel, given: dict[str, Any]) -> dict[st
 
 
 class RingCache(Cache):
-    """The cache of ``model.generate()`` inside ``sequence_parallel``: a :class:`KVCache`, made from the first layer's first keys.
+    """The cache of ``model.generate()`` inside ``sequence_parallel``: a :class:`KVCache`, created by the first call of a layer.
 
     A call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns one as ``cache``
     (``past_key_values`` before transformers 5.24), and the next call continues it. ``tokens`` counts the tokens of a row as
@@ -77,16 +78,16 @@ class RingCache(Cache):
         """True during a call inside sequence_parallel that continues this cache."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingCache:
-        """Return a cache of the same tokens on the same ring, whose group cannot be copied."""
+        """Copy the cache for the same ring. Process groups cannot be copied, so both caches share the group."""
         memo[id(self.ring)] = self.ring
         other = copy.copy(self)
         vars(other).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items()})
         return other
 
     def holding(self, k: Tensor, v: Tensor, tokens: int) -> KVCache:
-        """Return the KVCache, with room for ``tokens`` more of each row.
+        """Return the KVCache, with room for ``tokens`` more tokens in each row.
 
-        The first call makes it for k and v [batch, tokens, kv_heads, dim] like these.
+        The first call creates it with the sizes and dtype of k and v [batch, tokens, kv_heads, dim].
         """
         if self.kv is None:
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
@@ -100,7 +101,7 @@ class RingCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Return the new keys and values unchanged: attention itself appends them to the cache.
 
-        Raise ValueError outside of ``sequence_parallel``, because a model would attend to the new tokens alone.
+        Raise ValueError outside of ``sequence_parallel``, where a model would attend only to the new tokens.
         """
         if not self.inside:
             raise ValueError(
@@ -110,7 +111,7 @@ class RingCache(Cache):
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the number of tokens of a row, padding included."""
+        """Return the number of tokens in each row, padding included."""
         return self.tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -123,7 +124,7 @@ class RingCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for each layer, because none is linear attention; generate() then counts the cached tokens."""
+        """False for each layer: none is linear attention, so generate() counts the cached tokens."""
         return [False] * self.depth
 
     @property
@@ -132,9 +133,9 @@ class RingCache(Cache):
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last tokens of every row, such as those rejected in speculative decoding: -n removes n tokens.
+        """Remove ``n`` tokens from the end of each row for ``-n``, such as those rejected in speculative decoding.
 
-        A number above 0 is the number of tokens that stay, as in transformers 5.13 and 5.14.
+        A positive number is the number of tokens to keep, as in transformers 5.13 and 5.14.
         """
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.tokens - tokens_to_remove)
         if removed and self.kv is not None:
@@ -151,7 +152,7 @@ class RingCache(Cache):
         self.kv, self.tokens = None, 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Raise ValueError: rows must be repeated before their prompts are read."""
+        """Raise ValueError: repeat the rows before their prompts are prefilled."""
         raise ValueError("a cache on a ring keeps its number of rows: repeat the rows of input_ids, then generate")
 
     def batch_select_indices(self, indices: Tensor) -> None:
@@ -161,11 +162,11 @@ class RingCache(Cache):
 
 @dataclass(eq=False)
 class CachedCall(RunningCall):
-    """A running call with a cache: what its tokens see.
+    """A running call that continues a cache, with the lengths, padding and cache placement of its tokens.
 
-    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of them that this rank computes,
-    or None if each rank computes all. ``lengths``: the number of new tokens of each row without padding. ``valid``: bool
-    [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens whose logits are
+    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of new tokens that this rank
+    computes, or None if each rank computes all. ``lengths``: the number of new tokens of each row without padding. ``valid``:
+    bool [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens whose logits are
     requested. ``step``: their placement in the cache.
     """
 
@@ -188,10 +189,10 @@ class CachedCall(RunningCall):
         return LayerMask(self.cache.ring, pattern.band, self.tokens, cached=self)
 
     def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], window: int | None, score: dict[str, Any]) -> Tensor:
-        """Compute the attention of a layer [batch, tokens, heads, v_dim], and append its keys and values to the cache.
+        """Append a layer's keys and values to the cache, and compute its attention [batch, tokens, heads, v_dim].
 
         ``qkv``: [batch, tokens, heads, dim] each; ``window``: the number of visible tokens before a token's own, None: all;
-        ``score``: scale, softcap and sinks. The first layer's k and v make the cache, and ``step``.
+        ``score``: scale, softcap and sinks. The first layer's call creates the cache and ``step``.
         """
         (q, k, v), ring, kv = qkv, self.cache.ring, self.cache.kv
         if self.step is None:
@@ -234,7 +235,7 @@ class CachedCall(RunningCall):
 
 
 def cached_call(model: PreTrainedModel, cache: RingCache, given: dict[str, Any], tokens: Tensor) -> CachedCall:
-    """Return the call with this rank's part of ``given``, checked arguments; ``tokens``: its input_ids or inputs_embeds."""
+    """Return the CachedCall with this rank's part of the checked arguments ``given``. ``tokens``: input_ids or inputs_embeds."""
     (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
     keep = max(1, int(given.get("logits_to_keep", 1)))
     position_ids, mask = given.get("position_ids"), given.get("attention_mask")
@@ -274,9 +275,9 @@ def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -
 
 
 def cache_of(model: PreTrainedModel, ring: ModelRing, given: dict[str, Any]) -> RingCache | None:
-    """Return the cache of a call with the arguments ``given``: a new one in the first call, or None if it uses no cache.
+    """Return the cache of a call with arguments ``given``: new in the first call, None if the call uses no cache.
 
-    Raise ValueError, with the reason, if the model cannot keep a cache, or if the cache is of another kind or ring.
+    Raise ValueError if the model does not support a cache here, or if the cache is of another kind or ring.
     """
     name = cache_name(model)
     kept = given.get(name)

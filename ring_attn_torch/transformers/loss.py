@@ -1,8 +1,9 @@
 """The loss over the labels of all ranks, computed from each rank's logits or, with ``loss_chunk``, its hidden states.
 
-After each call ``with_loss`` computes it from this rank's logits and labels, which ``shards.py`` shifted and sharded, and sums
-over the ranks; its gradient is this rank's part. With ``loss_chunk`` a ``ChunkedHead`` makes the model's head return the sum of
-cross-entropies in place of logits, computed from hidden states a chunk of tokens at a time: [tokens, vocab] never exists.
+After each call ``with_loss`` computes the loss from this rank's logits and labels (shifted and sharded by ``shards.py``) and sums
+it over the ranks. Its gradient is this rank's part. With ``loss_chunk`` a ``ChunkedHead`` makes the model's head return the sum
+of cross-entropies in place of logits. It computes the sum from hidden states, a chunk of tokens at a time, so [tokens, vocab]
+never exists.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from .shards import GlobalBatch
 
 
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
-    """Return the ``output`` of a call with the loss of all ranks' labels, and with global logits if ``gather_logits``.
+    """Add the loss over all ranks' labels to the ``output`` of a call. With ``gather_logits`` make its logits global.
 
-    ``factor``: multiplies the loss's gradient. Raise ValueError if the head returns one result per row.
+    ``factor``: the factor of the loss's gradient. Raise ValueError if the head returns one result per row.
     """
     fields = dict(output) if isinstance(output, ModelOutput) else None
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
@@ -53,11 +54,11 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
 
 
 def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Return the mean loss over all ranks' labels, or their summed loss divided by ``num_items_in_batch`` if it was passed.
+    """Return the mean loss over all ranks' labels, or their summed loss / ``num_items_in_batch`` if that was passed.
 
-    Labels have the weights ``batch.label_weights``, and the mean is divided by their sum.
+    ``batch.label_weights`` weigh the labels, and the mean divides by the sum of the weights.
 
-    ``result``: this rank's logits, or the sum of the losses of its labels, as its head returned it.
+    ``result``: this rank's logits, or the summed loss of its labels from a ChunkedHead.
     """
     group, ignored, divisor = batch.ring.group, batch.ignore_index, batch.divisor
     reduction = "mean" if divisor is None else "sum"
@@ -74,9 +75,9 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
 
 
 class ChunkedHead:
-    """The head of ``model``, which inside ``summing`` returns a rank's sum of cross-entropies in place of logits.
+    """The head of ``model``. Inside ``summing`` it returns this rank's summed cross-entropy in place of logits.
 
-    Raise ValueError, with the reason, if the head is not a matrix without a bias.
+    Raise ValueError, with the reason, if the head is not a single matrix without a bias.
     """
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
@@ -94,7 +95,7 @@ class ChunkedHead:
 
     @contextmanager
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
-        """Make the head return the sum over ``labels`` as [1, 1, 1] inside this ``with``; the model must return it unchanged."""
+        """Make the head return the sum over ``labels`` as [1, 1, 1] inside this ``with``. The model must return it unchanged."""
         made: list[Tensor] = []
         batch.head_sums = True
 

@@ -1,4 +1,4 @@
-"""The mask function that transformers calls in place of its own, and the running call whose documents and padding it adds.
+"""The mask function ``ring_mask`` for transformers, and the running call with its documents and padding.
 
 A model describes its mask as a function of positions. ``ring_mask`` recognizes it as one of the patterns below, and returns a
 band and one interval of keys per query, never an array of tokens by tokens. With 6 tokens (rows are queries, columns keys, #
@@ -12,10 +12,10 @@ may be attended), W = 2 and chunks of 3:
     ######    #####.    ...##.    ..####    ...##.
     ######    ######    ....##    ...###    ...###
 
-A causal window of W counts the token itself, q - k < W; a window to both sides does not, |q - k| <= W.
+A causal window of W includes the token itself: q - k < W. A two-sided window excludes it: |q - k| <= W.
 
-accelerate's hooks for context parallelism set every layer's mask to None and pass is_causal=True instead, which would lose
-windows, documents and padding. ``AccelerateHooks`` removes these hooks before each call and restores them on leaving.
+accelerate's hooks for context parallelism replace each layer's mask by is_causal=True, which would lose windows, documents and
+padding. ``AccelerateHooks`` removes these hooks before each call and restores them at the end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class ModelRing(NamedTuple):
-    """The ring of a model: the arguments of ring_attention that are the same at every call."""
+    """The ring of a model: the ring_attention arguments that are the same at every call."""
 
     group: dist.ProcessGroup | None = None
     layout: str = "zigzag"
@@ -63,13 +63,13 @@ class ModelRing(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """A band, and causal chunks of ``chunk`` tokens if that is not 0."""
+    """A mask pattern: a band, and causal chunks of ``chunk`` tokens, or 0 for none."""
 
     band: Band
     chunk: int = 0
 
     def visible(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return True where a query at position ``q`` may attend to a key at ``k``."""
+        """Return True where a query at position ``q`` sees a key at position ``k``."""
         lo, hi = self.band.lo, self.band.hi
         inside = torch.ones_like(q - k, dtype=torch.bool)
         inside = inside if lo is None else inside & (q - k >= lo)
@@ -78,7 +78,7 @@ class Pattern(NamedTuple):
 
 
 class LayerMask(NamedTuple):
-    """The mask of the layers of one pattern, which a model passes to the attention function as its attention_mask."""
+    """The mask of all layers with one pattern. The model passes it to the attention function as attention_mask."""
 
     ring: ModelRing
     band: Band
@@ -94,7 +94,7 @@ class LayerMask(NamedTuple):
 
 
 class NoWindow(NamedTuple):
-    """The mask of layers with a sliding window of ``size`` < 1, which models also request without any such layer."""
+    """The mask of layers with an invalid window, ``size`` < 1. Models request such a mask even if no layer uses it."""
 
     size: int
 
@@ -107,7 +107,7 @@ class RunningCall(ABC):
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The model's arguments on this rank."""
     longest: Tensor | None = None
-    """The largest of position_ids, 0-d, which a shard alone does not know; None: every rank computes all tokens."""
+    """The largest of the global position_ids, 0-d (a shard lacks it), or None if every rank computes all tokens."""
     model: nn.Module | None = None
     called: nn.Module | None = None
     """The module whose hooks began the call: ``model``, or the wrapper around it."""
@@ -119,7 +119,7 @@ class RunningCall(ABC):
 
     @abstractmethod
     def begin(self, model: PreTrainedModel) -> None:
-        """Register the hooks that ``model`` needs during the call, and their removal with ``scope``."""
+        """Register the hooks that ``model`` needs during the call. ``scope`` removes them at its end."""
 
     @abstractmethod
     def mask_of(self, pattern: Pattern) -> LayerMask:
@@ -133,7 +133,7 @@ _traced = threading.local()
 
 @contextmanager
 def during(call: RunningCall) -> Iterator[None]:
-    """Make ``call`` this thread's running call inside this ``with``."""
+    """Make ``call`` the running call of this thread inside this ``with``."""
     outer, token = _running.get(), _running.set(call)
     _traced.call = call
     try:
@@ -144,7 +144,7 @@ def during(call: RunningCall) -> Iterator[None]:
 
 
 def running() -> RunningCall | None:
-    """Return this thread's innermost call in progress, or None."""
+    """Return the innermost running call of this thread, or None."""
     return getattr(_traced, "call", None) if torch.compiler.is_compiling() else _running.get()
 
 
@@ -158,10 +158,10 @@ def ring_mask(
     local_size: int | None = None,
     **others: Any,
 ) -> LayerMask | NoWindow:
-    """Return the mask of one kind of layer, as called by transformers' create_causal_mask and similar functions, with keywords.
+    """Return the mask of one kind of layer. transformers' create_causal_mask and similar functions call it with keywords.
 
-    Raise ValueError with another cache than the ring's, with cross attention, outside of ``sequence_parallel`` on several ranks,
-    or if the mask is none of the patterns above.
+    Raise ValueError if the cache is not the ring's, if the layer is cross-attention, if the mask matches none of the module's
+    patterns, or outside of ``sequence_parallel`` on several ranks.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
@@ -223,7 +223,7 @@ def _on_one_device(
 
 
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """Return the patterns that a mask requested with ``local_size=size`` may have, the likeliest first."""
+    """Return the patterns that a mask with ``local_size=size`` may have, the most likely first."""
     if size is None:
         return [Pattern(full() if both_sides else causal())]
     if both_sides:
@@ -233,10 +233,10 @@ def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> li
 
 
 def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device) -> bool:
-    """Return True if ``function`` equals ``pattern`` on a sample of pairs among ``tokens`` positions.
+    """Return True if ``function`` equals ``pattern`` on a sample of position pairs below ``tokens``.
 
-    The sample has every query with the tokens next to it, the first token and those at the edge of a window of ``size``, which
-    detects documents, blocks and prefixes; and all pairs around the first edges of windows and chunks of ``size``.
+    The sample pairs every query with its neighbours, the first token and the tokens at the edge of a window of ``size``. This
+    detects documents, blocks and prefixes. It also has all pairs around the first edges of windows and chunks of ``size``.
     """
     every = torch.arange(tokens, device=device)
     near = torch.cat([every - 1, every, every + 1, every * 0, every - (size or 1), every - (size or 1) - 1])
@@ -250,10 +250,10 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 
 
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Return int32 [batch, tokens, 2], the interval of keys that each query sees; None if keys are not one interval around it.
+    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if one query's keys are not an interval.
 
-    The ends are found by bisection, and only the ends and the middles are checked. All positions are one device's, so this is for
-    a ring of one.
+    The interval must contain the query. Bisection finds its ends; only the ends and the middles are checked. It covers the global
+    sequence, so it is for a ring of one.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)
@@ -274,21 +274,21 @@ def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.dev
 
 
 class AccelerateHooks:
-    """The hooks by which accelerate removes the masks of a model's layers, and those removed, with their modules and keys."""
+    """accelerate's hooks that remove the masks of a model's layers. It holds the removed hooks with their modules and keys."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.removed: list[tuple[nn.Module, int, Any]] = []
 
     def remove(self) -> None:
-        """Remove the hooks. Called before each call of the model, because an Accelerator may prepare it at any time."""
+        """Remove the hooks. Run it before each call of the model, because an Accelerator may prepare the model at any time."""
         for module in self.model.modules():
             for key, hook in list(module._forward_pre_hooks.items()):
                 if getattr(hook, "__qualname__", "") == ACCELERATE_HOOK:
                     self.removed.append((module, key, module._forward_pre_hooks.pop(key)))
 
     def restore(self) -> None:
-        """Restore the hooks, in front of all others as before."""
+        """Restore the hooks at the front, where they were."""
         for module, key, hook in self.removed:
             hooks = module._forward_pre_hooks
             hooks.update({key: hook} | {other: hooks.pop(other) for other in list(hooks)})

@@ -1,12 +1,12 @@
-"""The models that a ring refuses, and the reasons.
+"""The models that a ring does not support, and the reasons.
 
-Before the first call, by class or config: layers that are not softmax attention over a band of keys (Mamba, linear attention,
-convolutions, Fourier transforms), attention in a model's own code, encoders with a decoder, sequence classification heads, prompt
-tuning, and backends of a GPU for a model on a CPU.
+Refused before the first call, by class or config: layers that are not softmax attention over a band of keys (Mamba, linear
+attention, convolutions, Fourier transforms), attention in a model's own code, encoders with a decoder, sequence classification
+heads, prompt tuning, and backends of a GPU for a model on a CPU.
 
-In the first forward: any layer that mixes tokens without calling ring attention (``MixingLayers``). A layer without attention,
-such as a plain MLP layer, is correct on a shard. To distinguish the two, the layer runs once more on hidden states in which two
-tokens are NaN: in a layer that mixes tokens, NaN spreads to others.
+Refused in the first forward: any layer that mixes tokens without calling ring attention (``MixingLayers``). A layer without
+attention, such as a plain MLP layer, is correct on a shard. To distinguish the two, the layer runs once more on hidden states in
+which two tokens are NaN: in a layer that mixes tokens, NaN spreads to others.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ NOT_SOFTMAX = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|"
     "ShortConv|xLSTM|mLSTM|Hyena|Indexer|Fourier"
 )
-"""Classes of modules that mix tokens by other means than softmax attention over all keys."""
+"""Classes of modules that mix tokens without softmax attention over all keys."""
 
 OWN_MASKS = {"DogeAttention": "adds to its mask what it computes of every key's value"}
-"""Classes of modules that change attention's mask, and the error's words for the change."""
+"""Classes of modules that change attention's mask, and a description of the change for the error."""
 
 DENSE = {"gemma2", "gemma3_text", "llama", "mistral", "modernbert", "phi3", "qwen2", "qwen3"}
-"""Models, by config.model_type, in which each weight has a gradient after every backward."""
+"""Models, by config.model_type, whose weights all have a gradient after every backward."""
 
 ROW_HEADS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
 """Classes of models whose head reads one token of a row, or whose loss is a softmax over a row's tokens."""
@@ -60,12 +60,12 @@ def hugging_face_model(model: nn.Module) -> PreTrainedModel:
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the part that reads tokens, which runs over the ring."""
+    """Return the config of the model's text part, which runs over the ring."""
     return config.get_text_config()
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raise ValueError if a config is of a model that cannot run over a ring."""
+    """Raise ValueError if the model of ``config`` cannot run over a ring."""
     _check_stack(config)
     name, text = type(config).__name__, text_config(config)
     kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]
@@ -81,7 +81,7 @@ def check_config(config: PreTrainedConfig) -> None:
 
 
 def _check_stack(config: PreTrainedConfig) -> None:
-    """Raise ValueError if the config is of an encoder with a decoder."""
+    """Raise ValueError if the config is of an encoder-decoder model."""
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"{type(config).__name__} is of an encoder with a decoder, whose cross attention "
@@ -90,7 +90,7 @@ def _check_stack(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError, with the names of the modules, if a model cannot run over a ring."""
+    """Raise ValueError, naming the modules, if the model cannot run over a ring."""
     warn_if_untried("transformers", not dist.is_initialized() or dist.get_rank() == 0)
     inside = hugging_face_model(model)
     _check_stack(inside.config)
@@ -123,7 +123,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_head(model: nn.Module) -> None:
-    """Raise ValueError if a model's head returns one result per row, because a rank has only a shard of the row."""
+    """Raise ValueError if the model's head returns one result per row: a rank holds only a shard of the row."""
     inside = hugging_face_model(model)
     if any(ROW_HEADS.search(kind.__name__) for kind in type(inside).__mro__):
         raise ValueError(f"the loss of {type(inside).__name__} is no sum over tokens, and its head {row_head_remedy(model)}")
@@ -147,17 +147,17 @@ def _adapters(model: nn.Module) -> list[Any]:
 
 
 def own_positions(model: PreTrainedModel) -> bool:
-    """Return True if a call without position_ids counts tokens from 0, as models with rotary embeddings do."""
+    """Return True if a call without position_ids counts tokens from 0, as in models with rotary embeddings."""
     return any("Rotary" in type(module).__name__ for module in model.modules())
 
 
 def uses_all_weights(model: PreTrainedModel) -> bool:
-    """Return True if each weight is known to have a gradient after every backward."""
+    """Return True if each weight is known to get a gradient in every backward."""
     return model.config.model_type in DENSE
 
 
 def check_cacheable(model: PreTrainedModel) -> None:
-    """Raise ValueError if a model cannot keep a cache over a ring."""
+    """Raise ValueError if the model does not support a cache over a ring."""
     name, text = type(model).__name__, text_config(model.config)
     why = None
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
@@ -174,15 +174,15 @@ def check_cacheable(model: PreTrainedModel) -> None:
 
 
 def device_of(model: nn.Module) -> str:
-    """Return the device type that a model computes on, "cpu" if all weights are there; FSDP2's weights count by their mesh."""
+    """Return the device type of the model's computation: "cpu" if all weights are there. FSDP2's weights count by their mesh."""
     kinds = {p.device_mesh.device_type if is_dtensor(p) else p.device.type for p in model.parameters()}
     return "cpu" if kinds == {"cpu"} else next(iter(kinds - {"cpu"}), "cpu")
 
 
 def check_backend(backend: str, device: str) -> None:
-    """Raise ValueError if ``backend`` does not exist, or if ``device`` is a CPU and it has no kernels for one.
+    """Raise ValueError if ``backend`` does not exist, or if ``device`` is a CPU and the backend has no CPU kernels.
 
-    Its other requirements, of a GPU, dtypes and heads, are checked by the first call.
+    The first call checks the backend's other requirements, such as GPU, dtypes and heads.
     """
     check_backend_name(backend)
     if device != "cpu" or backend == "auto":
@@ -208,7 +208,7 @@ def check_backend_name(backend: str) -> None:
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return the decoder and encoder layers of ``model`` by name, without layers inside of layers.
+    """Return the decoder and encoder layers of ``model`` by name, without layers nested in layers.
 
     They are transformers' checkpointable layers or, in models of other authors, the modules of a list as long as
     ``num_hidden_layers``.
@@ -226,7 +226,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 class MixingLayers:
-    """Hooks on the first forward of the layers of ``model``, and the names of those that mix tokens without the ring."""
+    """Hooks for the first forward of the layers of ``model``, and the names of layers that mix tokens without the ring."""
 
     def __init__(self, model: nn.Module, inside: PreTrainedModel) -> None:
         self.inside = inside
@@ -239,7 +239,7 @@ class MixingLayers:
                 self._watch(name, layer)
 
     def _watch(self, name: str, layer: nn.Module) -> None:
-        """Register hooks that compare the count of ring attention calls before and after a forward of ``layer``."""
+        """Register hooks that count the ring attention calls during a forward of ``layer``."""
         before: list[int | None] = []
         count = lambda: None if (call := running()) is None else call.attention_calls
 
@@ -255,7 +255,7 @@ class MixingLayers:
         self.handles.append(layer.register_forward_hook(leave, with_kwargs=True))
 
     def _mixes(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if a token of ``layer``'s output depends on other tokens, or if this cannot be tested."""
+        """Return True if an output token of ``layer`` depends on other tokens, or if this cannot be tested."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 2 or hidden.shape[-2] < 3:
             return True
@@ -285,7 +285,7 @@ class MixingLayers:
         self.handles.clear()
 
     def end(self) -> None:
-        """Remove the hooks. Raise ValueError, with their names, if layers mix tokens and never called ring attention."""
+        """Remove the hooks. Raise ValueError, naming the layers, if any mix tokens without calling ring attention."""
         self.forget()
         if self.names:
             some = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")

@@ -1,4 +1,4 @@
-"""``sequence_parallel``: calls of a transformers model with global sequences, of which every rank computes its shard.
+"""``sequence_parallel``: calls of a transformers model with global sequences, where each rank computes its shard.
 
 Entering registers two hooks on the model. From its input_ids to its loss a call goes through four files:
 
@@ -90,26 +90,26 @@ def sequence_parallel(
         logits (or last_hidden_state of a model without them): this rank's shard in layout order, including the padding at the end
             of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
 
-    ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of at most so many tokens of a
-    rank at a time, as ``loss(hidden, labels, head=weight, chunk=loss_chunk)`` does: [tokens, vocab] never exists. It requires a
-    model whose logits are its head's, and whose head is a matrix without a bias.
+    ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of at most ``loss_chunk`` tokens
+    of a rank at a time, as ``loss(hidden, labels, head=weight, chunk=loss_chunk)`` does. So [tokens, vocab] never exists. The
+    model's logits must be its head's output, and the head a matrix without a bias.
 
     ``model.generate(...)`` prefills the prompts over the ring, and stores their keys and values in a cache distributed over the
-    ranks; then all ranks compute the same new tokens, so seed them alike if tokens are drawn. A loop of your own does the same
+    ranks. All ranks then compute the same new tokens, so give them the same seed if they sample. A loop of your own does the same
     with ``use_cache=True`` and the returned ``cache`` (``past_key_values`` before transformers 5.24; either name is accepted),
     under torch.no_grad(). Such a call returns the logits of the last ``logits_to_keep`` tokens (1) of a prompt, which may be
     padded on the left. In other calls the cache is off.
 
-    Layers under activation checkpointing save attention's (out, lse), so that the ring runs once; after
-    ``activation_checkpointing_enable(offload=True)`` in host memory, with their inputs. accelerate's hooks for context
-    parallelism, which remove masks, are removed meanwhile. Attention's dropout is the same for any number of ranks; other dropout
-    draws from each rank's own generator, which should differ. Leaving restores the model: its attention, hooks, head and
+    Layers under activation checkpointing save attention's (out, lse), so that the ring runs once. After
+    ``activation_checkpointing_enable(offload=True)`` they save these and their inputs in host memory. accelerate's hooks for
+    context parallelism, which remove masks, are removed meanwhile. Attention's dropout is the same for any number of ranks. Other
+    dropout uses each rank's own generator; seed the ranks differently. Leaving restores the model: its attention, hooks, head and
     checkpointing.
 
-    Raise ValueError, the same on every rank and before anything is sent round the ring, if a model or an argument, which it
-    names, cannot be split, such as a head with one result per row; a GPU backend is set for a model on a CPU; torchrun has
-    started several processes without a process group; ranks hold different weights; or ranks pass different batches (compared at
-    every call).
+    Raise ValueError, the same on every rank and before anything is sent round the ring, in these cases: a model or an argument,
+    which the error names, cannot be sharded, such as a head with one result per row; a GPU backend is set for a model on a CPU;
+    torchrun has started several processes without a process group; ranks hold different weights; ranks pass different batches
+    (compared at every call).
     """
     ring = ring_of_model(hugging_face_model(model), group, layout)
     _check_launched()
@@ -125,9 +125,9 @@ def sequence_parallel(
 def on_shards(
     model: nn.Module, ring: ModelRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
-    """Enter ``sequence_parallel`` for a model whose weights are, or will be, the same on every rank.
+    """Enter ``sequence_parallel`` for a model whose weights are equal on all ranks, or will be.
 
-    ``averaged``: multiply the gradient of each loss by the ranks of the ring, for DDP or FSDP, which average gradients.
+    ``averaged``: multiply the gradient of each loss by the number of ranks, for DDP or FSDP, which average gradients.
     """
     inside = hugging_face_model(model)
     if inside in _hooks:
@@ -163,12 +163,12 @@ class ModelHooks:
         self.mixing: MixingLayers | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelHooks:
-        """Raise ValueError: the hooks of a copied model would be those of the original."""
+        """Raise ValueError: the hooks of a copied model would act on the original."""
         raise ValueError("a model cannot be copied inside sequence_parallel: copy it before you enter, or after you leave")
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Return global logits inside this ``with``."""
+        """Make calls return global logits inside this ``with``."""
         before, self.gather_logits = self.gather_logits, True
         try:
             yield
@@ -176,7 +176,7 @@ class ModelHooks:
             self.gather_logits = before
 
     def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Begin a call with this rank's shards of the arguments, unless an enclosing call of the model has done so."""
+        """Replace a call's arguments by this rank's shards, unless an enclosing call of the model has already done so."""
         outer = running()
         if outer is not None and outer.model is self.model:
             return None
@@ -191,7 +191,7 @@ class ModelHooks:
         return (), call.kwargs
 
     def after(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
-        """End a call: add the loss, and gather logits if requested. If the call failed, it has no output."""
+        """End a call: add the loss, and gather logits if requested. A failed call has None as output."""
         call = running()
         if call is None or call.called is not module:
             return None
@@ -207,7 +207,7 @@ class ModelHooks:
 
 
 def hooks_of(model: nn.Module) -> ModelHooks:
-    """Return the hooks around the calls of ``model``, which must be inside sequence_parallel."""
+    """Return the call hooks of ``model``, which must be inside sequence_parallel."""
     return _hooks[hugging_face_model(model)]
 
 
@@ -218,15 +218,15 @@ def enable(
     strategy: str = "auto",
     backend: str = "auto",
 ) -> T:
-    """Set a transformers model, or a config before its model is made, to ``attn_implementation="ring"``, and return it.
+    """Set a transformers model, or a config before its model is created, to ``attn_implementation="ring"``, and return it.
 
     ``group``, ``layout``, ``strategy``, ``backend``: as in :func:`ring_attention`; ``sequence_parallel(model)`` uses them. A
-    config stores all but ``group``, which belongs to one process. Only a model's tokens are sharded: the parts that read images
-    or sound keep their attention.
+    config stores all but ``group``, which belongs to one process. Only text tokens are sharded: image and audio parts keep their
+    own attention.
 
-    Raise ValueError, with the names of the modules, if a model cannot run over a ring: layers other than softmax attention
-    (Mamba, linear attention, convolutions), encoder-decoders, models whose attention is code of their own. Raise ValueError also
-    if a backend does not exist, or if its kernels run on no device here.
+    Raise ValueError, naming the modules, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
+    attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if a backend does not exist,
+    or if its kernels run on no device here.
     """
     named(layout)
     Options(layout=layout, strategy=strategy, backend=backend)
@@ -249,7 +249,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> ModelRing:
-    """Return the ring that ``enable`` set for a model, or the default; ``group`` and ``layout`` replace its own if not None."""
+    """Return the ring that ``enable`` set for a model, or the default. ``group`` and ``layout`` override it if not None."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, ModelRing(group_of(group_name(None)), **settings))
     if group is not None:
@@ -268,7 +268,7 @@ def check_entry(model: nn.Module, ring: ModelRing, device: str) -> None:
 
 
 def _check_launched() -> None:
-    """Raise ValueError if torchrun started processes without a process group: each would train on all tokens by itself."""
+    """Raise ValueError if torchrun started processes without a process group: each process would train alone on all tokens."""
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return
     from torch.distributed.elastic.utils.api import get_env_variable_or_raise
@@ -282,7 +282,7 @@ def _check_launched() -> None:
 
 
 def _check_weights(model: nn.Module, ring: ModelRing) -> None:
-    """Raise ValueError if ranks hold different weights, by the sums of their bytes; sharded weights are not compared."""
+    """Raise ValueError if ranks hold different weights, compared by the sums of their bytes. Sharded weights are not compared."""
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
         return

@@ -1,13 +1,13 @@
-"""This rank's shards of a call: the steps from global input_ids, labels, positions and images to its own tokens.
+"""The shards of a call: the steps from global input_ids, labels, positions and images to this rank's tokens.
 
 ``sharded`` checks the arguments (``arguments.py``), shifts labels for the next token, and takes from each array the tokens at
 this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
 ``GlobalBatch``: the shards, and the documents, padding and blocks of the global sequences, from which ``ring_mask`` makes masks.
-A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings whose angles depend on the length get the
+A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length get the
 largest position of all shards (``with_largest_position``).
 
-Positions count tokens of the global sequence from 0, padding included. ``position_ids`` are different: a model computes rotary
-angles from them, and they restart at every document of a packed row.
+Positions count the tokens of the global sequence from 0, padding included. ``position_ids`` differ: a model computes rotary
+angles from them, and they restart at each document of a packed row.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 def sharded(
     model: PreTrainedModel, ring: ModelRing, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> GlobalBatch | CachedCall:
-    """Return the call of ``model`` with the global sequences ``args`` and ``kwargs``, with this rank's shards of them.
+    """Return the running call of ``model`` with this rank's shards of the global sequences ``args`` and ``kwargs``.
 
-    Raise ValueError, the same on every rank, if the call cannot be split.
+    Raise ValueError, the same on every rank, if the call cannot be sharded.
     """
     checked = checked_arguments(model, ring, args, kwargs)
     if checked.cache is not None:
@@ -51,7 +51,7 @@ def sharded(
 
 
 def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArguments) -> GlobalBatch:
-    """Return a call that has passed all checks, with this rank's shards."""
+    """Return the GlobalBatch of checked arguments, with this rank's shards."""
     given, tokens, _, seed = checked
     batch, length = tokens.shape[:2]
     move = lambda name: given[name].to(tokens.device) if name in given else None
@@ -99,7 +99,7 @@ def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArgum
 
 
 def _features(whole: GlobalBatch, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the mask of this rank's image tokens [batch, local], and their rows of each layer's features."""
+    """Return the mask of this rank's image tokens [batch, local], and the rows of each layer's features for these tokens."""
     mask = given[VISUAL[0]].to(whole.device).bool()
     number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)
     mine = whole.filled(mask, 0)
@@ -108,23 +108,23 @@ def _features(whole: GlobalBatch, given: dict[str, Any]) -> dict[str, Any]:
 
 
 class DocumentBounds(NamedTuple):
-    """The documents and padding of global sequences; all None if there is only one document without padding."""
+    """The documents and padding of global sequences. All are None for a single document without padding."""
 
     extents: Tensor | None = None
     """``int32`` [batch, length, 2], the interval of the tokens of its document without padding, [0, 0) for a padding token."""
     key_mask: Tensor | None = None
     """``bool`` [batch, length], for padding inside of documents, which intervals cannot express."""
     begins: Tensor | None = None
-    """``int64`` [batch, length], the first position of a token's document, from which its chunks are counted."""
+    """``int64`` [batch, length], the first position of a token's document, where its chunks begin to count."""
     packed: bool = False
 
 
 @dataclass(eq=False)
 class GlobalBatch(RunningCall):
-    """A running call without a cache: what its tokens see, and this rank's labels.
+    """A running call without a cache: its documents, padding and blocks, and this rank's labels.
 
-    ``ring`` shares ``batch`` sequences of ``length`` tokens. ``block_ends``: int64 [batch, length], the end (exclusive) of a
-    token's block, whose tokens see one another whatever the mask, 0 for a token in no block.
+    ``batch`` sequences of ``length`` tokens are sharded over ``ring``. ``block_ends``: int64 [batch, length], the exclusive end
+    of a token's block, or 0 for a token in no block. The tokens of a block see one another whatever the mask.
     """
 
     ring: ModelRing
@@ -142,7 +142,7 @@ class GlobalBatch(RunningCall):
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
-    """The part of the model that reads image features and the shards of these, which the model does not pass to it."""
+    """The submodel that reads image features, and their shards, because the outer model does not pass them on."""
     head_sums: bool = False
     """True if the model's head returns the sum of the losses in place of logits."""
     known: dict[Pattern, LayerMask] = field(default_factory=dict)
@@ -152,18 +152,18 @@ class GlobalBatch(RunningCall):
         self.index, self.outside = own.clamp(max=self.length - 1), own >= self.length
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Pass image features to the part of ``model`` that reads them during the call; the models around it do not."""
+        """Pass image features to the submodel that reads them during the call; the outer models do not pass them."""
         if self.features is not None:
             reader, features = self.features
             hook = reader.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | features), with_kwargs=True)
             self.scope.callback(hook.remove)
 
     def shard(self, x: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's part of ``x`` along ``dim`` in layout order, padded with copies of the last token."""
+        """Return this rank's shard of ``x`` along ``dim`` in layout order, padded with copies of the last token."""
         return x.index_select(dim, self.index)
 
     def filled(self, x: Tensor, value: int) -> Tensor:
-        """Return this rank's part of ``x`` [batch, length, ...], padded with ``value``."""
+        """Return this rank's shard of ``x`` [batch, length, ...], padded with ``value``."""
         outside = self.outside.view(1, -1, *[1] * (x.ndim - 2))
         return self.shard(x).masked_fill(outside, value)
 
@@ -201,12 +201,12 @@ class GlobalBatch(RunningCall):
 
 
 def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
-    """Return the documents of a batch.
+    """Return the document bounds of a batch.
 
-    ``position_ids`` int [batch, length]. Without ``present``, a document begins wherever a number is not one above the number
-    before, as in transformers. With ``present``, it begins only where the numbers of two neighbours do not increase and neither
-    is padding. ``present`` bool [batch, length]: False for padding. ``cu_seqlens`` int [documents + 1], instead of
-    position_ids, for a batch of one row: 0, then the end of each document.
+    ``position_ids`` int [batch, length]. Without ``present``, a document begins wherever position_ids do not increase by exactly
+    one, as in transformers. With ``present``, it begins only where position_ids of two neighbours do not increase and neither is
+    padding. ``present`` bool [batch, length]: False for padding. ``cu_seqlens`` int [documents + 1], instead of position_ids, for
+    a batch of one row: 0, then the end of each document.
     """
     if cu_seqlens is not None:
         extents = document_extents(cu_seqlens=cu_seqlens, length=length)
@@ -248,7 +248,7 @@ def ends_of_blocks(member: Tensor) -> Tensor:
 
 
 def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the rotary embeddings whose angles depend on a call's largest position, which a shard alone does not know."""
+    """Return the rotary embeddings that depend on the largest position of a call, which a shard lacks."""
     kind: Any = lambda module: getattr(module, "rope_type", "")
     kinds = lambda module: kind(module).values() if isinstance(kind(module), dict) else (kind(module),)
     return [module for module in model.modules() if {"dynamic", "longrope"} & {*kinds(module)}]
@@ -256,9 +256,9 @@ def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
 
 @contextmanager
 def with_largest_position(rotary: nn.Module) -> Iterator[None]:
-    """Pass the global sequence's largest position to such a rotary embedding inside this ``with``.
+    """Pass the largest position of the global sequence to a rotary embedding of ``rotary_by_length`` inside this ``with``.
 
-    It is appended as one more token, whose angles are removed again.
+    The position is appended as one more token, and its angles are removed afterwards.
     """
 
     def longest() -> Tensor | None:

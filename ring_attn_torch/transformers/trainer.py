@@ -1,7 +1,8 @@
-"""A transformers Trainer in which the ranks of a ring share every row of a batch, and the checks of its arguments.
+"""RingTrainer, a transformers Trainer whose ring shards every row of a batch over its ranks, and its argument checks.
 
-``RingTraining`` enters ``sequence_parallel`` for training and evaluation, gives every rank of a ring the same rows, counts rows
-and labels once per ring, and multiplies the gradient of the model's loss by the ranks, by which DDP and FSDP divide.
+``RingTraining`` enters ``sequence_parallel`` for training and evaluation, gives all ranks of a ring the same rows, and counts
+rows and labels once per ring. It multiplies the gradient of the model's loss by the number of ranks, because DDP and FSDP divide
+by it.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ from .models import hugging_face_model, uses_all_weights
 from .parallel import check_entry, hooks_of, on_shards, ring_of_model
 
 OLDEST = Version("5.20")
-"""The first release of transformers whose Trainer counts the labels of a row that ranks share once."""
+"""The first release of transformers whose Trainer counts the labels of a row once, however many ranks shard it."""
 
 Base: Any = Trainer if TYPE_CHECKING else object
 """The base of the mixin for type checkers: the Trainer that it is combined with."""
 
 
 class RingTraining(Base):
-    """A mixin for a Trainer: the ranks of a ring share every row of a batch, each with a shard of its tokens.
+    """A mixin for a Trainer that shards the tokens of every row over the ranks of a ring.
 
     Put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
 
-    It takes the Trainer's arguments, and ``group``, ``layout``, ``loss_chunk`` as :func:`sequence_parallel`. Without ``group``
+    It takes the Trainer's arguments, and ``group``, ``layout``, ``loss_chunk`` of :func:`sequence_parallel`. Without ``group``
     the ring is the cp axis of ``TrainingArguments(parallelism_config=...)`` if that has one, else the ring of ``enable``, else
-    all ranks. Rings of consecutive ranks stand side by side: each has its own rows, as data parallel ranks do.
+    all ranks. A ring of fewer ranks must be of consecutive ranks; each ring then has its own rows, like a data parallel rank.
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and batches are
     counted per ring. Losses, gradients and the gradient norm are those of a Trainer with one data parallel process in place of
     each ring: the loss is divided by the number of labels of all rings and all accumulated batches. A penalty that a
     ``compute_loss`` adds to the loss of the model counts once: DDP and FSDP average gradients over the ranks, and only the
-    gradient of the model's own loss is multiplied by the ranks of the ring to make up for that. ``evaluate`` and
-    ``predict`` return global logits and labels in natural order, with metrics of the whole batch, on every rank. trl's SFTTrainer
-    trains with its plain loss, without its metrics of entropy and accuracy, which need logits.
+    gradient of the model's own loss is multiplied by the ring's number of ranks to compensate. ``evaluate`` and ``predict``
+    return global logits and labels in natural order, with metrics of the whole batch, on every rank. trl's SFTTrainer trains with
+    its plain loss, without its metrics of entropy and accuracy, which need logits.
 
-    Raise ValueError if an argument is not supported, and name it.
+    Raise ValueError, naming the argument, if one is not supported.
     """
 
     ring: ModelRing
@@ -68,7 +69,7 @@ class RingTraining(Base):
         check_entry(self.model, self.ring, self.args.device.type)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make the accelerator, one that gives every rank of a ring the same rows."""
+        """Create the accelerator, set to give all ranks of a ring the same rows."""
         warn_if_untried("accelerate", self.args.process_index == 0)
         check_kind(self)
         check_arguments(self.args)
@@ -91,7 +92,7 @@ class RingTraining(Base):
 
     @contextmanager
     def _on_the_ring(self) -> Iterator[None]:
-        """Make the model compute shards inside this ``with``; a nested entry, such as an evaluation in training, does nothing."""
+        """Enter ``sequence_parallel`` for the model. A nested entry, such as an evaluation during training, does nothing."""
         if self._scope is not None:
             yield
             return
@@ -104,19 +105,19 @@ class RingTraining(Base):
                 self._scope = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train, as the Trainer does."""
+        """Train as the Trainer does, on the ring."""
         with self._on_the_ring():
             return super().train(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict, as the Trainer does, each row once."""
+        """Evaluate or predict as the Trainer does, on the ring, and count each row once."""
         with self._on_the_ring():
             self.gather_function = self._gather_rows
             return super().evaluation_loop(*args, **kwargs)
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
-        """Enter the Trainer's own contexts, and add a note to an error of a user's own loss."""
+        """Enter the Trainer's own contexts. Add a note to an error of a user-defined loss."""
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not RingTraining)
         self._in_loss = True
         try:
@@ -134,19 +135,17 @@ class RingTraining(Base):
             self._in_loss = False
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of the next class. trl's SFTTrainer is skipped, because its loss comes from a head of its own."""
+        """Return the loss of the next class in the MRO. trl's SFTTrainer is skipped, because its loss has a head of its own."""
         return self._next("compute_loss")(*args, **kwargs)
 
     def _next(self, name: str) -> Callable[..., Any]:
-        """Return a method of the next class that defines it; transformers' own in place of trl's."""
+        """Return the method of the next class in the MRO that defines it, or transformers' own in place of trl's."""
         order = type(self).__mro__
         owner = next(kind for kind in order[order.index(RingTraining) + 1 :] if name in vars(kind))
         return getattr(Trainer if of_trl(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size, times the ring's ranks while the loss is scaled by the processes with rows of their
-        own.
-        """
+        """Return the tensor parallel size, times the ring's ranks while the Trainer scales the loss by data parallel ranks."""
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
 
@@ -158,7 +157,7 @@ class RingTraining(Base):
             return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
     def _gather_rows(self, data: Any) -> Any:
-        """Return the rows of all rings, each once, without those that only fill the last batch."""
+        """Gather each row of all rings once, without the rows that only fill up the last batch."""
         from accelerate.utils import recursively_apply  # type: ignore[import-not-found]
 
         rings, state = self.args.world_size // self.ring.ranks, self.accelerator.gradient_state
@@ -167,30 +166,30 @@ class RingTraining(Base):
         return recursively_apply(once, data if rings == 1 else self.accelerator.gather(data))
 
     def get_cp_size(self) -> int:
-        """Return the number of ranks that share a row."""
+        """Return the number of ranks that shard one row."""
         return self.ring.ranks
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Return this rank's part of the operations on global rows."""
+        """Return this rank's share of the floating point operations for global rows."""
         return super().floating_point_ops(inputs) / self.ring.ranks
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the tokens of every ring once."""
+        """Count the tokens of each ring once."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.ring.ranks
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the rows unsplit, which accelerate's own context parallelism would split."""
+        """Return the rows unsharded. accelerate's own context parallelism would shard them."""
         return nullcontext, inputs
 
 
 class RingTrainer(RingTraining, Trainer):
-    """A transformers Trainer in which the ranks of a ring share every row: see :class:`RingTraining`."""
+    """A transformers Trainer that shards every row over the ranks of a ring: see :class:`RingTraining`."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError if TrainingArguments are not supported, or if the Trainer would count labels once per rank."""
+    """Raise ValueError if TrainingArguments are not supported, or if this transformers would count labels once per rank."""
     if Version(transformers.__version__) < OLDEST:
         raise ValueError(
             f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "
@@ -242,7 +241,7 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_kind(trainer: Any) -> None:
-    """Raise ValueError if a Trainer of trl computes its loss from logits, as those for preferences and rewards do."""
+    """Raise ValueError if a trl Trainer computes its loss from logits, as those for preferences and rewards do."""
     for kind in type(trainer).__mro__:
         if of_trl(kind) and kind.__name__ != "SFTTrainer" and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(

@@ -1,8 +1,8 @@
-"""Prefix trees inside ``sequence_parallel``: the argument ``tree`` of a call, checked, and its arrays.
+"""Prefix trees inside ``sequence_parallel``: the checks of a call's ``tree`` argument, and its arrays.
 
 A call with ``tree=(parents, lengths)`` has rows that hold prefix trees, as ``pack_rollouts`` makes them. Each token sees its
 ancestors: causal attention with key extents. ``position_ids`` count along the path from the root. A layer's window counts
-positions of the row, so it must hold the longest path; then it hides no ancestor and is left out.
+positions of the row. It must be at least the longest path; then it hides no ancestor and is dropped.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ REFUSED = {
     "token_type_ids": "the tokens of an image see later ones, and those of a tree see their ancestors: leave them out",
     "cu_seq_lens_q": "a row holds several documents as several trees, each with a parent of -1: leave it out",
 }
-"""Arguments that say something else than the tree, and what to do."""
+"""Arguments that contradict the tree, and the remedy for each."""
 
 
 class RowTrees(NamedTuple):
-    """The prefix trees of the rows of a call."""
+    """The prefix trees in the rows of a call."""
 
     key_extents: Tensor
     """int32 [batch, length, 2], the interval of the queries that may see each key; [0, 0) in padding."""
@@ -59,13 +59,13 @@ class RowTrees(NamedTuple):
 
 
 def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTrees:
-    """Return the trees of a call with ids of ``shape`` [batch, length]. Raise ValueError if they do not fit."""
+    """Return the trees of a call whose ids have ``shape`` [batch, length]. Raise ValueError if they do not fit."""
     key_extents, positions, _ = (torch.from_numpy(x).to(device) for x in trees.batch_of_trees(tree, *shape))
     return RowTrees(key_extents, positions.long(), trees.longest_path(trees.trees_of(*tree)))
 
 
 def check_tree(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if the arguments of a call do not go with its ``tree``, or label_weights not with its labels."""
+    """Raise ValueError if other arguments of a call do not go with ``tree``, or label_weights do not go with the labels."""
     _check_label_weights(given)
     if "tree" not in given:
         return
@@ -83,7 +83,7 @@ def check_tree(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, 
 
 
 def _check_label_weights(given: dict[str, Any]) -> None:
-    """Raise ValueError if the loss cannot weigh its labels."""
+    """Raise ValueError if label_weights cannot be applied to the labels."""
     weights, labels = given.get("label_weights"), given.get("shift_labels")
     if weights is None:
         return
