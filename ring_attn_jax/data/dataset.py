@@ -1,4 +1,4 @@
-"""A dataset that reads a folder of texts or token arrays as one rank's shards."""
+"""A dataset that reads one rank's shards from a folder of texts or token arrays."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from .batch import Shard
 
 
 class SequenceShardedDataset:
-    """A folder of files as batches of packed documents: an iterable of :class:`Shard`, one rank's part of each batch.
+    """An iterable of :class:`Shard`: one rank's part of each batch of packed documents from a folder of files.
 
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
-    each span of a document within a row attends only to itself (``extents``). A shard is what
-    ``shard_batch(ids, layout, ranks, rank, documents=...)`` makes of the global batch: labels are shifted before sharding, and
-    the last token of a span has none. But a rank reads only its own tokens, plus one more at the end of each of its runs. With
-    ``"striped"`` it reads twice its own, since all its next tokens lie on other ranks.
+    each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
+    rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has none. But a
+    rank reads only its own tokens, plus one more at the end of each of its runs. With ``"striped"`` it reads twice as many, since
+    all next tokens are on other ranks.
 
-    ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files of rows, each of them a document: ``.jsonl``,
-    ``.parquet``, or ``.arrow`` of a folder that datasets has saved; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards side by
-    side. ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take
-    different rows, and the index of this one. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: their number;
-    None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)). ``pattern``:
-    the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in files of
-    rows; rows whose text is empty or null are left out. ``tokenizer``: a tokenizer.json of the package tokenizers, or its folder.
-    ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
-    ``.ring-attn`` in ``folder`` by default; the first process writes them, once. ``restart_positions``, ``ignore_index``: as in
-    ``shard_batch``.
+    ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
+    ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
+    ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards,
+    concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups, which get different
+    rows. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
+    of epochs; None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)).
+    ``pattern``: the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in
+    files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the package tokenizers, or its
+    folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
+    by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``, ``ignore_index``: as
+    in ``shard_batch``.
 
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
     passed to ``resume``, or else at the beginning.
 
-    The content of a batch follows from data, seed and batch number, not from ranks, layout or workers, so a run may be resumed
-    with other ones.
+    The content of a batch depends on data, seed and batch number only. So a run may be resumed with other ranks, layout or
+    workers.
 
     Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
     there is less data than one batch.
@@ -121,7 +121,7 @@ class SequenceShardedDataset:
 
     @property
     def vocab(self) -> int | None:
-        """Return one more than the largest id, or None for token arrays."""
+        """Return the largest id + 1, or None for token arrays."""
         return self._batches.vocab
 
     @property
@@ -130,29 +130,29 @@ class SequenceShardedDataset:
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return as JSON the state of the run after ``batches`` batches, by default those that the latest iteration has yielded.
+        """Return the state of the run after ``batches`` batches as JSON, by default the batches of the latest iteration.
 
-        ``batches`` counts from the very beginning, over epochs and resumptions. Raise ValueError if it exceeds the batches of the
-        run.
+        ``batches`` counts from the start of the run, over epochs and resumptions. Raise ValueError if it exceeds the batches of
+        the run.
         """
         return self._batches.state(batches)
 
     def resume(self, state: str | Mapping[str, object]) -> None:
-        """Begin every later iteration at ``state``, the result of :meth:`state`, as text or parsed by json.loads.
+        """Start every later iteration at ``state``, a return value of :meth:`state`, as text or parsed by json.loads.
 
-        Raise ValueError if it is not a state, or has other data, length, rows per batch, seed, ``shuffle`` or ``last``.
+        Raise ValueError if it is not a state, or if its data, length, rows per batch, seed, ``shuffle`` or ``last`` differ.
         """
         self._batches.resume(state)
 
 
 class ShardSource:
-    """A random access data source for grain, whose item i is this rank's shard of batch ``start + i``."""
+    """A random access data source for grain. Item i is this rank's shard of batch ``start + i``."""
 
     def __init__(self, batches: Batches, start: int) -> None:
         self._batches, self._start = batches, start
 
     def __len__(self) -> int:
-        """Return the number of shards; sys.maxsize if epochs have no end."""
+        """Return the number of shards, or sys.maxsize if epochs are unlimited."""
         end = self._batches.index.end
         return sys.maxsize if end is None else end - self._start
 
@@ -161,5 +161,5 @@ class ShardSource:
         return Shard(*self._batches.arrays(self._start + int(number)), None, self._batches.settings.length)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
-        """Return the text that grain writes into its checkpoints to recognize the data."""
+        """Return a text that identifies the data. grain writes it into its checkpoints."""
         return f"SequenceShardedDataset({self._batches.state(self._start)})"

@@ -6,7 +6,8 @@ Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix o
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
-Both are of global sequences; ``to_layout(extents, layout, ranks)`` shards them and pads with [0, 0), which sees no key.
+Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads with [0, 0): such a query sees no
+key.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ def document_extents(
     cu_seqlens: Int[Array, " ends"] | None = None,
     length: int | None = None,
 ) -> Int[Array, "rows length 2"]:
-    """Return the extents of packed documents: first and end (exclusive) position of each token's document.
+    """Return the extents of packed documents: the first and end (exclusive) position of each token's document.
 
     The result is int32 [batch, length, 2], or [1, length, 2] for ``cu_seqlens``.
 
-    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, which may lie
-    before, between or after documents but not inside one; its extent is [0, 0), and no query sees it.
+    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, before, between
+    or after documents but not inside one. Its extent is [0, 0), and no query sees it.
 
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
     positions, by default the last entry (required under jit); tokens beyond the last entry are padding.
 
     Raise ValueError if shapes, dtypes or values break these rules. Traced values are not checked: under jit the result for
-    invalid ones is undefined.
+    invalid values is undefined.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -56,11 +57,11 @@ def document_extents(
 
 
 def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array, "rows length 2"]:
-    """Return the extents of a prefix-LM, to be used with ``mask=full()``: token p sees [0, max(prefix, p + 1)).
+    """Return the extents of a prefix-LM: token p sees [0, max(prefix, p + 1)). Use them with ``mask=full()``.
 
     The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of first tokens that all
-    queries see, an int or int [batch]; ``length``: the true length of the sequences. Raise ValueError unless
-    0 <= prefix <= length; a traced prefix is not checked.
+    queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError unless 0 <= prefix <=
+    length; a traced prefix is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
@@ -74,7 +75,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
     """Return ``x`` as int32 or int64.
 
-    Raise ValueError unless it holds integers in the range of that dtype, with one dimension for each name in ``dims``.
+    Raise ValueError if it does not hold integers in the dtype's range, with one dimension for each name in ``dims``.
     """
     array = converted(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):
@@ -101,9 +102,9 @@ def on_host(x: Any) -> np.ndarray | None:
 
 
 def whole(x: jax.Array, dim: int) -> jax.Array:
-    """Return ``x``, all-gathered along ``dim`` if an Explicit mesh axis shards it there.
+    """All-gather ``x`` along ``dim`` if an Explicit mesh axis shards it there, and return it.
 
-    A permutation along ``dim`` could not keep that sharding.
+    A permutation along ``dim`` cannot keep such a sharding.
     """
     x = jnp.asarray(x)
     sharding = jax.typeof(x).sharding

@@ -1,4 +1,4 @@
-"""All-gather of shards into global sequences, of all tokens or of one per row: the counterpart of ``shard_batch``."""
+"""All-gather of shards into global sequences, or of one token per row: the counterpart of ``shard_batch``."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ def gather(x: jax.Array, *, axis_name: str = "seq", layout: str = "zigzag", leng
     """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
     Call inside ``jax.shard_map`` over ``axis_name``; for global arrays in layout order use :func:`from_layout`. ``length``: the
-    true global number of tokens; None: all that the shards hold.
+    global number of tokens without padding; None: all tokens of the shards.
 
-    Differentiable: the gradient of a shard is the sum, over all ranks, of the cotangents of its tokens. JAX knows that the result
-    is the same on all ranks: a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one
-    device. Inside ``shard_map(check_vma=False)`` JAX does not know, and the gradient is that of one device times the number of
-    ranks.
+    Differentiable: the gradient of a shard is the sum of all ranks' gradients of its tokens. The result is replicated for JAX, so
+    a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one device. Inside
+    ``shard_map(check_vma=False)`` JAX does not track this, and the gradient is that of one device times the number of ranks.
 
     Raise ValueError if ``x`` is not a shard of such a sequence, or outside a shard_map over the axis.
     """
@@ -48,9 +47,9 @@ def gather_token(
 ) -> jax.Array:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: the global position of the token, counted from the end if negative, -1 for the last token; or nonnegative
-    integers [batch], one per row, with result 0 for a position that no rank holds. Only this one token travels. For example, the
-    logits of the last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token; negative counts from the end, -1 is the last token. Or nonnegative integers
+    [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the last
+    token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
     ``axis_name``, ``length``, gradient and errors: as in :func:`gather`.
     """

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 def to_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, dim: int = 1, pad_value: Any = 0) -> jax.Array:
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
-    ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the least number that
-    the layout can cut equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim`` or ``ranks``
-    is invalid. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
+    ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the smallest length that
+    the layout can split equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim`` or
+    ``ranks`` is invalid. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
-    or contiguous shard with tokens appended silently gives wrong attention, since positions follow from the layout and the new
-    length: call ``to_layout`` again on the whole longer array.
+    or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
+    Call ``to_layout`` again on the whole longer array.
     """
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     check_number("pad_value", pad_value)
@@ -37,7 +37,7 @@ def to_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, dim: int =
 
 
 def from_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, length: int, dim: int = 1) -> jax.Array:
-    """Invert :func:`to_layout`: return the tokens in natural order, with padding cut off at ``length``.
+    """Invert :func:`to_layout`: return the tokens in natural order, cut at ``length``.
 
     Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or for the reasons of ``to_layout``.
     """
@@ -54,9 +54,9 @@ def from_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, length: 
 def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
     """Return the global position of each token of a rank, int32 [seq_local], in shard order.
 
-    Padding has positions >= length. The positions are the same for all batch rows, while those of ``shard_batch`` are
-    [batch, seq_local]. They follow from the layout and ``length``: with another length the tokens of a zigzag or contiguous shard
-    have other positions, and only a striped shard without padding may be continued by new tokens (see :func:`to_layout`).
+    Padding has positions >= length. The positions are the same for all batch rows, while those of ``shard_batch`` are [batch,
+    seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
+    other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
 
     ``rank`` may be traced (``lax.axis_index``). Raise ValueError if an int is not a rank of the ring.
     """
@@ -72,7 +72,7 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int |
 
 
 def _order(layout: str | BalancedLayout, ranks: int, length: int) -> jax.Array:
-    """Return the position of each token of the padded array, in layout order."""
+    """Return the global position of each slot of the padded array in layout order."""
     check_ranks(ranks)
     if isinstance(layout, BalancedLayout):
         layout.check(ranks, length)

@@ -1,4 +1,4 @@
-"""Prefix trees: their key extents, and rollouts packed into rows and unpacked again."""
+"""Prefix trees: their key extents, and the packing and unpacking of rollouts."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ jax.tree_util.register_dataclass(Rollouts, ARRAYS, ("counts", "parents", "length
 def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> TreeExtents:
     """Return ``key_extents`` int32 [batch, tokens, 2] and ``positions`` int32 [batch, tokens] of prefix trees.
 
-    ``parents``, ``lengths``: lists of ints for one row, or a list of such lists: for each segment in depth-first order the index
-    of its parent in the row and its number of tokens. A parent of -1 begins a tree, and a row may hold several.
+    ``parents``, ``lengths``: lists of ints for one row, or a list of such lists. They hold, for each segment in depth-first
+    order, the index of its parent segment in the row and its number of tokens. A parent of -1 begins a tree; a row may hold
+    several trees.
 
-    Key j is seen by the queries of its segment's subtree from j on, [j, end): under ``mask=causal()`` a token sees its ancestors
-    and nothing else. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with (0, 0)
-    and 0. Both arrays are of whole rows: :func:`to_layout` shards them.
+    The queries [j, end), up to the end of the subtree of key j's segment, see key j. So under ``mask=causal()`` a token sees only
+    its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with (0, 0) and 0.
+    Both arrays describe whole rows; :func:`to_layout` shards them.
 
     Raise ValueError if a parent comes after its child, segments are not in depth-first order, or a segment is empty.
     """
@@ -53,19 +54,19 @@ def pack_rollouts(
     weights: Sequence[Any] | None = None,
     length: int | None = None,
 ) -> Rollouts:
-    """Pack token lists that share prefixes into rows of prefix trees, in which a shared token is computed once.
+    """Pack rollouts (token lists) that share prefixes into rows of prefix trees, where a shared token is computed once.
 
     ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
     True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
-    token, of any sign; None: 1. The first token of a rollout is not predicted, and its entries do not matter.
+    token, of any sign; None: 1. The first token of a rollout is not predicted, so its entries have no effect.
 
     Summed over all slots, ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts computed
     one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
     shift them again.
 
-    ``length``: the largest number of tokens of a row; a tree that does not fit is split between two rollouts, and the next row
-    repeats the prefix that they share. None: one row. ids and labels are int32; ``saved_tokens`` says how many are not computed.
-    The result is a pytree whose leaves are its arrays, so a jitted function that takes it is compiled anew for each other tree.
+    ``length``: the maximum number of tokens of a row, or None for one row. A larger tree is split between two rollouts, and the
+    next row repeats their shared prefix. ids and labels are int32; ``saved_tokens`` is the number of tokens not computed. The
+    result is a pytree whose leaves are its arrays. A jitted function of it is recompiled for each different tree.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.
@@ -77,19 +78,18 @@ def pack_rollouts(
 def unpack_rollouts(
     values: jax.Array, rollouts: Rollouts, *, axis_name: str = "seq", layout: str | None = None
 ) -> list[jax.Array]:
-    """Return for each rollout, on every rank, the values [tokens - 1] at the slots that predict its tokens after the first.
+    """Return for each rollout, on every rank, the values [tokens - 1, ...] at the slots that predict its tokens after the first.
 
     ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` this
-    rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. Loss masks are not applied: a token that a rollout masks
-    has its value too.
+    rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. Loss masks are not applied: masked tokens have values too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
-    rank keeps its own slice of it, without a sum over ranks, since JAX knows that the result is the same on all ranks: a loss
-    that every rank computes from it counts once, as on one device. Under ``check_vma=False`` JAX does not know, so this function
-    has no derivative there.
+    rank keeps its own slice of the gradient, without a sum over ranks. The result is replicated for JAX, so a loss that every
+    rank computes from it counts once, as on one device. Under ``check_vma=False`` JAX does not track this, so the function is not
+    differentiable there.
 
-    Raise ValueError if it is differentiated there, if ``values`` do not have the shape of the rollouts, or with ``layout``
-    outside a shard_map.
+    Raise ValueError if it is differentiated under check_vma=False, if ``values`` do not have the shape of the rollouts, or with
+    ``layout`` outside a shard_map.
     """
     if not hasattr(values, "shape") or not hasattr(values, "dtype"):
         raise ValueError(f"values must be an array, whole or this rank's shard, got {in_words(values)}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The shard that ``shard_batch`` returns. Each array is in layout order along dimension 1."""
+    """The return value of ``shard_batch``. Each array is in layout order along dimension 1."""
 
     ids: Tensor
     """int [batch, tokens]: token ids, 0 in padded slots."""
@@ -32,13 +32,13 @@ class Shard(NamedTuple):
     extents: Tensor | None
     """int32 [batch, tokens, 2]: start and end of each query's document; [0, 0) in padded slots. None without documents."""
     key_mask: Tensor | None
-    """bool [batch, tokens]: True if the key may be attended; False in padded slots. None if no mask was passed."""
+    """bool [batch, tokens]: True if queries may attend to the key; False in padded slots. None if no mask was passed."""
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: Tensor | None = None
     """int32 [batch, tokens, 2]: queries that may see each key of a prefix tree; [0, 0) in padded slots. None without trees."""
     layout: BalancedLayout | None = None
-    """The layout of these documents for ``ring_attention(..., layout=layout)``; None if a layout was named."""
+    """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
 
 
 def shard_batch(
@@ -56,25 +56,26 @@ def shard_batch(
 ) -> Shard:
     """Return the shard of ``rank`` of token ids [batch, length], or all shards in layout order if ``rank`` is None.
 
-    ``labels`` [batch, length]: the target of each token. None: the next token of the same document, taken *before* sharding, so
-    that the label of a shard's last token is correct. ``documents`` [batch, length]: the document of each token, as
-    :func:`document_extents` takes it. ``tree``: (parents, lengths) of prefix trees, as :func:`tree_extents` takes them; a label
-    then stays within its segment, and positions count along the path. ``key_mask`` [batch, length]: True if the key may be
-    attended.
+    ``labels`` [batch, length]: the target of each token. None: the next token of the same document, shifted *before* sharding, so
+    that the last token of a shard has the right label. ``documents`` [batch, length]: the document of each token, as
+    :func:`document_extents` takes it. ``tree``: (parents, lengths) of prefix trees, as :func:`tree_extents` takes them; labels
+    then stay within segments, and positions count along the path from the root. ``key_mask`` [batch, length]: True if queries may
+    attend to the key.
 
-    A token is padding if its document is negative or its key_mask False: it has no label, even if one was passed, and it is not
+    A token is padding if its document is negative or its key_mask False. Padding has no label, even if one was passed, and is not
     the default label of another token. Labels passed for other tokens stay. ``restart_positions``: count positions from 0 in each
-    document; tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens], since rows
+    document. Tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens], since rows
     may differ, while :func:`positions` returns [tokens].
 
-    ``layout``: a name; or "balanced", which deals ``documents`` to the ranks so that all compute the same under a causal mask,
-    and returns the layout in ``.layout``, to be passed on: ``ring_attention(..., layout=shard.layout)``; or such a layout.
+    ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` so that all ranks
+    have equal work under a causal mask. It returns the layout in ``.layout``; pass that on: ``ring_attention(...,
+    layout=shard.layout)``.
 
-    Do not append new tokens to a zigzag or contiguous shard: positions follow from the layout and the new length, so attention
-    would silently be wrong. Only a ``"striped"`` shard without padding may be continued (see :func:`to_layout`).
+    Do not append new tokens to a zigzag or contiguous shard: positions depend on the layout and the length, so attention would
+    silently be wrong. Append only to ``"striped"`` shards without padding (see :func:`to_layout`).
 
-    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, if documents come with a tree,
-    or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
+    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, if documents and a tree are
+    both passed, or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
     """
     if rank is not None:
         check_rank(rank, ranks)
@@ -117,7 +118,7 @@ def shard_batch(
 
 
 def _balanced(owner: Tensor, ranks: int, tree: Any) -> BalancedLayout:
-    """Return the balanced layout of the documents of a batch."""
+    """Return the balanced layout of a batch's documents. Raise ValueError beside a tree or if values cannot be read."""
     if tree is not None:
         raise ValueError('layout="balanced" deals documents, and a tree was given: choose "zigzag", "striped" or "contiguous"')
     ids = on_host(owner)
@@ -147,5 +148,5 @@ def _boolean(key_mask: Any) -> Tensor:
 
 
 def _next(x: Tensor, last: int) -> Tensor:
-    """Return the successor of each token of ``x`` [batch, length], and ``last`` for the last token."""
+    """Shift each row of ``x`` [batch, length] left by one token, with ``last`` in the last place."""
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], last)], 1)

@@ -1,4 +1,4 @@
-"""A dataset that reads a folder of texts or token arrays as one rank's shards."""
+"""A dataset that reads one rank's shards from a folder of texts or token arrays."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ from .batch import Shard
 
 
 class SequenceShardedDataset(IterableDataset[Shard]):
-    """A folder of files as batches of packed documents: an iterable of :class:`Shard`, one rank's part of each batch.
+    """An iterable of :class:`Shard`: one rank's part of each batch of packed documents from a folder of files.
 
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
-    each span of a document within a row attends only to itself (``extents``). A shard is what
-    ``shard_batch(ids, layout, ranks, rank, documents=...)`` makes of the global batch: labels are shifted before sharding, and
-    the last token of a span has none. But a rank reads only its own tokens, plus one more at the end of each of its runs. With
-    ``"striped"`` it reads twice its own, since all its next tokens lie on other ranks.
+    each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
+    rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has none. But a
+    rank reads only its own tokens, plus one more at the end of each of its runs. With ``"striped"`` it reads twice as many, since
+    all next tokens are on other ranks.
 
-    ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files of rows, each of them a document: ``.jsonl``,
-    ``.parquet``, or ``.arrow`` of a folder that datasets has saved; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards side by
-    side. ``batch_size``: packed rows of a batch. ``replicas``, ``replica``: the number of data-parallel groups, which take
-    different rows, and the index of this one. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: their number;
-    None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)). ``pattern``:
-    the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in files of
-    rows; rows whose text is empty or null are left out. ``tokenizer``: a tokenizer.json of the package tokenizers, or its folder.
-    ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
-    ``.ring-attn`` in ``folder`` by default; the first process writes them, once. ``restart_positions``, ``ignore_index``: as in
-    ``shard_batch``.
+    ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
+    ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
+    ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards,
+    concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups, which get different
+    rows. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
+    of epochs; None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)).
+    ``pattern``: the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in
+    files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the package tokenizers, or its
+    folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
+    by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``, ``ignore_index``: as
+    in ``shard_batch``.
 
     Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
     in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
 
-    The content of a batch follows from data, seed and batch number, not from ranks, layout or workers, so a run may be resumed
-    with other ones.
+    The content of a batch depends on data, seed and batch number only. So a run may be resumed with other ranks, layout or
+    workers.
 
     Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
     there is less data than one batch.
@@ -112,7 +112,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     @property
     def vocab(self) -> int | None:
-        """Return one more than the largest id, or None for token arrays."""
+        """Return the largest id + 1, or None for token arrays."""
         return self._batches.vocab
 
     @property
@@ -121,11 +121,11 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return as JSON the state of the run after ``batches`` batches, by default those that the latest iteration has yielded.
+        """Return the state of the run after ``batches`` batches as JSON, by default the batches of the latest iteration.
 
-        ``batches`` counts from the very beginning, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
-        training loop knows how many batches it took. Raise ValueError if workers have read and ``batches`` is missing, or if it
-        exceeds the batches of the run.
+        ``batches`` counts from the start of the run, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
+        training loop knows the number that it has used. Raise ValueError if workers have read and ``batches`` is missing, or if
+        it exceeds the batches of the run.
         """
         if batches is None and self._elsewhere.item():
             raise ValueError(
@@ -135,8 +135,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         return self._batches.state(batches)
 
     def resume(self, state: str | Mapping[str, object]) -> None:
-        """Begin every later iteration at ``state``, the result of :meth:`state`, as text or parsed by json.loads.
+        """Start every later iteration at ``state``, a return value of :meth:`state`, as text or parsed by json.loads.
 
-        Raise ValueError if it is not a state, or has other data, length, rows per batch, seed, ``shuffle`` or ``last``.
+        Raise ValueError if it is not a state, or if its data, length, rows per batch, seed, ``shuffle`` or ``last`` differ.
         """
         self._batches.resume(state)

@@ -6,7 +6,8 @@ Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix o
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
-Both are of global sequences; ``to_layout(extents, layout, ranks)`` shards them and pads with [0, 0), which sees no key.
+Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads with [0, 0): such a query sees no
+key.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ def document_extents(
     cu_seqlens: Int[Tensor, " ends"] | None = None,
     length: int | None = None,
 ) -> Int[Tensor, "rows length 2"]:
-    """Return the extents of packed documents: first and end (exclusive) position of each token's document.
+    """Return the extents of packed documents: the first and end (exclusive) position of each token's document.
 
     The result is int32 [batch, length, 2], or [1, length, 2] for ``cu_seqlens``.
 
-    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, which may lie
-    before, between or after documents but not inside one; its extent is [0, 0), and no query sees it.
+    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, before, between
+    or after documents but not inside one. Its extent is [0, 0), and no query sees it.
 
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
     positions, by default the last entry (required under torch.compile); tokens beyond the last entry are padding.
 
-    Raise ValueError if shapes, dtypes or values break these rules. Values are copied to the host for this check; under
-    torch.compile they are not checked, and the result for invalid ones is undefined.
+    Raise ValueError if shapes, dtypes or values break these rules. Values are copied to the host for this check. Under
+    torch.compile they are not checked, and the result for invalid values is undefined.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -53,11 +54,11 @@ def document_extents(
 
 
 def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tensor, "rows length 2"]:
-    """Return the extents of a prefix-LM, to be used with ``mask=full()``: token p sees [0, max(prefix, p + 1)).
+    """Return the extents of a prefix-LM: token p sees [0, max(prefix, p + 1)). Use them with ``mask=full()``.
 
     The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of first tokens that all
-    queries see, an int or int [batch]; ``length``: the true length of the sequences. Raise ValueError unless
-    0 <= prefix <= length; under torch.compile a tensor is not checked.
+    queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError unless 0 <= prefix <=
+    length; under torch.compile a tensor is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
@@ -69,7 +70,7 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
 
 
 def integers(name: str, x: Any, *dims: str) -> Tensor:
-    """Return ``x`` as int64. Raise ValueError unless it holds integers, with one dimension for each name in ``dims``."""
+    """Return ``x`` as int64. Raise ValueError if it does not hold integers with one dimension for each name in ``dims``."""
     array = converted(name, x)
     if array.dtype == torch.bool or array.is_floating_point() or array.is_complex() or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")
@@ -85,7 +86,7 @@ def converted(name: str, x: Any) -> Tensor:
 
 
 def on_host(x: Tensor) -> np.ndarray | None:
-    """Return the values of ``x``, or None if they cannot be read: under torch.compile and for meta tensors."""
+    """Return the values of ``x``, or None for values that cannot be read, under torch.compile and of meta tensors."""
     return None if torch.compiler.is_compiling() or x.is_meta else x.cpu().numpy()
 
 

@@ -1,4 +1,4 @@
-"""All-gather of shards into global sequences, of all tokens or of one per row: the counterpart of ``shard_batch``."""
+"""All-gather of shards into global sequences, or of one token per row: the counterpart of ``shard_batch``."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def gather(
 ) -> Tensor:
     """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
-    ``group``: the ring; None is the default group. ``length``: the true global number of tokens; None: all that the shards hold.
+    ``group``: the ring; None is the default group. ``length``: the global number of tokens without padding; None: all tokens of
+    the shards.
 
-    Differentiable: the gradient of a shard is the sum, over all ranks, of the cotangents of its tokens, in float32. So if every
-    rank computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of a single
-    device: divide by ``ranks``. ``loss(..., group=group)`` of a global array does so already.
+    Differentiable: the gradient of a shard is the sum, in float32, of all ranks' gradients of its tokens. So if every rank
+    computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one device:
+    divide the loss by ``ranks``. ``loss(..., group=group)`` of a global array does so already.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of such a sequence, or if
-    ranks have shards of different shapes or pass different arguments; this comparison is made at the first such call.
+    ranks pass shards of different shapes or different arguments. Ranks compare these at the first such call.
     """
     ring = _ring(group)
     _check("gather", x, ring, layout, length)
@@ -52,9 +53,9 @@ def gather_token(
 ) -> Tensor:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: the global position of the token, counted from the end if negative, -1 for the last token; or nonnegative
-    integers [batch], one per row, with result 0 for a position that no rank holds. Only this one token travels. For example,
-    the logits of the last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token; negative counts from the end, -1 is the last token. Or nonnegative integers
+    [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the last
+    token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
     ``group``, ``length``, gradient and errors: as in :func:`gather`.
     """
@@ -99,7 +100,7 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError on all ranks if arguments do not fit, or if a call that is not yet compared differs."""
+    """Raise ValueError on all ranks if an argument is invalid. Ranks compare the arguments of each new kind of call."""
 
     def check() -> None:
         check_along(x, isinstance(x, Tensor), "a torch.Tensor", 0)

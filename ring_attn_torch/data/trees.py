@@ -1,4 +1,4 @@
-"""Prefix trees: their key extents, and rollouts packed into rows and unpacked again."""
+"""Prefix trees: their key extents, and the packing and unpacking of rollouts."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ if TYPE_CHECKING:
 def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> TreeExtents:
     """Return ``key_extents`` int32 [batch, tokens, 2] and ``positions`` int32 [batch, tokens] of prefix trees, on the CPU.
 
-    ``parents``, ``lengths``: lists of ints for one row, or a list of such lists: for each segment in depth-first order the index
-    of its parent in the row and its number of tokens. A parent of -1 begins a tree, and a row may hold several.
+    ``parents``, ``lengths``: lists of ints for one row, or a list of such lists. They hold, for each segment in depth-first
+    order, the index of its parent segment in the row and its number of tokens. A parent of -1 begins a tree; a row may hold
+    several trees.
 
-    Key j is seen by the queries of its segment's subtree from j on, [j, end): under ``mask=causal()`` a token sees its ancestors
-    and nothing else. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with (0, 0)
-    and 0. Both arrays are of whole rows: :func:`to_layout` shards them.
+    The queries [j, end), up to the end of the subtree of key j's segment, see key j. So under ``mask=causal()`` a token sees only
+    its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with (0, 0) and 0.
+    Both arrays describe whole rows; :func:`to_layout` shards them.
 
     Raise ValueError if a parent comes after its child, segments are not in depth-first order, or a segment is empty.
     """
@@ -49,18 +50,18 @@ def pack_rollouts(
     weights: Sequence[Any] | None = None,
     length: int | None = None,
 ) -> Rollouts:
-    """Pack token lists that share prefixes into rows of prefix trees, in which a shared token is computed once.
+    """Pack rollouts (token lists) that share prefixes into rows of prefix trees, where a shared token is computed once.
 
     ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
     True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
-    token, of any sign; None: 1. The first token of a rollout is not predicted, and its entries do not matter.
+    token, of any sign; None: 1. The first token of a rollout is not predicted, so its entries have no effect.
 
     Summed over all slots, ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts computed
     one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
     shift them again.
 
-    ``length``: the largest number of tokens of a row; a tree that does not fit is split between two rollouts, and the next row
-    repeats the prefix that they share. None: one row. ids and labels are int64 on the CPU; ``saved_tokens`` says how many are not
+    ``length``: the maximum number of tokens of a row, or None for one row. A larger tree is split between two rollouts, and the
+    next row repeats their shared prefix. ids and labels are int64 on the CPU; ``saved_tokens`` is the number of tokens not
     computed.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
@@ -79,15 +80,16 @@ def unpack_rollouts(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: str | None = None,
 ) -> list[Tensor]:
-    """Return for each rollout, on every rank, the values [tokens - 1] at the slots that predict its tokens after the first.
+    """Return for each rollout, on every rank, the values [tokens - 1, ...] at the slots that predict its tokens after the first.
 
     ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` this
-    rank's shard of them. ``group``: the ring that holds the shards; None is the default group. Loss masks are not applied: a
-    token that a rollout masks has its value too.
+    rank's shard of them. ``group``: the ring that holds the shards; None is the default group. Loss masks are not applied: masked
+    tokens have values too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
-    rank keeps its own slice of it, without a sum over ranks. So if every rank computes the same loss from all rollouts, the sum
-    over ranks of the gradients of weights (:func:`sum_gradients`) is that of one device; do not divide by the number of ranks.
+    rank keeps its own slice of the gradient, without a sum over ranks. So if every rank computes the same loss from all rollouts,
+    the sum over ranks of the gradients of weights (:func:`sum_gradients`) is that of one device; do not divide by the number of
+    ranks.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``values`` do not have the shape of the rollouts, or
     if ranks have shards of different shapes.
@@ -112,7 +114,7 @@ def unpack_rollouts(
 
 
 class _GatherAlike(AllGather):
-    """An all-gather for ranks that all compute the same from its result: a shard's gradient is its slice of the cotangent."""
+    """An all-gather whose result every rank uses for the same computation: a shard's gradient is its slice of the output's."""
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
