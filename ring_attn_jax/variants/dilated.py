@@ -1,4 +1,4 @@
-"""Dilated attention: a ring attention over the tokens of each pattern, and the sum of their results, weighted by denominators."""
+"""Dilated attention: one ring attention per pattern. Their results are averaged, weighted by their softmax denominators."""
 
 from __future__ import annotations
 
@@ -51,28 +51,28 @@ def dilated_attention(
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
 
-    A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens it keeps, in
-    which ranks that share no segment exchange nothing.
+    A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
+    Ranks without a common segment exchange nothing.
 
     Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
         q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
             heads as in ``ring_attention``.
-        segments: lengths in tokens, strictly increasing; they need not divide the sequence, and may be longer.
-        dilations: one for each segment, which it divides.
+        segments: lengths in tokens, strictly increasing. They need not divide the sequence, and may be longer than it.
+        dilations: one for each segment; it divides the segment's length.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_dilated_attention``.
         mixing: "softmax": every head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
             alone.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
         key_mask: bool ``[batch, s]``, True where a key may be attended.
         scale, softcap, strategy, backend, deterministic: as in ``ring_attention``.
-        length: true global number of tokens; tokens of the shards beyond it are padding, never seen, out 0. None: all of them.
+        length: global number of tokens without padding; padding is hidden and has out 0. None: all tokens of the shards.
         return_lse: also return lse.
 
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
     natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf and zero gradients.
 
     Raise ValueError at trace time on: different numbers of segments and dilations, segments that do not increase, a dilation that
-    does not divide its segment, more patterns than heads under mixing "heads", q and k of different lengths, and whatever
+    does not divide its segment, more patterns than heads under mixing "heads", q and k of different lengths, and anything that
     ``ring_attention`` refuses.
     """
     options = Options(
@@ -117,7 +117,7 @@ def _parts(lanes: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(lanes: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
-    """Return the extents and the key mask of the folded batches; None for each that is not needed."""
+    """Return the extents and the key mask of the folded batches, each None if not needed."""
     if not lanes.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * lanes.classes

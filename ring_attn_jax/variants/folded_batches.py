@@ -1,8 +1,8 @@
-"""Folding of a shard into the folded batches (lanes) of each pattern and back, with gradients.
+"""Folding of a shard into the folded batches ("lanes") of each pattern, and the reverse, with gradients.
 
-A lane holds the tokens that one head group (class) of a pattern keeps; ``FoldedBatches`` in the core says which slot each token
-takes. ``folded`` copies an array into lanes by padding and reshaping, without gather or scatter. ``mixed`` puts the results of
-all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+A lane holds the tokens that one head group (class) of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
+``folded`` copies an array into lanes by padding and reshaping, without gather or scatter. ``mixed`` puts the results of all
+patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -28,7 +28,7 @@ Places = tuple[Place, ...]
 
 
 def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d], for each pattern of ``places``.
+    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d], for each pattern in ``places``.
 
     Differentiable.
     """
@@ -38,7 +38,7 @@ def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ..
 def mixed(
     outs: Sequence[jax.Array], lses: Sequence[jax.Array], lanes: tuple[FoldedBatches, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return out [b s h e], in the outs' dtype, and lse [b s h] from the outs and lses of the patterns' lanes; differentiable.
+    """Combine the patterns' lanes: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
@@ -107,7 +107,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _heads(places: Places) -> int:
-    """Return the number of heads of the shard, the end of the last pattern's heads."""
+    """Return the shard's number of heads, which is the end of the last pattern's heads."""
     return places[-1][1].end
 
 
@@ -124,16 +124,16 @@ def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
-    """Return alpha_i, 0 for queries that see no key in the pattern.
+    """Return alpha_i, or 0 for queries that see no key in the pattern.
 
-    ``sums``: as ``_sums`` returns them. lse itself is not used, because its rounding changes the weights if scores are huge.
+    ``sums``: as ``_sums`` returns them. lse itself is not used, because its rounding would change the weights for huge scores.
     """
     top, total = (fold(x, place, rank) for x in sums)
     return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
 
 
 def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
-    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d]; missing tokens and heads are 0."""
+    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d]. Missing tokens and heads are 0."""
     lanes, part = place
     x = x[:, :, part.first : part.end]
     if part.repeat > 1:
@@ -152,7 +152,7 @@ def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
 
 
 def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float = 0) -> jax.Array:
-    """Return the shard [b s heads d] that lanes were folded from, with ``fill`` for elements that no lane holds.
+    """Invert ``fold``: return the shard [b s heads d], with ``fill`` for elements that are in no lane.
 
     If ``fold`` repeats a head, its copies are summed.
     """
@@ -178,5 +178,5 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
 
 
 def _diagonal(part: HeadPart) -> jax.Array:
-    """Return a bool mask against [b slots spread together heads spread d] that keeps the heads of each class's own offset."""
+    """Return a bool mask for [b slots spread together heads spread d] that keeps the heads of each class's own offset."""
     return jnp.eye(part.spread, dtype=bool)[:, None, None, :, None]

@@ -1,4 +1,4 @@
-"""Dilated attention of globally sharded arrays: a shard_map around ``dilated_attention``, built for the mesh."""
+"""Dilated attention of global arrays: a shard_map around ``dilated_attention`` for a mesh."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def sharded_dilated_attention(
     """Compute :func:`dilated_attention` on global arrays in natural order, sharded as in :func:`sharded_ring_attention`.
 
     Offsets and head groups follow from the global index of a head. With ``head_axis``, each device holds a part of the heads.
-    Raise ValueError if the heads per device are not a multiple of each dilation, or ``mixing`` is not "softmax": only then do
-    all devices keep the same tokens.
+    Then raise ValueError if the heads per device are not a multiple of each dilation, or if ``mixing`` is not "softmax":
+    otherwise devices would keep different tokens.
     """
     where, patterns = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
     options = Options(

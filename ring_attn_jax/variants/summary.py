@@ -1,9 +1,9 @@
-"""Summary attention over a ring, an approximation: exact within a window, with a few summaries for each block before it.
+"""Summary attention over a ring, an approximation: exact within a window, with a few summaries of each block before it.
 
-It has two parts, which :func:`merge` combines. The local part (``near``) is ``ring_attention`` under a window, which extents cut
-at the start of a block. The compressed part (``far``) attends to summaries: each rank pools its tokens of a block by
-``attend_block``, with the pool as queries, so that a block on several ranks is merged from (out, lse) pairs as in a ring. One
-all-gather sends these partial summaries to all ranks, whose queries attend to the merged ones.
+:func:`merge` combines two parts. The local part (``near``) is ``ring_attention`` with extents: a window that starts at the start
+of a block. The compressed part (``far``) attends to summaries. Each rank pools its tokens of a block by ``attend_block`` with the
+pool as queries. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks. Each rank merges them as in a ring,
+and its queries attend to the merged summaries.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ def summary_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute approximate causal attention: exact to the last tokens, and to a few summaries of each block of tokens before them.
+    """Compute approximate causal attention: exact to the last tokens, and to a few summaries of each earlier block of tokens.
 
         first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i themselves,
         w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
-        kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and summaries u of every block n before first(i)
-        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens it stands for
+        kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and the summaries u of each block n before first(i)
+        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens that it summarizes
 
-    Tokens and summaries share one softmax. Every earlier token is represented exactly once. ``window >= length - 1`` is exact
-    attention, and so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a window beside
-    gathered, pooled blocks; here only summaries travel beyond the hops of the window.
+    Tokens and summaries share one softmax. Every earlier token counts exactly once, by itself or in a summary. ``window >= length
+    - 1`` is exact attention, and so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a
+    window beside gathered, pooled blocks. Here only the summaries are all-gathered; keys travel only as far as the window.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
@@ -81,9 +81,9 @@ def summary_attention(
         axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             comes before a summary's logarithm is added.
 
-    Returns the same as ring_attention. The partial summaries travel in float32 (float64 for float64 inputs), in one all-gather,
-    because a block on several ranks is merged from them; the summaries themselves are rounded to k's dtype. The bytes sent are
-    counted by ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent``.
+    Returns the same as ring_attention. One all-gather sends the partial summaries in float32 (float64 for float64 inputs),
+    because blocks on several ranks are merged from them. The merged summaries are rounded to k's dtype.
+    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
 
     Raise ValueError at trace time if inputs do not fit. Second derivatives and forward mode are not supported.
     """
@@ -127,11 +127,11 @@ def sharded_summary_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute :func:`summary_attention`, which is approximate, on global arrays in contiguous layout (natural order, padded).
+    """Compute :func:`summary_attention`, an approximation, on global arrays in contiguous layout (natural order, padded).
 
     The mesh, its axes and the sharding of arrays are those of :func:`sharded_ring_attention`; pool is sharded over ``head_axis``
-    like k's heads. Other arguments are those of summary_attention, with global arrays. Raise ValueError if one of these two
-    functions refuses an argument.
+    like k's heads. Other arguments are those of summary_attention, for global arrays. Raise ValueError if either function refuses
+    an argument.
     """
     options = SummaryOptions(
         block=block,
@@ -150,7 +150,7 @@ def sharded_summary_attention(
 
 
 class SummaryInputs(NamedTuple):
-    """The arrays of a call, under their public names."""
+    """The arrays of a ``summary_attention`` call, under their public names."""
 
     q: jax.Array
     k: jax.Array
@@ -162,7 +162,7 @@ class SummaryInputs(NamedTuple):
 class Summaries(NamedTuple):
     """``k`` [b n g d] and ``v`` [b n g e] of all summaries, sorted by block, in the accumulation dtype.
 
-    ``share`` [b n], with a key mask: the fraction of the tokens of a summary that the mask leaves.
+    ``share`` [b n], with a key mask: the fraction of a summary's tokens that are unmasked.
     """
 
     k: jax.Array
@@ -185,9 +185,9 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axi
 
 
 def _seen(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the range of tokens that each query of this rank attends to exactly: first and end (exclusive), int32 [s] each.
+    """Return each query's range of exactly visible tokens on this rank: first and end (exclusive), int32 [s] each.
 
-    Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summaries either.
+    Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
     """
     positions = rank * plan.local + jnp.arange(plan.local, dtype=jnp.int32)
     true = positions < plan.length

@@ -1,4 +1,4 @@
-"""Dilated attention: a ring attention over the tokens of each pattern, and the sum of their results, weighted by denominators."""
+"""Dilated attention: one ring attention per pattern. Their results are averaged, weighted by their softmax denominators."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 COMPILES = torch.__version__ >= "2.15"
-"""True if torch.compile preserves the results: 2.15 does, 2.11 loses the in-place additions of ``folded_batches.put``."""
+"""True if torch.compile gives right results: 2.15 does, 2.11 loses the in-place additions of ``folded_batches.put``."""
 
 
 def dilated_attention(
@@ -60,14 +60,14 @@ def dilated_attention(
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
 
-    A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens it keeps, in
-    which ranks that share no segment exchange nothing.
+    A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
+    Ranks without a common segment exchange nothing.
 
     Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
         q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
             heads as in ``ring_attention``.
-        segments: lengths in tokens, strictly increasing; they need not divide the sequence, and may be longer.
-        dilations: one for each segment, which it divides.
+        segments: lengths in tokens, strictly increasing. They need not divide the sequence, and may be longer than it.
+        dilations: one for each segment; it divides the segment's length.
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one.
         mixing: "softmax": every head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
             alone.
@@ -75,17 +75,17 @@ def dilated_attention(
         key_mask: bool ``[batch, s]``, True where a key may be attended.
         scale, softcap, strategy, backend, deterministic: as in ``ring_attention``, except vendors' backends, because the weights
             need a gradient of lse.
-        length: true global number of tokens; tokens of the shards beyond it are padding, never seen, out 0. None: all of them.
+        length: global number of tokens without padding; padding is hidden and has out 0. None: all tokens of the shards.
         return_lse: also return lse.
 
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
     natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf and zero gradients.
 
-    It works under torch.compile(fullgraph=True) from PyTorch 2.15 on; older versions raise NotImplementedError there.
+    torch.compile(fullgraph=True) works from PyTorch 2.15 on; older versions raise NotImplementedError under it.
 
     Raise ValueError, the same on every rank and before anything is sent, on: different numbers of segments and dilations,
     segments that do not increase, a dilation that does not divide its segment, more patterns than heads under mixing "heads", q
-    and k of different lengths, arguments that differ between ranks, and whatever ``ring_attention`` refuses.
+    and k of different lengths, arguments that differ between ranks, and anything that ``ring_attention`` refuses.
     """
     if torch.compiler.is_compiling() and not COMPILES:
         raise NotImplementedError(
@@ -151,7 +151,7 @@ def _parts(lanes: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(lanes: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
-    """Return the extents and the key mask of the folded batches; None for each that is not needed."""
+    """Return the extents and the key mask of the folded batches, each None if not needed."""
     if not lanes.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * lanes.classes
@@ -174,7 +174,7 @@ _known_lanes = remembered(lanes_of)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Return the problem as ``problem_of`` does, but without a cache, because torch.compile warns of caches."""
+    """Return the Problem as ``problem_of`` does, but without a cache, since torch.compile warns about caches."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
     given = tuple(
@@ -199,7 +199,7 @@ def _device(q: Any) -> str:
 
 
 def _in_words(x: Any) -> str:
-    """Return an argument as text for the ranks to compare; 4 and NumPy's 4 give the same text."""
+    """Return an argument as text for comparison between ranks. 4 and NumPy's 4 give the same text."""
     if isinstance(x, tuple | list):
         return f"{[as_number(each) for each in x]}"
     return str(with_numbers(x)) if isinstance(x, Band) else in_words(as_number(x))

@@ -1,8 +1,8 @@
-"""Folding of a shard into the folded batches (lanes) of each pattern and back, with gradients.
+"""Folding of a shard into the folded batches ("lanes") of each pattern, and the reverse, with gradients.
 
-A lane holds the tokens that one head group (class) of a pattern keeps; ``FoldedBatches`` in the core says which slot each token
-takes. ``folded`` copies an array into lanes by padding and strided views, without gather or scatter. ``mixed`` puts the results
-of all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+A lane holds the tokens that one head group (class) of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
+``folded`` copies an array into lanes by padding and strided views, without gather or scatter. ``mixed`` puts the results of all
+patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -26,7 +26,7 @@ Places = tuple[Place, ...]
 
 
 def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
-    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d], for each pattern of ``places``.
+    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d], for each pattern in ``places``.
 
     Differentiable.
     """
@@ -34,7 +34,7 @@ def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
 
 
 def mixed(outs: list[Tensor], lses: list[Tensor], lanes: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
-    """Return out [b s h e], in the outs' dtype, and lse [b s h] from the outs and lses of the patterns' lanes; differentiable.
+    """Combine the patterns' lanes: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
@@ -60,7 +60,7 @@ class Fold(torch.autograd.Function):
 class Mix(torch.autograd.Function):
     """The autograd function of ``mixed``.
 
-    It saves the lanes and their sums, but not out: the backward computes <dout, out> from the lanes.
+    It saves the lanes and their sums but not out, because the backward computes <dout, out> from the lanes.
     """
 
     @staticmethod
@@ -111,7 +111,7 @@ def _raise(spots: Tensor, lane: Tensor) -> None:
 
 
 def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """Return a function for ``put`` that adds lanes times ``alpha`` in one pass."""
+    """Return a ``combine`` function for ``put`` that adds ``alpha`` times the lanes in one pass."""
     return lambda spots, lane: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), lane)
 
 
@@ -120,10 +120,10 @@ def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
 
 
 def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
-    """Return alpha_i, 0 for queries that see no key in the pattern.
+    """Return alpha_i, or 0 for queries that see no key in the pattern.
 
     ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the Z of that maximum. lse itself is not used, because
-    its rounding changes the weights if scores are huge.
+    its rounding would change the weights for huge scores.
     """
     top, total = sums.split(1, -1)
     return _exp(lse_i[..., None], top) / torch.where(total > 0, total, 1)
@@ -140,7 +140,7 @@ def fold(x: Tensor, place: Place, rank: int) -> Tensor:
 
 
 def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
-    """Apply ``combine(spots, lane)`` in place to the tokens of a shard [b s h d] that the lanes hold.
+    """Apply ``combine(spots, lane)`` in place to the tokens of a shard [b s h d] that are in the lanes.
 
     If ``fold`` repeats a head, ``combine`` is applied to zeros for each repeat, and the results are added.
     """
@@ -161,7 +161,7 @@ def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[
 
 
 def _chosen(x: Tensor, part: HeadPart) -> Tensor:
-    """Return the kept heads of ``x``, each repeated as ``part`` says."""
+    """Return the heads of ``x`` that the pattern keeps, each repeated by ``part.repeat``."""
     x = x[:, :, part.first : part.end]
     if part.repeat == 1:
         return x
@@ -169,14 +169,14 @@ def _chosen(x: Tensor, part: HeadPart) -> Tensor:
 
 
 def _padded(x: Tensor, lanes: FoldedBatches, part: HeadPart, rank: int) -> Tensor:
-    """Pad ``x`` to ``lanes.spanned`` tokens and ``part.padded`` heads with zeros; return ``x`` itself if nothing is missing."""
+    """Pad ``x`` with zeros to ``lanes.spanned`` tokens and ``part.padded`` heads. Return ``x`` itself if it needs no padding."""
     front = lanes.front(rank)
     behind, heads = lanes.spanned - front - lanes.local, part.padded - part.kept
     return F.pad(x, (0, 0, 0, heads, front, behind)) if front or behind or heads else x
 
 
 def _spots(padded: Tensor, lanes: FoldedBatches, part: HeadPart) -> Tensor:
-    """Return the view [b, spread, together, slots, heads of a class, d] of the lanes in [b, tokens, heads, d]."""
+    """Return a strided view of [b, tokens, heads, d] as lanes [b, spread, together, slots, heads of a class, d]."""
     tokens = padded.unflatten(1, (lanes.slots, lanes.dilation))[:, :, : lanes.classes]
     spots = tokens.unflatten(2, (part.spread, part.together)).unflatten(4, (-1, part.spread))
     return spots.diagonal(0, 2, 5).permute(0, 5, 2, 1, 3, 4)
