@@ -83,7 +83,7 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _copies(x: Any) -> list[Replica]:
-    """Return this process's replicas of a value. For an array, return one for each device whose part another device holds too."""
+    """Return this process's replicas of a value: for an array, one for each of its devices that shares its part with others."""
     if not isinstance(x, jax.Array):
         return [plain_copy(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)

@@ -114,7 +114,7 @@ def unpack_rollouts(
 
 
 class _GatherAlike(AllGather):
-    """An all-gather whose result every rank uses for the same computation: a shard's gradient is its slice of the output's."""
+    """An all-gather for ranks that compute the same from its output. Its backward slices the output's gradient for this rank."""
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:

@@ -192,7 +192,7 @@ class RingTransformer(nn.Module):
     ) -> list[list[int]]:
         """Return the new tokens of every prompt, at most ``max_new_tokens``, up to and including the first one in ``stop``.
 
-        ``max_new_tokens``: an int, or one for each prompt; a finished request takes part in no more steps.
+        ``max_new_tokens``: an int, or one for each prompt; later steps skip a finished request.
 
         ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank, which the ring then shards. Prompts are
         prefilled in shards of the model's layout; each step then computes the next token of all requests, until all have

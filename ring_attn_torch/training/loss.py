@@ -83,7 +83,7 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 
 
 def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
-    """Return the mean, or sum, over the labels of all ranks of ``ring``.
+    """Return the mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
     ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids. On CPUs, raise ValueError on
     every rank if a label is outside the vocabulary, or if a weight of a mean is negative or not finite. One all-reduce sums the

@@ -164,7 +164,7 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 
 
 def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a checkpoint's file ``where`` has no optimizer, or its class, groups or types of settings differ."""
+    """Raise ValueError if a checkpoint's file ``where`` has no optimizer, or one of other class, groups or setting types."""
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
         raise ValueError(f"{where} was saved without an optimizer: resume without one")
