@@ -18,6 +18,7 @@ from ring_attn_core.problem.options import Options
 from ..attend.state import State, carries_rest
 from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
+from ..ring.hardware import on_hardware
 from .prepare import Arrays, CompiledCall, checked, problem_of
 
 OUT_NAME = "ring_attn_out"
@@ -48,7 +49,8 @@ class OpInputs(NamedTuple):
 
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) as ``ring_attention`` does, with its options as one record; differentiable once, in reverse mode."""
-    compiled = checked(problem_of(q, k, v, arrays, ring_size(axis_name), options), anywhere=False)
+    problem = on_hardware(problem_of(q, k, v, arrays, ring_size(axis_name), options))
+    compiled = checked(problem, anywhere=False)
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
     return _attention(inputs, compiled, axis_name)
 

@@ -85,8 +85,8 @@ def ring_attention(
             None: all tokens that the shards hold (kv_length: ``length`` if q and k shards are equally long).
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. deterministic: gradients repeat to the bit, as they always do here.
-        strategy: the way in which keys travel (docs/strategies.md): "auto", which is "ring", or "direct", "two_way",
-            "gather", "ulysses", Ulysses(ranks=n), TwoLevel(ranks=n).
+        strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
+            Ulysses(ranks=n), TwoLevel(ranks=n); "auto": the ring, or what is predicted to be faster on a measured GPU.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``

@@ -26,8 +26,8 @@ from ..attend.dropout import Dropout, draw_of
 from ..attend.state import Gradients, State, carries_rest
 from ..ring import loop
 from ..ring.agreement import agree, agreed, same_error
-from ..ring.groups import group_of, rank_in, ranks_of
-from .prepare import Arrays, check_plain, check_tensors, checked, checked_backward, problem_of, refuse_transforms
+from ..ring.groups import group_of, rank_in
+from .prepare import Arrays, check_plain, check_tensors, checked, checked_backward, problem_on, refuse_transforms
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -88,7 +88,7 @@ def attention(
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
     """Return the state of this rank's queries, once all ranks agree on the call. ``total``: as the loop takes it."""
     group, extents, key_extents = group_of(call.group), arrays.extents, arrays.key_extents
-    problem = problem_of(q, k, v, arrays, ranks_of(group), call.options)
+    problem = problem_on(q, k, v, arrays, group, call.options)
     with same_error(group):
         compiled, rank = checked(problem, anywhere=False), rank_in(group)
         some = extents is not None or key_extents is not None
@@ -111,7 +111,7 @@ def backward(
     ``cotangents``: (dout, dlse); ``saved``: (q, k, v, out, lse), and the rest of lse if there is one.
     """
     (dout, dlse), (q, k, v, *total), group = cotangents, saved, group_of(call.group)
-    compiled = checked_backward(problem_of(q, k, v, arrays, ranks_of(group), call.options), anywhere=False)
+    compiled = checked_backward(problem_on(q, k, v, arrays, group, call.options, exchange=False), anywhere=False)
     with no_autocast(q.device.type):
         keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(group)
         dq, dkv, dsinks = loop.backward(q, keys, State(*total), State(dout, dlse), score, ring, compiled.backend)

@@ -27,7 +27,8 @@ from ..attend.keys import Keys, pack
 from ..attend.launch import capability
 from ..attend.score import Score
 from ..attend.vendor import Vendor
-from ..ring.groups import Group, constant, group_of, is_dtensor
+from ..ring.groups import Group, constant, group_of, is_dtensor, ranks_of
+from ..ring.hardware import on_hardware
 from ..ring.step import Ring
 
 
@@ -54,6 +55,11 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
     """Return the call as plain data, the same cached record for all equal calls."""
     kinds = tuple([None if x is None else (x.shape, x.dtype) for x in (q, k, v, *arrays)])
     return _problem(kinds, q.device, ranks, options)
+
+
+def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
+    """Return the call on the hardware of a ring; ``exchange``: as ``on_hardware`` takes it."""
+    return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), group, exchange)
 
 
 @lru_cache(maxsize=4096)

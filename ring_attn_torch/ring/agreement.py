@@ -181,18 +181,18 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
         history.checked = None
 
 
-def tell(call: str, what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
+def tell(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
     """Exchange ``what``, a value that JSON can carry, between the ranks of ``group``. Return the values by rank.
 
-    ``call``: a name that all ranks pass alike. ``patience``: None for the group's timeout. Raise as ``agree`` does if a rank has
-    an error, is at another call or does not reach this one.
+    ``call``: a name, or it and other values by name ("call": ...), that all ranks pass alike. ``patience``: None for the group's
+    timeout. Raise as ``agree`` does if a rank has an error, is at another call or does not reach this one.
     """
     history = _history(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
-    verdict = {"problem": {"call": call}, "told": what}
+    verdict = {"problem": {"call": call} if isinstance(call, str) else call, "told": what}
     verdicts = _exchange(verdict, history.next_call(), group, patience, history.told)
     _conclude(verdicts)
-    return [verdict["told"] for verdict in verdicts if verdict]
+    return [verdict.get("told") for verdict in verdicts if verdict]
 
 
 def timeout(group: dist.ProcessGroup, device: str) -> timedelta:

@@ -1,0 +1,78 @@
+"""The records of measured machines, files in the user's cache folder, and the ranks of each host.
+
+``ring-attn doctor --measure`` writes a file for each framework and kind of device; ``strategy="auto"`` on GPUs reads it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ..files import read_bytes
+from .machine import Machine
+
+AGAIN = "run ring-attn doctor --measure again, or delete the file"
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Hardware(NamedTuple):
+    """The hardware of a ring. ``machine``: its record, None without one. ``host_ranks``: as in ``Problem``."""
+
+    machine: Machine | None = None
+    host_ranks: int = 0
+
+
+def path_of(framework: str, device: str) -> Path:
+    """Return the path of the record of a kind of device, such as ``~/.cache/ring-attn/torch-NVIDIA-H200.json``.
+
+    Raise RuntimeError if the user has no home folder.
+    """
+    return Path.home() / ".cache" / "ring-attn" / f"{framework}-{re.sub('[^A-Za-z0-9.]+', '-', device)}.json"
+
+
+def save(machine: Machine, framework: str) -> Path:
+    """Write a record: to a file beside it, which is then renamed, so that no reader sees a part. Return its path.
+
+    Raise ValueError if the file cannot be written.
+    """
+    path = path_of(framework, machine.name)
+    part = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(machine.to_json() + "\n")
+        part.replace(path)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written ({error.strerror or error}): make its folder writable") from error
+    return path
+
+
+def stored(framework: str, device: str) -> Machine | None:
+    """Return the record of a kind of device, None without a file. Raise ValueError, naming the file, if it is damaged."""
+    try:
+        path = path_of(framework, device)
+    except RuntimeError:  # a user without a home
+        return None
+    try:
+        return Machine.from_json(read_bytes(path).decode()) if path.exists() else None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"the record of this machine, {path}, cannot be read: {error}; {AGAIN}") from error
+
+
+def host() -> str:
+    """Return a name of this host that no other one has: its network name, and on Linux the id of its last boot."""
+    try:
+        return f"{platform.node()} {_BOOT.read_text().strip()}"
+    except OSError:
+        return platform.node()
+
+
+def ranks_of_a_host(hosts: Sequence[str]) -> int:
+    """Return the number of consecutive ranks on each host, from the host of each rank; 0 if hosts differ in it."""
+    size = next((rank for rank, each in enumerate(hosts) if each != hosts[0]), len(hosts))
+    groups = [set(hosts[first : first + size]) for first in range(0, len(hosts), size)]
+    each_alone = len(set(hosts)) == len(groups) and all(len(group) == 1 for group in groups)
+    return size if each_alone and len(hosts) % size == 0 else 0

@@ -1,0 +1,37 @@
+"""The machine that ``strategy="auto"`` chooses for: the record of this host, if it runs the whole program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+import jax
+
+from ring_attn_core.plan.machine import Machine
+from ring_attn_core.plan.measured import stored
+from ring_attn_core.problem.problem import Problem
+
+MEASURED = ("gpu",)
+"""The kinds of device whose records are read. On CPUs "auto" is the ring: tests do not depend on a file of the user."""
+
+
+def on_hardware(problem: Problem) -> Problem:
+    """Return the problem with the record of this machine, if "auto" can use one; else the problem as it is.
+
+    A program of several processes uses none, because they may have different records. Raise ValueError if the record is damaged.
+    """
+    if problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto" or jax.process_count() > 1:
+        return problem
+    machine = _stored(device_name())
+    return problem if machine is None else replace(problem, machine=machine, host_ranks=problem.ranks)
+
+
+def device_name() -> str:
+    """Return the name of the first GPU."""
+    return jax.devices()[0].device_kind
+
+
+@lru_cache
+def _stored(device: str) -> Machine | None:
+    """Return the record, which is read once: equal calls of a program trace to the same strategy."""
+    return stored("jax", device)

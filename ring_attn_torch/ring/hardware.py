@@ -1,0 +1,64 @@
+"""The machine that ``strategy="auto"`` chooses for: the record of rank 0, which the ranks of a group exchange once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+
+from ring_attn_core.plan.machine import Machine
+from ring_attn_core.plan.measured import Hardware, host, ranks_of_a_host, stored
+from ring_attn_core.problem.problem import Problem
+
+from .agreement import same_error, tell
+from .groups import Group, rank_in
+
+MEASURED = ("cuda",)
+"""The kinds of device whose records are read. On CPUs "auto" is the ring: tests do not depend on a file of the user."""
+
+_known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
+
+
+def on_hardware(problem: Problem, group: Group, exchange: bool = True) -> Problem:
+    """Return the problem with the record of rank 0, if "auto" can use one; else the problem as it is.
+
+    The first call of a group exchanges the record and the hosts of the ranks, and needs every rank; later calls look it up.
+    ``exchange``: False in a backward, which uses what its forward knew. During the capture of a CUDA graph nothing is exchanged.
+    Raise ValueError, the same on every rank, if rank 0 cannot read its record or the ranks disagree on the problem.
+    """
+    if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
+        return problem
+    known = _known.get(group)
+    if known is None:
+        if not exchange or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+            return problem
+        known = _known[group] = _exchanged(problem, group)
+    return problem if known.machine is None else _with(problem, known)
+
+
+def _exchanged(problem: Problem, group: dist.ProcessGroup) -> Hardware:
+    with same_error(group):
+        problem.check()
+        record = stored("torch", device_name()) if rank_in(group) == 0 else None
+        mine = [host(), None if record is None else record.to_json()]
+    told = tell({"call": "ring_attention"} | problem.fingerprint(), mine, group)
+    if None in told:
+        raise RuntimeError(
+            f'this rank runs its first call with strategy="auto" on this group, and rank {told.index(None)} does not: every rank '
+            "must make the same calls in the same order"
+        )
+    text = told[0][1]
+    return Hardware(None if text is None else Machine.from_json(text), ranks_of_a_host([name for name, _ in told]))
+
+
+def device_name() -> str:
+    """Return the name of this rank's GPU."""
+    return torch.cuda.get_device_name()
+
+
+@lru_cache(maxsize=4096)
+def _with(problem: Problem, known: Hardware) -> Problem:
+    return replace(problem, machine=known.machine, host_ranks=known.host_ranks)
