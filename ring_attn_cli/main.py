@@ -24,6 +24,7 @@ from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from .compare.command import compare  # noqa: E402
+from .doctor.command import doctor  # noqa: E402
 from .generate.command import generate  # noqa: E402
 
 MOST_RANKS = 4096
@@ -216,21 +217,7 @@ def train(
         run(read(config, out=out, steps=steps, ranks=ranks), framework, program)
 
 
-@app.command()
-def doctor(
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
-    head_dim: Annotated[int, typer.Option(help="Of q and k.")] = 128,
-    v_dim: Annotated[int | None, typer.Option(help="Of v.", show_default="head_dim")] = None,
-    framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
-) -> None:
-    """Print versions, devices, and for each backend whether it runs on this machine or why not."""
-    with mistakes_in_one_line():
-        from .doctor import findings, report, typical
-
-        problem = typical(dtype, head_dim, v_dim)
-        console(plain=True).print(report(problem, findings(problem, framework)))
-
-
+app.command()(doctor)
 app.command()(compare)
 app.command()(generate)
 

@@ -1,0 +1,123 @@
+"""The times of all ranks in JAX, devices of one process. Imported in that process only."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from ring_attn_core.masks import full
+from ring_attn_jax import sharded_ring_attention
+
+from ..processes import Report
+from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, Points, Sizes, Timings
+
+REPEATS = 7
+LAUNCHES = 20
+"""Calls whose launches are timed together on the host."""
+
+
+def work(report: Report, ranks: int, gpus: bool) -> None:
+    """Measure attention and copies on the first device, then transfers between all; report them as ``Timings``."""
+    if not gpus:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", ranks)
+    devices, sizes = jax.devices()[:ranks], OF_GPU if gpus else OF_CPU
+    if len(devices) < ranks or (gpus and devices[0].platform != "gpu"):
+        report("mistake", f"JAX sees {len(devices)} devices of {devices[0].platform}, not {ranks} GPUs")
+        return
+    found = attention(devices[0], sizes, gpus) | copies(sizes, gpus) | transfers(devices, sizes, gpus)
+    memory = (devices[0].memory_stats() or {}).get("bytes_limit") if gpus else None
+    if memory is None:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    name = devices[0].device_kind if gpus else "cpu"
+    timings = Timings(device=name, memory=memory, heads=sizes.heads, **found)
+    for _ in range(ranks):
+        report("timings", timings)
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Return the shortest time of a run: others may use a CPU, and a GPU, meanwhile."""
+    found = []
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        jax.block_until_ready(run())
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def host(run: Callable[[], Any], gpus: bool) -> float:
+    """Return the host's time to launch a run; 0 on a CPU."""
+    if not gpus:
+        return 0.0
+    jax.block_until_ready(run())
+    began = time.perf_counter()
+    results = [run() for _ in range(LAUNCHES)]
+    taken = time.perf_counter() - began
+    jax.block_until_ready(results)
+    return taken / LAUNCHES
+
+
+def attention(device: Any, sizes: Sizes, gpus: bool) -> dict[str, Any]:
+    """Return the times of attention on one device. A backward is the time of both passes, less a forward."""
+    mesh = Mesh(np.array([device]), ("seq",))
+    run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
+    forward = jax.jit(run)
+    both = jax.jit(lambda q, k, v, dout: jax.vjp(run, q, k, v)[1](dout))
+    inputs = lambda tokens, dim: [
+        jax.random.normal(key, (1, tokens, sizes.heads, dim), sizes.dtype) for key in jax.random.split(jax.random.key(0), 4)
+    ]
+    found: dict[str, dict[int, Points]] = {"forward": {}, "backward": {}}
+    for dim in (NARROW, FITTED):
+        points = []
+        for tokens in sizes.tokens:
+            q, k, v, dout = inputs(tokens, dim)
+            once = seconds(lambda q=q, k=k, v=v: forward(q, k, v))
+            twice = seconds(lambda q=q, k=k, v=v, dout=dout: both(q, k, v, dout))
+            points.append((tokens, once, max(twice - once, once)))
+        found["forward"][dim] = tuple((tokens, once) for tokens, once, _ in points)
+        found["backward"][dim] = tuple((tokens, more) for tokens, _, more in points)
+    q, k, v, dout = inputs(128, FITTED)
+    launches = {"host_forward": host(lambda: forward(q, k, v), gpus), "host_backward": host(lambda: both(q, k, v, dout), gpus)}
+    return found | launches
+
+
+def copies(sizes: Sizes, gpus: bool) -> dict[str, Any]:
+    """Return the times of copies in memory. In a compiled program the host starts no copies."""
+    copy = jax.jit(lambda x: x + jnp.uint8(1))
+    zeros = {size: jnp.zeros(size // 2, jnp.uint8) for size in (sizes.copied // 4, sizes.copied)}
+    return {"copy": tuple((float(size), seconds(lambda x=x: copy(x))) for size, x in zeros.items()), "host_copy": 0.0}
+
+
+def transfers(devices: list[Any], sizes: Sizes, gpus: bool) -> dict[str, Any]:
+    """Return the times of transfers between all devices."""
+    ranks = len(devices)
+    mesh = Mesh(np.array(devices), ("seq",))
+    onward = [(rank, (rank + 1) % ranks) for rank in range(ranks)]
+
+    def hops(x: jax.Array) -> jax.Array:
+        for _ in range(IN_FLIGHT):
+            x = lax.ppermute(x, "seq", onward)
+        return x
+
+    def gathers(x: jax.Array) -> jax.Array:
+        for _ in range(IN_FLIGHT):
+            every = lax.all_gather(x, "seq", tiled=True)
+            x = lax.dynamic_slice_in_dim(every, lax.axis_index("seq"), x.shape[0])
+        return x
+
+    on_ring = lambda function: jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P("seq"), out_specs=P("seq")))
+    hop, gather, link, collective = on_ring(hops), on_ring(gathers), [], []
+    for size in sizes.bytes:
+        x = jax.device_put(jnp.zeros(size * ranks, jnp.uint8), NamedSharding(mesh, P("seq")))
+        link.append((float(size), seconds(lambda x=x: hop(x)) / IN_FLIGHT))
+        collective.append((float(size * (ranks - 1)), seconds(lambda x=x: gather(x)) / IN_FLIGHT))
+    return {"link": tuple(link), "collective": tuple(collective), "host_send": 0.0}

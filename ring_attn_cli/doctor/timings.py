@@ -1,0 +1,116 @@
+"""The measured times of a machine, and the record that follows from them. Pure arithmetic: nothing is measured here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ring_attn_core.plan.machine import Machine, slowest
+
+Points = tuple[tuple[float, float], ...]
+"""Pairs of a size and the seconds that it takes."""
+
+FITTED, NARROW = 128, 64
+"""Size of the heads for which a record has rates; and the narrower one that is measured to be printed."""
+
+
+class Sizes(NamedTuple):
+    """The sizes to measure. ``tokens``: of one sequence; ``bytes``: of a transfer; ``copied``: bytes of a copy in memory."""
+
+    tokens: tuple[int, ...]
+    heads: int
+    bytes: tuple[int, ...]
+    copied: int
+    dtype: str
+
+
+OF_GPU = Sizes((4096, 16384), 16, (2**20, 2**23, 2**26), 2**28, "bfloat16")
+OF_CPU = Sizes((256, 1024), 2, (2**16, 2**20, 2**22), 2**24, "float32")
+IN_FLIGHT = 8
+"""Transfers, one after the other, whose time is measured together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timings:
+    """The times of one rank, in seconds.
+
+    ``forward``, ``backward``: for each size of a head, full attention of ``heads`` heads, by tokens. ``link``: bytes that each
+    rank sends to the next one, all at once. ``collective``: bytes that a rank receives in an all-gather. ``copy``: bytes that a
+    copy reads and writes. ``host_...``: time of the host to start each of them, 0 on a CPU, where it computes itself. ``memory``:
+    bytes of memory of the rank.
+    """
+
+    device: str
+    memory: float
+    heads: int
+    forward: dict[int, Points]
+    backward: dict[int, Points]
+    link: Points
+    collective: Points
+    copy: Points
+    host_forward: float
+    host_backward: float
+    host_send: float
+    host_copy: float
+
+    def of_token(self, dim: int, backward: bool) -> tuple[float, float]:
+        """Return the time of attention for each query and head: of a query alone, and of each key that it sees."""
+        points = (self.backward if backward else self.forward)[dim]
+        return line([(tokens, seconds / tokens / self.heads) for tokens, seconds in points])
+
+    def rate(self, dim: int, backward: bool) -> float:
+        """Return the operations a second on long shards."""
+        return (10 if backward else 4) * dim / self.of_token(dim, backward)[1]
+
+
+def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return the seconds at size 0 and of each unit of size, by least squares of the relative error.
+
+    The first is at least 0. If the time does not grow with the size, as on a busy machine, the largest size counts alone.
+    """
+    weights = [1 / seconds**2 for _, seconds in points]
+    mean = lambda values: sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)
+    x, y = mean([size for size, _ in points]), mean([seconds for _, seconds in points])
+    slope = mean([(size - x) * (seconds - y) for size, seconds in points]) / mean([(size - x) ** 2 for size, _ in points])
+    if slope > 0 and y >= slope * x:
+        return y - slope * x, slope
+    if slope > 0:
+        return 0.0, mean([size * seconds for size, seconds in points]) / mean([size**2 for size, _ in points])
+    size, seconds = max(points)
+    return 0.0, seconds / size
+
+
+def record(timings: Sequence[Timings], network: float) -> Machine:
+    """Return the record of a machine from the times of its ranks: each number is that of the slowest rank.
+
+    ``network``: bytes a second to another host, which one host cannot measure. The state of a query is read and written in
+    float32.
+    """
+    return slowest([_of_rank(each, len(timings), network) for each in timings])
+
+
+def _of_rank(each: Timings, ranks: int, network: float) -> Machine:
+    forward_step, _ = each.of_token(FITTED, False)
+    backward_step, _ = each.of_token(FITTED, True)
+    latency, of_byte = line(each.link)
+    copies = 1 / line(each.copy)[1]
+    return Machine(
+        name=each.device,
+        forward_rate=each.rate(FITTED, False),
+        backward_rate=each.rate(FITTED, True),
+        forward_step=forward_step,
+        forward_state=2 * 4 * (FITTED + 1) / copies,
+        backward_step=backward_step,
+        links=((ranks, 1 / of_byte),),
+        collective=1 / line(each.collective)[1],
+        network=network,
+        latency=latency,
+        network_latency=latency,
+        host_forward=each.host_forward,
+        host_backward=each.host_backward,
+        host_send=each.host_send,
+        host_copy=each.host_copy,
+        copies=copies,
+        memory=each.memory,
+    )
