@@ -109,8 +109,12 @@ def plan(
             show_default="H200",
         ),
     ] = None,
-    heads: Annotated[str, typer.Option(help="In a prediction: query heads and key heads.")] = "32/8",
-    head_dim: Annotated[int, typer.Option(help="In a prediction: size of a head.")] = 128,
+    heads: Annotated[
+        str | None, typer.Option(help="In a prediction: query heads and key heads.", show_default="32/8, or the --model's")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option(help="In a prediction: size of a head.", show_default="128, or the --model's")
+    ] = None,
     host_gpus: Annotated[int, typer.Option(help="In a prediction: GPUs of a host.")] = 8,
     memory: Annotated[float, typer.Option(help="With --model: GiB of a GPU.")] = 80,
     host_memory: Annotated[
@@ -122,15 +126,16 @@ def plan(
     """Draw a plan: the tokens of each rank, the pairs computed at each step, and the work.
 
     With --documents, draw packed documents: the work of each rank, and the keys that it needs of others. With --tree, draw a
-    prefix tree. With --model, print what fits into memory. With --gpus or --machine alone, predict the time of each strategy.
+    prefix tree. With --model, print what fits into memory. With --machine, or --gpus alone, predict the time of each strategy.
     """
     with mistakes_in_one_line():
-        if model is None and (gpus is not None or machine is not None):
+        if machine is not None or (gpus is not None and model is None):
             others = {"--ranks": ranks, "--kv-length": kv_length, "--save": save, "--documents": documents, "--tree": tree}
-            unused = ", ".join(name for name, value in (others | {"--all-layouts": all_layouts or None}).items() if value)
+            others |= {"--all-layouts": all_layouts or None, "--tokens": tokens, "--host-memory": host_memory}
+            unused = ", ".join(name for name, value in others.items() if value is not None)
             if unused:
                 raise ValueError(f"a prediction (--gpus, --machine) is of --length tokens in one layout: leave out {unused}")
-            shape = heads, head_dim, host_gpus
+            shape = *predict.heads_of(model, heads, head_dim), host_gpus
             where = layout or "zigzag", mask, 8 if gpus is None else gpus, 8192 if length is None else length, machine or "H200"
             console().print(predict.answer(predict.Question(*where, *shape)))
             return

@@ -59,6 +59,12 @@ def test_a_machine_alone_predicts_for_eight_gpus():
     assert "one host of 8 GPUs" in plan("--machine", "H200").output
 
 
+def test_a_model_gives_its_heads():
+    of_model = plan("--machine", "H200", "--model", "llama-8b", "--length", "64K")
+    assert of_model.output == plan("--machine", "H200", "--heads", "32/8", "--head-dim", "128", "--length", "64K").output
+    assert "one layer" in of_model.output
+
+
 def test_nothing_is_predicted_where_nothing_travels():
     done = plan("--gpus", "2", "--mask", "sliding_window:0")
     assert done.exit_code == 0, done.output
@@ -89,10 +95,14 @@ def test_a_length_that_is_no_number_is_refused(text):
         (["--gpus", "4", "--heads", "x"], "--heads must be query heads, or query and key heads, such as 32/8, got 'x'"),
         (["--gpus", "4", "--heads", "5/2"], "kv heads must divide query heads"),
         (["--gpus", "4", "--ranks", "4", "--all-layouts"], "leave out --ranks, --all-layouts"),
+        (["--gpus", "4", "--ranks", "0"], "leave out --ranks"),
+        (["--machine", "H200", "--model", "llama-8b", "--tokens", "9"], "leave out --tokens"),
+        (["--machine", "H200", "--model", "llama-8b", "--heads", "4"], "--model gives the heads and their size: leave out"),
+        (["--machine", "H200", "--model", "llama-9b"], "llama-9b"),
         (["--machine", "B200"], "'B200' is not a file, and not one of H200, H100, of which records are built in"),
         (["--machine", "."], ". is not the record of a machine: . is a folder"),
     ],
-    ids=range(9),
+    ids=range(13),
 )
 def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments, message):
     done = plan(*arguments)

@@ -46,6 +46,21 @@ def tokens(text: str) -> int:
     return int(found[1]) * UNITS[found[2].upper()]
 
 
+def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tuple[str, int]:
+    """Return query heads and key heads, as ``32/8``, and the size of a head: those of a model, if one is given.
+
+    Raise ValueError if the model is unknown, or if heads are given beside it.
+    """
+    if model is None:
+        return "32/8" if heads is None else heads, 128 if head_dim is None else head_dim
+    if heads is not None or head_dim is not None:
+        raise ValueError("--model gives the heads and their size: leave out --heads and --head-dim")
+    from .memory import config_of
+
+    config = config_of(model)
+    return f"{config.heads}/{config.kv_heads}", config.head_dim
+
+
 def answer(question: Question) -> RenderableType:
     """Return the answer for rich to print. Raise ValueError if the machine is unknown or an option is invalid."""
     from rich.console import Group
@@ -62,7 +77,7 @@ def answer(question: Question) -> RenderableType:
         return Group(Text(title(problem.plan), style="bold"), Text(choice.why))
     return Group(
         Text(f"{title(problem.plan)}, {load.plan.seq_local:,} a GPU", style="bold"),
-        Text(f"{question.heads} heads of {question.head_dim}, bfloat16, on {hosts}, {machine.name}; predicted, not measured"),
+        Text(f"{question.heads} heads of {question.head_dim}, bfloat16, one layer, on {hosts}, {machine.name}; predicted"),
         _table(problem),
         Text(f'"auto" with this record takes {choice.why}'),
     )
