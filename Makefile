@@ -43,11 +43,12 @@ demo: $(STAMP) ## the demo, in this terminal (ARGS=--quick for a short one)
 test: $(STAMP) ## the tests, some 15 minutes on 2 cores, fewer the second time
 	@$(BIN)/python -m pytest parity_tests -m "not exhaustive" -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-all: $(STAMP) ## every test, those of many or long cases too, some 40 minutes (ARGS=--full for the whole grid)
+test-all: $(STAMP) ## every test, those of many or long cases too, some 25 minutes (ARGS=--full for the whole grid)
 	@$(BIN)/python -m pytest parity_tests -n $(WORKERS) --dist loadfile $(ARGS)
 
-fuzz: $(STAMP) ## 2,000 random problems a framework against float64 (ARGS="jax --problems 500 --seed 1")
+fuzz: $(STAMP) ## 2,000 random problems a framework, and the tests of many draws (ARGS="jax --problems 500 --seed 1" for the first)
 	@$(BIN)/python -m parity_tests.fuzz $(ARGS)
+	@$(BIN)/python -m pytest parity_tests -m campaign -n $(WORKERS) --dist loadfile
 
 mutate: $(STAMP) ## break the library on purpose, one line at a time: the tests must notice each
 	@$(BIN)/python -P parity_tests/mutate.py $(ARGS)

@@ -31,10 +31,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--full"):
-        left_out = [item for item in items if item.get_closest_marker("full")]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    """Leave out the whole grid without --full, and random campaigns unless ``-m`` names them."""
+    wanted = {"full": config.getoption("--full"), "campaign": "campaign" in config.getoption("markexpr")}
+    unwanted = [name for name in wanted if not wanted[name]]
+    left_out = {item for item in items if any(map(item.get_closest_marker, unwanted))}
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -65,7 +65,7 @@ def test_random_calls_are_exact_or_refused_by_name(ranks):
         assert_exact_or_refused(seed, ranks)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.campaign
 @pytest.mark.parametrize("seeds", [range(i, i + 25) for i in range(0, 300, 25)], ids=str)
 @pytest.mark.parametrize("ranks", list(PLACES))
 def test_three_hundred_calls_are_exact_or_refused_by_name(ranks, seeds):
@@ -76,7 +76,7 @@ def test_three_hundred_calls_are_exact_or_refused_by_name(ranks, seeds):
             raise AssertionError(f"draw {seed}: {error}\n{draw(seed, ranks)[0].arguments}") from error
 
 
-@pytest.mark.parametrize("seeds", first([range(6), ALL]), ids=len)
+@pytest.mark.parametrize("seeds", first([range(6), ALL], 1, 1, "campaign"), ids=len)
 def test_what_it_is_compared_with_is_jaxs_own(seeds):
     """To its own computed bound, in float32."""
     for seed in seeds:

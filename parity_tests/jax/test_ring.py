@@ -145,6 +145,6 @@ def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
     check(case, run(case))
 
 
-@pytest.mark.exhaustive
-def test_random_problems_are_exact():
-    fuzz(run_once, 15)
+@pytest.mark.parametrize("problems", first([4, 15], 0, 1, "campaign"))
+def test_random_problems_are_exact(problems):
+    fuzz(run_once, problems)

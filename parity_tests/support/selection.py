@@ -1,4 +1,4 @@
-"""The choice of a test's parameters that run in every ``make test``."""
+"""The choice of a test's parameters: which run in ``make test``, which in ``make test-all``, which elsewhere."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 
 
-def first(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """Return parameters of a test: the first ``count`` run always, the others only in ``make test-all``."""
+def first(values: Iterable[Any], count: int = 1, most: int | None = None, others: str = "full") -> list[Any]:
+    """Return parameters of a test: the first ``count`` run always, those up to ``most`` in ``make test-all``.
+
+    The rest, if ``most`` is given, has the marker ``others``: "full" or "campaign".
+    """
     parameters = [value if isinstance(value, tuple) else (value,) for value in values]
-    return [pytest.param(*each, marks=pytest.mark.exhaustive if i >= count else ()) for i, each in enumerate(parameters)]
+    most = len(parameters) if most is None else most
+    marks = [(), pytest.mark.exhaustive, getattr(pytest.mark, others)]
+    return [pytest.param(*each, marks=marks[(i >= count) + (i >= max(count, most))]) for i, each in enumerate(parameters)]

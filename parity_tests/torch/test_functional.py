@@ -45,7 +45,7 @@ def test_random_calls_are_exact_on_one_device_or_refused_by_name(name):
     assert_exact_or_refused(name, SOME, [over_a_ring(None, name, list(SOME))])
 
 
-@pytest.mark.exhaustive
+@pytest.mark.campaign
 @pytest.mark.parametrize("name", DRAWS)
 @pytest.mark.parametrize("ranks", [None, 2, 4])
 def test_three_hundred_calls_are_exact_or_refused_by_name(gloo, name, ranks):
@@ -54,7 +54,7 @@ def test_three_hundred_calls_are_exact_or_refused_by_name(gloo, name, ranks):
 
 
 @pytest.mark.parametrize("name", ["scaled_dot_product_attention", "flex_attention"])
-@pytest.mark.parametrize("seeds", first([SOME, ALL]), ids=len)
+@pytest.mark.parametrize("seeds", first([SOME, ALL], 1, 1, "campaign"), ids=len)
 def test_what_they_are_compared_with_is_torchs_own(monkeypatch, name, seeds):
     """To float64, so that our own bound is one of the distance to torch."""
     monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)  # it compiles once a shape

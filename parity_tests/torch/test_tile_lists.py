@@ -85,7 +85,7 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("problem", first(PROBLEMS, 3), ids=str)
+@pytest.mark.parametrize("problem", first(PROBLEMS, 3, 3, "campaign"), ids=str)
 def test_lists_hold_the_tiles_that_some_query_sees_and_key_tiles_meet_their_turns(interpreter, problem):
     layout, ranks, kind, mask, extents = (getattr(problem, field.name) for field in fields(problem))
     rng, batch, tokens = np.random.default_rng(0), 2, (150 if kind == "gaps" else 60) * ranks
