@@ -20,7 +20,7 @@ HEADS = {128: 16, 64: 32, 256: 8, 512: 4}
 def the_call(dim: int, device: torch.device, tokens: int = TOKENS, **features: Any) -> RingCall:
     """Return the call of a ring of one with heads of ``dim``. ``features``: fields of the RingCall."""
     shape = {"batch": 1, "seq_local": tokens, "kv_local": tokens, "heads": HEADS[dim], "kv_heads": HEADS[dim]}
-    of_ring = {"q_runs": 1, "k_runs": 1, "packed": False, "aligned": True, "clean": False, "tf32": False}
+    of_ring = {"q_runs": 1, "k_runs": 1, "packed": False, "aligned": True, "clean": False, "fully_masked": False, "tf32": False}
     plain = {"softcap": None, "dropout_rate": 0.0, "given": frozenset()} | features
     dims = {"head_dim": dim, "v_dim": dim, "dtype": "bfloat16", "scale": dim**-0.5}
     return RingCall(**shape, **of_ring, **plain, **dims, capability=capability(device))

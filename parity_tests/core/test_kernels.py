@@ -31,7 +31,7 @@ def launches(call: RingCall) -> list[Launch]:
     return made
 
 
-EVERY_FEATURE = replace(PLAIN, given=EVERYTHING, clean=True, softcap=30.0, dropout_rate=0.1)
+EVERY_FEATURE = replace(PLAIN, given=EVERYTHING, clean=True, fully_masked=True, softcap=30.0, dropout_rate=0.1)
 VARIED = [PLAIN, replace(PLAIN, packed=True, q_runs=2, k_runs=2), EVERY_FEATURE]
 VARIED += [replace(call, hopper=True) for call in VARIED]
 EVERY_FEATURE = VARIED[2] = replace(EVERY_FEATURE, given=EVERYTHING | {"key_extents"})

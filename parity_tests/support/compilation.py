@@ -32,6 +32,7 @@ PLAIN = RingCall(
     packed=False,
     aligned=True,
     clean=False,
+    fully_masked=False,
     tf32=False,
     capability=90,
 )

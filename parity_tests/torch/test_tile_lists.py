@@ -1,4 +1,4 @@
-"""The lists of tiles that key extents leave to Hopper's kernels, found in Triton's interpreter, against the pairs themselves."""
+"""The lists of tiles and keys that extents leave to Hopper's kernels, found in Triton's interpreter, against the pairs."""
 
 from __future__ import annotations
 
@@ -107,6 +107,39 @@ def test_lists_hold_the_tiles_that_some_query_sees_and_key_tiles_meet_their_turn
         for whole in (True, False):
             found, of_keys = interpreter(1, lists, call, arrays, whole)[0]
             judge(found, of_keys, pairs, rows, whole)
+
+
+def ranges(_: Any, call: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
+    from ring_attn_torch.attend.launch import launch
+
+    (found,) = launch(extent_launches.key_ranges(call), {name: torch.from_numpy(x) for name, x in arrays.items()})
+    return found.numpy()
+
+
+@pytest.mark.parametrize(("layout", "ranks", "mask"), [("zigzag", 2, causal()), ("striped", 3, sliding_window(21, 3))])
+def test_the_ranges_of_extents_hold_the_keys_of_a_run_that_each_query_sees(interpreter, layout, ranks, mask):
+    rng, slot, length = np.random.default_rng(1), 60, 60 * ranks - 7
+    plan = RingPlan(layout, mask, ranks, slot, length=length)
+    extents = np.sort(rng.integers(0, length + 1, (2, slot * ranks, 2)), -1).astype(np.int32)
+    for rank in range(ranks):
+        rows = np.array(plan.rows(rank, 1), np.int32)
+        q_positions, k_positions = positions(rows, slot, queries=True), positions(rows, slot, queries=False)
+        arrays = {"rows": rows, "extents": taken(extents, q_positions)}
+        whole = {"key_extents": np.broadcast_to(np.array([0, length], np.int32), (2, slot, 2))}
+        pairs = seen(arrays | whole, q_positions, k_positions, mask, length, extents=True)
+        call = replace(
+            PLAIN,
+            batch=2,
+            seq_local=slot,
+            kv_local=slot,
+            q_runs=rows.shape[0],
+            k_runs=rows.shape[1],
+            given=frozenset({"extents"}),
+        )
+        found = interpreter(1, ranges, call, arrays)[0]
+        j = np.arange(slot // rows.shape[1])
+        of_run = (found[:, :, 0, :, None] <= j) & (j < found[:, :, 1, :, None])
+        np.testing.assert_array_equal(np.concatenate(list(of_run.swapaxes(0, 1)), -1), pairs)
 
 
 def positions(rows: np.ndarray, slot: int, queries: bool) -> np.ndarray:

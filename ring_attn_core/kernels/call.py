@@ -23,7 +23,8 @@ class RingCall:
 
     Shapes are those of a step's shards, which a strategy may join. ``packed``: keys travel, and k and v are one array
     [b t g d+e], with gradients in float32; else two. ``aligned``: one dropout counter serves eight probabilities.
-    ``clean``: some keys may be unused, and these may hold NaN. ``capability``: compute capability of the GPU, such as 90.
+    ``clean``: some keys may be unused, and these may hold NaN. ``fully_masked``: some queries, padding included, may see no key,
+    and these may hold NaN. ``capability``: compute capability of the GPU, such as 90.
     ``tma``: the launcher can pass TMA descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes
     ("forward", "backward") listed in ``portable``. ``tiles_asked``: tiles that replace those of ``choose_tiles``, for comparison.
     """
@@ -45,6 +46,7 @@ class RingCall:
     packed: bool
     aligned: bool
     clean: bool
+    fully_masked: bool
     tf32: bool
     capability: int
     tma: bool = True
@@ -130,6 +132,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         packed=plan.travels,
         aligned=plan.by_counter and not anywhere,
         clean=plan.blank_keys or not names.isdisjoint({"extents", "key_extents"}) or anywhere,
+        fully_masked=problem.blanks or anywhere,
         tf32=backend == "triton_tf32",
         capability=problem.capability,
         tma=problem.tma,

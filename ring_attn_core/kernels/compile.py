@@ -49,6 +49,7 @@ MODULES = {
     "extent_bounds": "portable.backward_sums",
     "key_tiles": "portable.extent_lists",
     "query_tiles": "portable.extent_lists",
+    "key_ranges": "portable.extent_lists",
     "intervals": "portable.extent_lists",
     "not_finite": "portable.extent_lists",
     "dq": "portable.backward_dq",

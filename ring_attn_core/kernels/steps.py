@@ -52,12 +52,18 @@ def _ends(steps: int) -> list[tuple[bool, bool]]:
 def in_one_pass(call: RingCall) -> bool:
     """Return whether one launch, ``hopper.backward``, computes all gradients of a step, instead of ``dq`` and ``dkv``."""
     widths = columns(call.head_dim), columns(call.v_dim)
-    return _takes(call, "backward") and hopper_passes(*widths, call.heads // call.kv_heads, call.kv_local) == 1
+    group = call.heads // call.kv_heads
+    return _takes(call, "backward") and hopper_passes(*widths, group, call.kv_local, "extents" in call.given) == 1
 
 
 def _takes(call: RingCall, name: str) -> bool:
     """Return whether Hopper's kernels run the pass ``name`` of a call."""
     return call.hopper and name not in call.portable and refusal(call) is None
+
+
+def zeroes_queries(call: RingCall) -> bool:
+    """Return whether the kernels of the backward put 0 in place of fully masked queries and their dout, which may hold NaN."""
+    return _takes(call, "backward")
 
 
 @lru_cache(maxsize=4096)
@@ -94,11 +100,12 @@ def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
         one_pass = hopper.queries(call), HOPPER_BACKWARD_KEYS
         sizes = one_pass if kernel == "backward" else (wide.tiles_of(call).dkv_block_q, wide.BLOCK_K)
         found = _intervals(call, *sizes, whole=False) if of_keys else ()
-        return *found, extent_launches.query_tiles(call, *sizes)
+        ranges = (extent_launches.key_ranges(call),) if "extents" in call.given else ()
+        return *found, *ranges, extent_launches.query_tiles(call, *sizes)
     tiles = hopper.tiles_of_forward(call) if kernel == "forward" else wide.tiles_of(call)
     sizes = tiles.block_q, tiles.block_k
     found = _intervals(call, *sizes, whole=True) if of_keys else (extent_launches.key_tiles(call, *sizes),)
-    return *found, extent_launches.not_finite(call)
+    return *found, extent_launches.not_finite(call, of_values=kernel == "forward")
 
 
 def _intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> tuple[Launch, ...]:

@@ -27,11 +27,10 @@ from .state import BackwardInputs, Gradients, State
 class Kernels:
     """The backends "triton", "triton_tf32" and "hopper".
 
-    ``call``: the parameters that all launches share. ``blanks``: some query, padding included, may see no key.
+    ``call``: the parameters that all launches share.
     """
 
     call: RingCall
-    blanks: bool
     apart: ClassVar[bool] = True
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
@@ -46,11 +45,11 @@ class Kernels:
         """See ``Backend.cotangents``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         dout = dout.astype(q.dtype)
-        if self.blanks:
+        if self.call.fully_masked and not steps.zeroes_queries(self.call):
             unseen = (lse == -jnp.inf)[..., None]
             q, dout = jnp.where(unseen, 0, q), jnp.where(unseen, 0, dout)
-            if score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
-                q = jnp.where((lse == score.sinks.astype(lse.dtype)[None, None])[..., None] & ~jnp.isfinite(q), 0, q)
+        if self.call.fully_masked and score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
+            q = jnp.where((lse == score.sinks.astype(lse.dtype)[None, None])[..., None] & ~jnp.isfinite(q), 0, q)
         arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
         if rest is not None:
             arrays["rest"] = rest

@@ -30,11 +30,10 @@ from .tiles import Rows
 class Kernels:
     """The backends "triton", "triton_tf32" and "hopper".
 
-    ``call``: the parameters that all launches share. ``blanks``: some query, padding included, may see no key.
+    ``call``: the parameters that all launches share.
     """
 
     call: RingCall
-    blanks: bool
     apart: ClassVar[bool] = True
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
@@ -49,11 +48,11 @@ class Kernels:
         """See ``Backend.cotangents``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         q, dout = aligned(q), aligned(dout.to(q.dtype))
-        if self.blanks:
+        if self.call.fully_masked and not steps.zeroes_queries(self.call):
             unseen = (lse == -math.inf)[..., None]
             q, dout = zeroed(q, unseen), zeroed(dout, unseen)
-            if score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
-                q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
+        if self.call.fully_masked and score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
+            q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
         arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
         if rest is not None:
             arrays["rest"] = aligned(rest)

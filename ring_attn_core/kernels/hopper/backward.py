@@ -40,7 +40,7 @@ from ..portable.rows import NOTHING_BEGINS, load_row
 from ..portable.scores import LOG2E
 from .backward_dkv import finish, hide_unseen, keys_seen_by_some
 from .backward_dq import SUM_COLUMNS, SUM_ROWS, adder, hand_over, layout_of_dq
-from .backward_producer import Sources, producer
+from .backward_producer import WHOLE, Sources, producer
 from .backward_scheduler import keys_of_program, queries_of_keys, query_tiles, survey
 from .barriers import (
     BACKWARD_STAGES,
@@ -83,6 +83,7 @@ class BackwardConstants(NamedTuple):
     TAIL_E: Any
     FIRST: Any
     CLEAN: Any
+    FULLY_MASKED: Any
     ALIGNED: Any
     STAGES: Any
     OUT_STAGES: Any
@@ -92,7 +93,7 @@ class BackwardArguments(NamedTuple):
     """The kernel's arguments without its TMA descriptors; an array that the call does not have is None."""
 
     rows: Any
-    extents: Any
+    key_ranges: Any
     key_extents: Any
     bounds: Any
     intervals: Any
@@ -133,6 +134,7 @@ class BackwardSharedMemory(NamedTuple):
     keys_full: Any
     q_full: Any
     dout_full: Any
+    own_full: Any
 
 
 @gluon.jit
@@ -145,7 +147,7 @@ def hopper_backward(
     lse2_BHS,
     delta_BHS,
     rows_ptr,
-    extents_ptr,
+    key_ranges_ptr,
     key_extents_ptr,
     bounds_ptr,
     intervals_ptr,
@@ -181,6 +183,7 @@ def hopper_backward(
     BLOCK_D: gl.constexpr,
     FIRST: gl.constexpr,
     CLEAN: gl.constexpr,
+    FULLY_MASKED: gl.constexpr,
     ALIGNED: gl.constexpr,
     STAGES: gl.constexpr,
     OUT_STAGES: gl.constexpr,
@@ -189,19 +192,19 @@ def hopper_backward(
     gl.static_assert(STAGES <= BACKWARD_STAGES and OUT_STAGES <= BACKWARD_STAGES, "named barriers overlap")
     sizes: gl.constexpr = BackwardConstants(
         H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, 0, BLOCK_D, 0,
-        FIRST, CLEAN, ALIGNED, STAGES, OUT_STAGES,
+        FIRST, CLEAN, FULLY_MASKED, ALIGNED, STAGES, OUT_STAGES,
     )  # fmt: skip
     args = BackwardArguments(
-        rows_ptr, extents_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr,
-        alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE, scale, inner, softcap,
-        threshold, rescale, S, T,
+        rows_ptr, key_ranges_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT,
+        key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE,
+        scale, inner, softcap, threshold, rescale, S, T,
     )  # fmt: skip
     work = survey(args, keys_of_program(together, args, sizes), sizes)
     sources = Sources(Parts(q_BSHD, q_BSHD), Parts(dout_BSHE, dout_BSHE), Parts(k_BTGD, k_BTGD), Parts(v_BTGE, v_BTGE))
     extents, first_query = None, None
     if query_tiles_ptr is not None:
         first_query = allocate_numbers(STAGES)
-    if extents_ptr is not None:
+    if key_ranges_ptr is not None:
         extents = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = BackwardSharedMemory(
         allocate_parts(sources.q, STAGES, BLOCK_Q, BLOCK_D, 0),
@@ -217,7 +220,9 @@ def hopper_backward(
         allocate_barriers(1),
         allocate_barriers(STAGES),
         allocate_barriers(OUT_STAGES),
+        allocate_barriers(1),
     )
+    mbarrier.init(shared.own_full.index(0), count=1)
     mbarrier.init(shared.keys_full.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(shared.q_full.index(stage), count=1)
@@ -265,7 +270,7 @@ def consumer(args, shared, work, sizes: gl.constexpr):
                 run = run_of(args, work, sizes, q_run, head, j, seen)
                 if args.query_tiles is not None:
                     for _ in range(gl.where(q_run == 0, work.visited[0], work.visited[1])):
-                        m0 = read_number(shared.first_query, at[0], 8)
+                        m0 = read_number(shared.first_query, at[0], 8) & (WHOLE - 1)
                         at, s, dk, dv = visit_queries(at, s, dk, dv, m0, run, args, shared, work, sizes, True)
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
@@ -313,7 +318,7 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
     ``seen``: the mask of ``keys_seen_by_some``; keys outside the mask get an empty interval.
     """
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
-    if args.extents is None:
+    if args.key_ranges is None:
         begin = gl.where(seen, j + row.lo, 2147483647)
     else:
         begin = gl.where(seen, j - work.n0, NOTHING_BEGINS)
@@ -425,9 +430,9 @@ def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)
     if args.key_extents is not None:
         seen = (i - gl.expand_dims(run.first_query, 1)).to(gl.uint32) < gl.expand_dims(run.queries, 1).to(gl.uint32)
-    elif args.extents is None:
+    elif args.key_ranges is None:
         seen = (i - gl.expand_dims(run.begin, 1)).to(gl.uint32) <= run.width.to(gl.uint32)
-    if args.extents is not None:
+    if args.key_ranges is not None:
         words = gl.expand_dims(shared.extents.index(stage).load(gl.SliceLayout(0, S_LAYOUT)), 0)
         by_query = (gl.expand_dims(run.begin, 1) - (words & 255)).to(gl.uint32) < (words >> 8).to(gl.uint32)
         if args.key_extents is None:

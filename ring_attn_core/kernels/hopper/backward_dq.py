@@ -75,7 +75,7 @@ def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
             m0 = tile * sizes.BLOCK_Q
             first = gl.maximum(m0 - row.hi, 0) // sizes.BLOCK_K
             last = (gl.minimum(gl.maximum(m0 + sizes.BLOCK_Q - row.lo, 0), row.k_len) + sizes.BLOCK_K - 1) // sizes.BLOCK_K
-            if args.extents is not None:
+            if args.key_ranges is not None:
                 least, greatest = keys_in_extents(args, work, sizes, q_run, k_run, tile)
                 first = gl.maximum(first, least)
                 last = gl.minimum(last, greatest)

@@ -54,7 +54,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
             first_key = 0
             if args.intervals is not None:
                 first_key = work.first_token - load_row(args.rows, work.q_run * sizes.K_RUNS + work.first_run).k_base
-            fill_keys(k_BTGD, args, shared, at, step, sizes, 1, first_key)
+            fill_keys(k_BTGD, args, shared, at, step, sizes, first_key)
             began = step
             before = 0
             for run in range(work.first_run, sizes.K_RUNS):
@@ -67,7 +67,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
                     token = k_base + place.tile * sizes.BLOCK_K
                     if step > began:
                         at = [work.batch, token, group, 0]
-                        fill_keys(k_BTGD, args, shared, at, step, sizes, 1, place.tile * sizes.BLOCK_K)
+                        fill_keys(k_BTGD, args, shared, at, step, sizes, place.tile * sizes.BLOCK_K)
                         at = [work.batch, before, group, sizes.V_COLUMN]
                         fill_values(v_BTGE, shared, at, step - 1, sizes)
                     before = token
@@ -101,12 +101,12 @@ def take(args):
 
 
 @gluon.jit
-def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl.constexpr = 1, n0=0):
-    """Load the keys of a step by TMA, and store their key mask and a flag for values (or keys) that are not all finite.
+def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, n0=0):
+    """Load the keys of a step by TMA, and store their key mask and the flag that some elements are not finite.
 
-    Mask and flag are loaded before the stage is free, to hide their latency. OF_VALUES: the flag concerns the values (1) or the
-    keys (0). Consumers read a flag after they release its keys, but before they release the keys of two steps later; so there are
-    twice as many flags as stages. ``n0``: local index of the first key, stored beside the flag if the call has intervals.
+    Mask and flag are loaded before the stage is free, to hide their latency. The flag concerns values in the forward, and keys in
+    the pass of dq. Consumers read a flag after they release its keys, but before they release the keys of two steps later; so
+    there are twice as many flags as stages. ``n0``: local index of the first key, stored beside the flag if there are intervals.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES
@@ -120,7 +120,7 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, OF_VALUES: gl
             most = gl.load(args.key_mask + at[0].to(gl.int64) * args.T + j, mask=j < args.T, other=-float("inf"))
     some_nan = False
     if args.not_finite is not None:
-        some_nan = some_hidden(args.not_finite, (at[0] * sizes.G + at[2]) * 2 + OF_VALUES, args.T, at[1], BLOCK_K)
+        some_nan = some_hidden(args.not_finite, at[0] * sizes.G + at[2], args.T, at[1], BLOCK_K)
     if step >= sizes.STAGES:
         acquire(K_FREE + stage, sizes.GROUPS)
     if args.not_finite is not None:

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..portable.loads import some_hidden
 from .backward import BackwardArguments, run_of, visible
 from .backward_dkv import finish, hide_unseen, keys_seen_by_some
-from .backward_producer import Sources, producer
+from .backward_producer import WHOLE, Sources, producer
 from .backward_scheduler import keys_of_program, query_tiles, survey
 from .barriers import (
     BACKWARD_STAGES,
@@ -70,6 +70,7 @@ class WideConstants(NamedTuple):
     TAIL_E: Any
     FIRST: Any
     CLEAN: Any
+    FULLY_MASKED: Any
     ALIGNED: Any
     STAGES: Any
     OUT_STAGES: Any
@@ -91,6 +92,7 @@ class WideSharedMemory(NamedTuple):
     keys_full: Any
     q_full: Any
     dout_full: Any
+    own_full: Any
 
 
 @gluon.jit
@@ -107,7 +109,7 @@ def hopper_wide_dkv(
     lse2_BHS,
     delta_BHS,
     rows_ptr,
-    extents_ptr,
+    key_ranges_ptr,
     key_extents_ptr,
     key_mask_BT,
     alibi_slopes_ptr,
@@ -144,6 +146,7 @@ def hopper_wide_dkv(
     TAIL_E: gl.constexpr,
     FIRST: gl.constexpr,
     CLEAN: gl.constexpr,
+    FULLY_MASKED: gl.constexpr,
     ALIGNED: gl.constexpr,
     STAGES: gl.constexpr,
     IN_REGISTERS: gl.constexpr,
@@ -153,10 +156,10 @@ def hopper_wide_dkv(
     gl.static_assert(STAGES <= BACKWARD_STAGES and BLOCK_K == 64, "named barriers overlap, or a warpgroup has other keys")
     sizes: gl.constexpr = WideConstants(
         H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E,
-        FIRST, CLEAN, ALIGNED, STAGES, STAGES, IN_REGISTERS,
+        FIRST, CLEAN, FULLY_MASKED, ALIGNED, STAGES, STAGES, IN_REGISTERS,
     )  # fmt: skip
     args = BackwardArguments(
-        rows_ptr, extents_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr,
+        rows_ptr, key_ranges_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr,
         alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, None, dk_BTGD, dv_BTGE, scale, inner, softcap,
         threshold, rescale, S, T,
     )  # fmt: skip
@@ -167,7 +170,7 @@ def hopper_wide_dkv(
     extents, first_query = None, None
     if query_tiles_ptr is not None:
         first_query = allocate_numbers(STAGES)
-    if extents_ptr is not None:
+    if key_ranges_ptr is not None:
         extents = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = WideSharedMemory(
         allocate_parts(sources.q, STAGES, BLOCK_Q, BLOCK_D, TAIL_D),
@@ -182,7 +185,9 @@ def hopper_wide_dkv(
         allocate_barriers(1),
         allocate_barriers(STAGES),
         allocate_barriers(STAGES),
+        allocate_barriers(1),
     )
+    mbarrier.init(shared.own_full.index(0), count=1)
     mbarrier.init(shared.keys_full.index(0), count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(shared.q_full.index(stage), count=1)
@@ -225,7 +230,13 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
                 if args.query_tiles is not None:
                     for _ in range(gl.where(q_run == 0, work.visited[0], work.visited[1])):
                         m0 = read_number(shared.first_query, step % sizes.STAGES)
-                        step, s, dv = visit_queries(step, s, dv, k, m0, run, args, shared, work, sizes, True)
+                        whole = False
+                        if args.key_extents is None:
+                            whole = (m0 >= WHOLE) & (not some_unseen)
+                        if whole:
+                            step, s, dv = visit_queries(step, s, dv, k, m0 - WHOLE, run, args, shared, work, sizes, False)
+                        else:
+                            step, s, dv = visit_queries(step, s, dv, k, m0 & (WHOLE - 1), run, args, shared, work, sizes, True)
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
                     whole_last = gl.where(some_unseen, tiles.whole_first, tiles.whole_last)

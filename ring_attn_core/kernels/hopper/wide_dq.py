@@ -50,7 +50,7 @@ from .parts import (
     wait_for_sum,
     zeros_of_parts,
 )
-from .register_layouts import accumulator, by_eights, here, rows_and_columns, rows_by_lines
+from .register_layouts import accumulator, by_eights, column, here, rows_and_columns, rows_by_lines
 from .scheduler import NUMBERS, announced, run_of, tile_at, visible, visible_by_key
 from .wide_dq_producer import producer
 
@@ -76,6 +76,7 @@ class DqConstants(NamedTuple):
     IN_REGISTERS: Any
     FIRST: Any
     CLEAN: Any
+    FULLY_MASKED: Any
     ALIGNED: Any
 
 
@@ -184,13 +185,14 @@ def hopper_wide_dq(
     PRODUCER_REGISTERS: gl.constexpr,
     FIRST: gl.constexpr,
     CLEAN: gl.constexpr,
+    FULLY_MASKED: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
     GROUPS: gl.constexpr = BLOCK_Q // 64
     gl.static_assert(V_STAGES <= STAGES and STAGES <= FORWARD_STAGES and GROUPS == 2, "named barriers overlap")
     sizes: gl.constexpr = DqConstants(
         H, G, D, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E, GROUPS, STAGES, V_STAGES,
-        IN_REGISTERS, FIRST, CLEAN, ALIGNED,
+        IN_REGISTERS, FIRST, CLEAN, FULLY_MASKED, ALIGNED,
     )  # fmt: skip
     args = DqArguments(
         rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr,
@@ -330,7 +332,23 @@ def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP:
             step, dq = visit_keys(step, dq, queries, run, n0, shared, args, work, sizes, False, GROUP)
     if sizes.IN_REGISTERS and args.extents is not None and sizes.K_RUNS > 1:
         release(Q_FREE + GROUP, 1)
+    if sizes.FULLY_MASKED:
+        if not sizes.IN_REGISTERS:
+            lse2 = shared.lse2.index(GROUP).load(gl.SliceLayout(1, S_LAYOUT))
+        dq = zero_fully_masked(dq, lse2, sizes.TAIL_D)
     return step, dq
+
+
+@gluon.jit
+def zero_fully_masked(dq, lse2, TAIL: gl.constexpr):
+    """Return dq with 0 in the rows of infinite lse2: q and dout of fully masked queries may hold NaN."""
+    MAIN: gl.constexpr = dq.main.type.layout
+    main = gl.where(column(lse2, MAIN) < float("inf"), dq.main, 0.0)
+    tail = dq.tail
+    if TAIL > 0:
+        OF_TAIL: gl.constexpr = dq.tail.type.layout
+        tail = gl.where(column(lse2, OF_TAIL) < float("inf"), dq.tail, 0.0)
+    return Parts(main, tail)
 
 
 @gluon.jit

@@ -42,7 +42,7 @@ def producer(sources, args, shared, sizes: gl.constexpr):
                     place = next_place(place, t, tiles, args)
                     n0 = place.tile * sizes.BLOCK_K
                     token = k_base + n0
-                    fill_keys(sources.k, args, shared, [work.batch, token, group, 0], step, sizes, 0, n0)
+                    fill_keys(sources.k, args, shared, [work.batch, token, group, 0], step, sizes, n0)
                     stage = step % sizes.V_STAGES
                     if step >= sizes.V_STAGES:
                         acquire(V_FREE + stage, sizes.GROUPS)

@@ -31,6 +31,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
         "REGISTERS": tiles.registers,
         "PRODUCER_REGISTERS": tiles.producer_registers,
         **{name: given[name] for name in ("FIRST", "CLEAN", "ALIGNED")},
+        "FULLY_MASKED": call.fully_masked,
     }
     total = call.q_tiles(tiles.block_q) * call.heads * call.batch
     numbers = {"together": Scalar(heads_together(call), "i32"), "total": Scalar(total, "i32")}
@@ -60,15 +61,17 @@ def dkv(call: RingCall, portable: Launch) -> Launch:
         **_widths(call),
         "FIRST": given["FIRST"],
         "CLEAN": call.clean,
+        "FULLY_MASKED": call.fully_masked,
         "ALIGNED": given["ALIGNED"],
         "STAGES": tiles.q_stages,
         "IN_REGISTERS": tiles.kv_in_registers,
         "REGISTERS": tiles.registers,
         "PRODUCER_REGISTERS": tiles.producer_registers,
     }
-    arguments = _arguments(call, portable, tiles.dkv_block_q, BLOCK_K, "intervals", "query_tiles") | {
-        "together": Scalar(kv_heads_together(call, BLOCK_K), "i32")
-    }
+    of_call = _arguments(call, portable, tiles.dkv_block_q, BLOCK_K, "intervals", "query_tiles")
+    ranges = ("key_ranges_ptr", Array("key_ranges", "int32"))
+    arguments = dict(ranges if argument[0] == "extents_ptr" else argument for argument in of_call.items())
+    arguments["together"] = Scalar(kv_heads_together(call, BLOCK_K), "i32")
     return replace(
         portable, kernel="hopper_wide_dkv", grid=call.k_tiles(BLOCK_K) * call.kv_heads * call.batch,
         arguments=tuple(arguments.items()), constants=tuple(constants.items()), warps=4, stages=1,

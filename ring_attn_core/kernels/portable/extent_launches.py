@@ -87,6 +87,21 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 
 
 @lru_cache(maxsize=4096)
+def key_ranges(call: RingCall) -> Launch:
+    """Return the launch that finds the keys of each run of keys that each query sees: ``key_ranges`` int32 [b, k_runs, 2, s]."""
+    arguments = {
+        "rows_ptr": Array("rows", "int32"),
+        "extents_ptr": Array("extents", "int32"),
+        "key_ranges_ptr": Array("key_ranges", "int32"),
+        "S": Scalar(call.seq_local, "i32"),
+    }
+    constants = {"Q_RUNS": call.q_runs, "K_RUNS": call.k_runs, "BLOCK_Q": 128}
+    output = Output("key_ranges", (call.batch, call.k_runs, 2, call.seq_local), "int32")
+    grid = call.batch * call.q_tiles(128) * call.k_runs
+    return launch_of("key_ranges", grid, arguments, constants, (output,), TileConfig(0, 0, 4, 1))
+
+
+@lru_cache(maxsize=4096)
 def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
     """Return the launch that computes, for each tile of ``block_k`` keys, the tiles of ``block_q`` queries to visit.
 
@@ -108,26 +123,23 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def not_finite(call: RingCall) -> Launch:
-    """Return the launch that flags spans of keys and of values with elements that are not finite."""
+def not_finite(call: RingCall, of_values: bool) -> Launch:
+    """Return the launch that flags spans of values, or else of keys, with elements that are not finite."""
     both = call.head_dim + call.v_dim
+    width = call.v_dim if of_values else call.head_dim
     arguments = {
-        "k_BTGD": Array("kv" if call.packed else "k", call.dtype),
-        "v_BTGE": Array("kv" if call.packed else "v", call.dtype),
+        "x_BTGD": Array("kv" if call.packed else "v" if of_values else "k", call.dtype),
         "not_finite_ptr": Array("not_finite", "int32"),
         "T": Scalar(call.kv_local, "i32"),
     }
     constants = {
         "G": call.kv_heads,
-        "D": call.head_dim,
-        "E": call.v_dim,
-        "K_STRIDE": both if call.packed else call.head_dim,
-        "V_STRIDE": both if call.packed else call.v_dim,
-        "V_COLUMN": call.head_dim if call.packed else 0,
-        "BLOCK_D": padded(call.head_dim),
-        "BLOCK_E": padded(call.v_dim),
+        "D": width,
+        "STRIDE": both if call.packed else width,
+        "COLUMN": call.head_dim if call.packed and of_values else 0,
+        "BLOCK_D": padded(width),
     }
     spans = -(-call.kv_local // MASK_BLOCK) * (MASK_BLOCK // MASK_SPAN)
-    output = Output("not_finite", (call.batch, call.kv_heads, 2, spans), "int32")
+    output = Output("not_finite", (call.batch, call.kv_heads, spans), "int32")
     grid = call.batch * call.kv_heads * spans
     return launch_of("not_finite", grid, arguments, constants, (output,), TileConfig(0, 0, 4, 1))

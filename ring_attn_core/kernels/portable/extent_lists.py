@@ -3,7 +3,8 @@
     key_tiles      int32 [B, q tiles, k_runs, 4]    first, last, whole_first, whole_last: the ``rows.Tiles`` of a query tile
     query_tiles    int32 [B, k tiles, q_runs, 4]    first, last, count, 0: the query tiles that a key tile visits; if there are
                                                     gaps among first .. last - 1, count is less than last - first
-    not_finite     int32 [B, G, 2, spans]           1 if one of 64 keys (0) or values (1) is infinite or NaN
+    key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys of a run that each query sees
+    not_finite     int32 [B, G, spans]              1 if one of 64 keys, or values, is infinite or NaN
 
 Key extents leave gaps among the key tiles of a query tile, so their list has intervals of tiles:
 
@@ -57,6 +58,23 @@ def key_tiles(
     tl.store(at + 1, tiles.last)
     tl.store(at + 2, tiles.whole_first)
     tl.store(at + 3, tiles.whole_last)
+
+
+@triton.jit
+def key_ranges(rows_ptr, extents_ptr, key_ranges_ptr, S, Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Store begin and end of the keys of a run that each query of a tile sees, so that no other program divides by strides."""
+    q_slot = S // Q_RUNS
+    tiles_of_run = tl.cdiv(q_slot, BLOCK_Q)
+    program = tl.program_id(0)
+    tile = program // K_RUNS % (Q_RUNS * tiles_of_run)
+    batch = program // K_RUNS // (Q_RUNS * tiles_of_run)
+    q_run, k_run = tile // tiles_of_run, program % K_RUNS
+    i = tile % tiles_of_run * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    row = load_row(rows_ptr, q_run * K_RUNS + k_run)
+    begin, end = keys_seen(i, extents_ptr, batch, S, row)
+    at = key_ranges_ptr + (batch * K_RUNS + k_run).to(tl.int64) * 2 * S + row.q_base + i
+    tl.store(at, begin, mask=i < q_slot)
+    tl.store(at + S, end, mask=i < q_slot)
 
 
 @triton.jit
@@ -185,9 +203,8 @@ def query_tiles(
 
 @triton.jit
 def not_finite(
-    k_BTGD, v_BTGE, not_finite_ptr, T,
-    G: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K_STRIDE: tl.constexpr, V_STRIDE: tl.constexpr, V_COLUMN: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_E: tl.constexpr,
+    x_BTGD, not_finite_ptr, T,
+    G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, COLUMN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """Flag a span of keys, and of values, that has an element that is not finite."""
     spans = tl.cdiv(T, SPAN * SPANS) * SPANS
@@ -196,10 +213,8 @@ def not_finite(
     group = program // spans % G
     batch = (program // spans // G).to(tl.int64)
     token = span * SPAN + tl.arange(0, SPAN)[:, None]
-    first = (batch * T + token) * G + group
-    flags = not_finite_ptr + ((batch * G + group) * 2) * spans + span
-    d, e = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_E)[None, :]
-    k = tl.load(k_BTGD + first * K_STRIDE + d, mask=(token < T) & (d < D), other=0.0).to(tl.float32)
-    v = tl.load(v_BTGE + first * V_STRIDE + V_COLUMN + e, mask=(token < T) & (e < E), other=0.0).to(tl.float32)
-    tl.store(flags, tl.max(tl.max((~(tl.abs(k) < float("inf"))).to(tl.int32), 1), 0))
-    tl.store(flags + spans, tl.max(tl.max((~(tl.abs(v) < float("inf"))).to(tl.int32), 1), 0))
+    d = tl.arange(0, BLOCK_D)[None, :]
+    at = ((batch * T + token) * G + group) * STRIDE + COLUMN + d
+    x = tl.load(x_BTGD + at, mask=(token < T) & (d < D), other=0.0).to(tl.float32)
+    flag = tl.max(tl.max((~(tl.abs(x) < float("inf"))).to(tl.int32), 1), 0)
+    tl.store(not_finite_ptr + program, flag)
