@@ -1,4 +1,4 @@
-"""The machine that ``strategy="auto"`` chooses for: the record of this host, if it runs the whole program."""
+"""The machine record by which ``strategy="auto"`` chooses: that of this host, if one process runs the whole program."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MEASURED = ("gpu",)
 
 
 def on_hardware(problem: Problem) -> Problem:
-    """Return the problem with the record of this machine, if "auto" can use one; else the problem as it is.
+    """Add this machine's record to the problem if strategy "auto" can use it; else return the problem unchanged.
 
     A program of several processes uses none, because they may have different records. Raise ValueError if the record is damaged.
     """
@@ -33,5 +33,5 @@ def device_name() -> str:
 
 @lru_cache
 def _stored(device: str) -> Machine | None:
-    """Return the record, which is read once: equal calls of a program trace to the same strategy."""
+    """Read the record once and cache it, so that equal calls of a program trace to the same strategy."""
     return stored("jax", device)

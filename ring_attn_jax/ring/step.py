@@ -36,11 +36,11 @@ class Step(Protocol):
     """Number of ranks that the keys have travelled, 0 for this rank's own."""
 
     def settle(self, state: T) -> T:
-        """Return ``state``. The next step must not begin before it is computed."""
+        """Return ``state``, ordered so that the next step cannot begin before it is computed."""
         ...
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients of ``keys`` summed over the ranks that they have passed, or None at the first step."""
+        """Return the gradients of ``keys`` summed over the ranks visited so far, or None at the first step."""
         ...
 
     def send_home(self, dkv: Gradients) -> None:
@@ -56,12 +56,12 @@ class Step(Protocol):
 
 
 class Strategy(Protocol):
-    """A way for keys to travel. It may also move queries before the first step, and results back after the last."""
+    """A way to move keys between ranks. It may also move queries before the first step, and results back after the last."""
 
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return the arrays that this rank computes on. ``queries``: arrays [b s h ...]; ``ring.plan`` is that of the steps."""
+        """Return query arrays [b s h ...], keys and score that this rank computes on. ``ring.plan``: the plan of the steps."""
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
@@ -69,7 +69,7 @@ class Strategy(Protocol):
         ...
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
-        """Return the results [b s h ...] of this rank's own queries: the inverse of ``spread`` for ``queries``."""
+        """Move results [b s h ...] back to the ranks of their queries: the inverse of ``spread`` for ``queries``."""
         ...
 
     def collect_gradients(

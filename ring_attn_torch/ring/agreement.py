@@ -1,9 +1,9 @@
-"""Agreement between ranks: all run the same problem, or all raise the same error before anything is sent round the ring.
+"""Agreement: all ranks run the same problem or raise the same error, before any tensor is sent between them.
 
-If a problem is new on this group, a rank writes its verdict (the problem, or its error) to the group's store; every rank reads
-all verdicts and draws the same conclusion. A known problem costs only a set look-up. In return, ranks that disagree on problems
-which they all know are not detected, unless ``check_every_call`` is on. The ranks of a group make the same calls in the same
-order, as for any collective; the number of a call is its key in the store.
+The first call of a problem on a group exchanges verdicts: each rank writes its own (the problem, or its error) to the group's
+store and reads those of all ranks. Later calls only look the problem up in a set. So ranks that repeat different earlier problems
+are not detected, unless ``check_every_call`` is on. The ranks of a group make the same calls in the same order, as for any
+collective; the number of a call is its key in the store.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class AgreedCall(NamedTuple):
 
 
 class _History:
-    """The state that this rank keeps for a group.
+    """One rank's bookkeeping for a process group: its call counter, the agreed problems, and the store keys to delete.
 
     ``era``: distinguishes a group from a destroyed one of the same name on the same store. ``told``: the keys of this rank's
     verdicts that may still be in the store. ``checks``: the number of times ``check_every_call`` was entered; ``checked``: the
@@ -84,11 +84,11 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
 def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> None:
-    """Return once every rank of ``group`` is known to run ``problem``; else raise the same error on all of them.
+    """Check that all ranks of ``group`` run ``problem``, by an exchange at its first call; else raise the same error on all.
 
-    ``again``: exchange verdicts for a known problem too; all ranks must then pass it. Raise the error of the lowest rank that has
-    one, a ValueError that names what the ranks disagree on, or a RuntimeError that names the ranks that did not reach the call
-    within the group's timeout.
+    ``again``: exchange verdicts for a known problem too; equal on all ranks. Raise the error of the lowest failing rank, a
+    ValueError that names the difference, or a RuntimeError that names the ranks that did not reach the call within the group's
+    timeout.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
@@ -106,7 +106,7 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> N
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:
-    """Report this rank's ``error`` to the other ranks, and raise what all of them raise: the error of the lowest rank."""
+    """Write this rank's ``error`` to the group's store, and raise the error of the lowest failing rank, as all ranks do."""
     if group is None or ranks_of(group) == 1 or _capturing("cuda"):
         raise error
     history, verdict = _history(group), {"error": type(error).__name__, "message": str(error)}
@@ -114,9 +114,10 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 
 
 class same_error:
-    """A context that raises an error of this rank on every rank of the ring, where ``agree`` or another context awaits it.
+    """A context manager that reports an exception of this rank to the others, so that all ranks raise the same one.
 
-    ``ring``: the group or its name. Inside torch.compile an error is raised on this rank alone.
+    The other ranks read it in ``agree``, or in ``same_error`` if they fail too. ``ring``: the group or its name. Under
+    torch.compile only this rank raises.
     """
 
     __slots__ = ("ring",)
@@ -132,7 +133,7 @@ class same_error:
 
 
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
-    """Run ``check``, and return once every rank of ``group`` is known to make ``call``; else raise as ``agree`` does.
+    """Run ``check``, then check that every rank of ``group`` makes the same ``call``; raise as ``agree`` does.
 
     A call that every rank has made before is compared again only if ``call.each_time``; under torch.compile none is compared.
     """
@@ -151,7 +152,7 @@ def agreed(problem: Problem, group: Group) -> bool:
 
 @contextmanager
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
-    """Compare every call of ``ring_attention`` between the ranks of the group, inside a ``with``.
+    """Compare each ``ring_attention`` call inside the ``with`` between all ranks of the group.
 
     Use it to find a call that differs. By default ranks compare a problem only the first time they run it, so they do not notice
     when each repeats a different earlier call: another mask gives wrong numbers, a skipped call shifts all later ones, and shards
@@ -182,10 +183,10 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
 
 
 def tell(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
-    """Exchange ``what``, a value that JSON can carry, between the ranks of ``group``. Return the values by rank.
+    """Gather ``what``, a JSON-serializable value, from all ranks through the group's store. Return the values by rank.
 
-    ``call``: a name, or it and other values by name ("call": ...), that all ranks pass alike. ``patience``: None for the group's
-    timeout. Raise as ``agree`` does if a rank has an error, is at another call or does not reach this one.
+    ``call``: the call's name, or a dict of it (key "call") and further values; equal on all ranks. ``patience``: None for the
+    group's timeout. Raise as ``agree`` does if a rank has an error, is at another call or does not reach this one.
     """
     history = _history(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
@@ -236,7 +237,7 @@ def _exchange(
 
 
 def _plain(x: Any) -> Any:
-    """Convert an object that JSON does not know: an integer to int, anything else to words, so that encoding never fails."""
+    """Convert an object for ``json.dumps``: an integer to int, anything else to words, so that encoding never fails."""
     return operator.index(x) if is_integer(x) else in_words(x)
 
 
@@ -257,7 +258,7 @@ def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
 
 
 def _first_error(verdicts: list[dict[str, Any] | None]) -> Exception | None:
-    """Return the error of the lowest rank that has one, as every rank raises it."""
+    """Return the error of the lowest failing rank, with the rank in its message, or None if no rank failed."""
     errors = ((rank, verdict) for rank, verdict in enumerate(verdicts) if verdict and "error" in verdict)
     return next((_ERRORS.get(each["error"], RuntimeError)(f"rank {rank}: {each['message']}") for rank, each in errors), None)
 

@@ -67,7 +67,7 @@ Group = dist.ProcessGroup | None
 
 @constant
 def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """Return the process group for a user's ``group``."""
+    """Resolve a user's ``group`` argument to a process group, or to None for a ring of one without torch.distributed."""
     return group_of(group_name(group))
 
 

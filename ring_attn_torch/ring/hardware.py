@@ -1,4 +1,4 @@
-"""The machine that ``strategy="auto"`` chooses for: the record of rank 0, which the ranks of a group exchange once."""
+"""The machine record by which ``strategy="auto"`` chooses: that of rank 0, exchanged once per group."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 
 
 def on_hardware(problem: Problem, group: Group, exchange: bool = True) -> Problem:
-    """Return the problem with the record of rank 0, if "auto" can use one; else the problem as it is.
+    """Add rank 0's machine record to the problem if strategy "auto" can use it; else return the problem unchanged.
 
-    The first call of a group exchanges the record and the hosts of the ranks, and needs every rank; later calls look it up.
-    ``exchange``: False in a backward, which uses what its forward knew. During the capture of a CUDA graph nothing is exchanged.
-    Raise ValueError, the same on every rank, if rank 0 cannot read its record or the ranks disagree on the problem.
+    The first call of a group is a collective: it exchanges the record and the ranks' hosts. Later calls read the cached result.
+    ``exchange``: False in a backward, which only reads the cache. During CUDA graph capture nothing is exchanged. Raise
+    ValueError, the same on every rank, if rank 0 cannot read its record or the ranks disagree on the problem.
     """
     if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
         return problem

@@ -1,4 +1,4 @@
-"""The ring loop: keys and values go round, each rank attends to those that it may see, and gradients return to their owner.
+"""The ring loop: k/v shards pass from rank to rank, each rank attends to visible keys, and gradients return to the owner.
 
 The text equals that of the other package's loop.py, up to the names of the ring and of an array.
 """
@@ -17,7 +17,7 @@ from .strategies import STRATEGIES
 
 
 def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
-    """Return out [b s h e] in q's dtype, and lse and its rest [b s h] in float32, of this rank's queries.
+    """Attend from this rank's queries to all visible keys. Return out [b s h e] in q's dtype, float32 lse and rest [b s h].
 
     ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: the float32 state to continue from, if the queries have
     already seen other keys and the sinks.

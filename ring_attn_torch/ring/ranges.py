@@ -1,4 +1,4 @@
-"""Names around the steps of a ring, which torch.profiler shows as ranges."""
+"""Named ranges around the steps of a ring, for torch.profiler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .step import Ring, Step
 
 
 def named(ring: Ring, number: int, step: Step, suffix: str = "") -> AbstractContextManager[Any]:
-    """Return a context that gives a step, the ``number``-th from 1, its name. It does nothing unless a profiler runs."""
+    """Return a profiler range for the ``number``-th step (from 1), or a null context if no profiler runs."""
     if not profiler._is_profiler_enabled:  # a range costs microseconds even without a profiler
         return nullcontext()
     size = sum(x.nbytes for x in step.keys if x is not None)

@@ -19,7 +19,7 @@ Arrays = tuple[Any, ...]
 class Transfer:
     """A transfer in flight. ``wait`` returns the arrays that arrive; from then on the memory of the sent ones may be reused.
 
-    ``works``: its operations. ``awaited``: returns the ranks that it waits for, in words, if it fails.
+    ``works``: the pending operations. ``awaited``: a function that names the awaited ranks for an error message.
     """
 
     def __init__(self, arriving: Arrays, sent: Arrays, awaited: Callable[[], str] = str, group: Group = None) -> None:
@@ -82,7 +82,7 @@ def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
 
 
 def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
-    """Send ``arrays`` as ``send`` does, on one of the rings of ``ranks`` consecutive ranks that make up the group."""
+    """Send ``arrays`` as ``send`` does, within this rank's block of ``ranks`` consecutive ranks of the group."""
     if hop == 0:
         return Transfer(arrays, arrays)
     return swap(*_both(arrays, lambda x: x.shape), hop, group, ranks)
@@ -91,8 +91,8 @@ def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
 def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | None = None) -> Transfer:
     """Send ``sent`` to the rank ``hop`` after this one, and receive ``arriving`` from the rank ``hop`` before it.
 
-    The arrays of both are contiguous; ``arriving`` are new ones, as many and as large as that rank sends. ``ranks``: the size of
-    the rings of consecutive ranks that make up the group; None: all are one ring.
+    All arrays are contiguous. ``arriving``: buffers of the shapes that the sender has. ``ranks``: the size of each ring, if the
+    group is divided into rings of consecutive ranks; None: one ring.
     """
     ranks = ranks_of(group) if ranks is None else ranks
     place = rank_in(group) % ranks
@@ -107,10 +107,10 @@ _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 
 
 def connect(group: Group, device: torch.device) -> None:
-    """Take part in one collective of all ranks of ``group``, once for each group.
+    """Run one all-reduce over ``group``, once per group, to create its NCCL communicator.
 
-    NCCL makes a group's communicator at its first call, which all ranks must join; in a batch of sends and receives between some
-    ranks the others would be missing. gloo, which serves CPUs, does not need it.
+    NCCL creates a communicator at a group's first call, which all ranks must join. A batch of sends and receives between some
+    ranks would not be joined by the rest. gloo, which serves CPUs, does not need it.
     """
     if group is not None and device.type != "cpu" and group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -118,9 +118,9 @@ def connect(group: Group, device: torch.device) -> None:
 
 
 def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
-    """Send ``x[i]`` of each array ``x`` [n ...] to rank ``first + i``, and receive an equal part from it, which arrives at i.
+    """Exchange ``x[i]`` of each array ``x`` [n ...] with rank ``first + i``; the part from that rank arrives at index i.
 
-    The n ranks from ``first`` on are a group, whose members all make the same call. A rank's own part is copied.
+    This is an all-to-all of the n ranks from ``first`` on, which all make the same call. A rank's own part is copied.
     """
     rank, sent, arriving = rank_in(group), *_both(arrays, lambda x: x.shape)
     pairs = [(x, there) for x, there in zip(sent, arriving, strict=True) if x is not None and x.numel()]
@@ -137,7 +137,7 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
 
 
 def all_gather(arrays: Arrays, group: Group) -> Transfer:
-    """Send each array to every rank; the arrays of all ranks arrive as [ranks ...], in the order of the ranks."""
+    """Gather each array from all ranks as [ranks ...], in rank order, by one all-gather."""
     ranks = ranks_of(group)
     sent, arriving = _both(arrays, lambda x: (ranks, *x.shape))
     transfer = Transfer(arriving, sent, lambda: _others(range(ranks), group), group)
@@ -149,7 +149,7 @@ def all_gather(arrays: Arrays, group: Group) -> Transfer:
 
 
 def _both(arrays: Arrays, shape: Callable[[Tensor], tuple[int, ...]]) -> tuple[Arrays, Arrays]:
-    """Return the arrays to send, contiguous, and new ones of ``shape`` for those that arrive; None stays None."""
+    """Return the ``arrays`` to send, contiguous, and receive buffers of ``shape``; None stays None."""
     sent = tuple(x if x is None else x.contiguous() for x in arrays)
     return sent, tuple(x if x is None else x.new_empty(shape(x)) for x in sent)
 

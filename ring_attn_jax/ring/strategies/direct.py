@@ -1,9 +1,9 @@
-"""The strategy "direct": each owner sends each reader the slice of its keys that is visible there, and gets its gradient back.
+"""The strategy "direct": each rank sends every other rank only the keys visible to it, and gets their gradients back.
 
-The slices are those of the plan (``plan/direct.py`` of the core). Sizes are static here, so all slices of a shift are as long as
-the longest. A step holds a slice at its place in a shard of zeros, which no query sees, so the rows and the backends are those of
-the ring. While a step is computed, the slices of the next one travel, and in the backward the gradients of the step before go
-home. The owner adds them in the order of the shifts.
+The plan (``plan/direct.py`` of the core) determines the slices. Sizes are static here, so all slices of a shift are as long as
+the longest. A step places the received slices in a shard of zeros. No query sees the zeros, so rows and backends are those of the
+ring. During a step, the slices of the next step are in transfer; in the backward, so are the gradients of the previous step, to
+the keys' owner. The owner adds gradients in the order of the shifts.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Visit:
         """Return None: the owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send the gradients of the slices to their owner, and add those that arrive to those of this rank's own keys."""
+        """Send the slices' gradients to their owner, and add the arriving ones to the total of this rank's own keys."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         if self._before is None:
             self.total = dkv
@@ -88,7 +88,7 @@ class Visit:
 
 
 class Sent(NamedTuple):
-    """A slice of one shift: ``owners`` send ``tokens`` keys, this rank from ``mine`` on; what arrives begins at ``theirs``."""
+    """One slice of a shift: ranks ``owners`` send ``tokens`` keys. ``mine``, ``theirs``: first index sent and received."""
 
     mine: jax.Array
     theirs: jax.Array
@@ -97,7 +97,7 @@ class Sent(NamedTuple):
 
 
 def slices(ring: Ring, shift: int) -> list[Sent]:
-    """Return the slices of a shift as this rank, which is traced, sends and gets them."""
+    """Return the slices that this rank sends and receives at a shift; their offsets are traced, because the rank is."""
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     assert isinstance(plan, DirectPlan)
 
@@ -110,7 +110,7 @@ def slices(ring: Ring, shift: int) -> list[Sent]:
 
 
 def fetched(own: Keys, ring: Ring, shift: int) -> Keys:
-    """Send the slices of this rank's ``own`` keys, and return those of rank - ``shift`` at their places in a shard."""
+    """Send slices of this rank's ``own`` keys; return the slices of rank - ``shift`` at their places in a shard."""
     parts = []
     for each in slices(ring, shift):
         sent = own if each.tokens == own.kv.shape[1] else cut(own, each.mine, each.tokens)

@@ -1,4 +1,4 @@
-"""The ring strategy: keys go round the ring by one ppermute per hop, in flight during the compute.
+"""The strategy "ring": one ppermute per hop moves the keys, while the current keys are computed on.
 
 In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
 of k and v, which end at the rank that owns these keys. All arrays of the queries (q, out, lse, dout, dq) stay on their rank.
@@ -73,7 +73,7 @@ class Hop:
         return state
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients of ``keys`` summed over the ranks that they have passed; None at the first step."""
+        """Return the gradients of ``keys`` summed over the ranks visited so far; None at the first step."""
         assert not isinstance(self.travelling, tuple), "what travels is packed"
         return self.travelling
 

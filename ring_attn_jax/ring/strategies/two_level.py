@@ -1,8 +1,8 @@
-"""The strategy "two_level": keys go round an inner ring in each host while they cross to the next host of an outer ring.
+"""The strategy "two_level": keys travel an inner ring inside each host, while a copy crosses to the next host.
 
-Each inner ring sums the gradients of the keys on it and brings them back to the place at which the keys entered the host. There
-the sum of the hosts before is added, and the new sum crosses to the next host during the next inner ring: what crosses has the
-time of all steps of a host. The sums of the hosts are added in the order in which the keys visit them.
+Each inner ring sums its keys' gradients and returns them to the rank at which the keys entered the host. That rank adds the sum
+of the earlier hosts, and sends the new sum to the next host during the next inner ring. So a transfer between hosts may take as
+long as all steps of a host. The hosts' sums are added in the order of the keys' visits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class TwoLevels(OneWay):
 
 
 def plan_of(ring: Ring) -> TwoLevelPlan:
-    """Return the plan of the ring, one of two levels."""
+    """Return ``ring.plan``, asserted to be a TwoLevelPlan."""
     assert isinstance(ring.plan, TwoLevelPlan)
     return ring.plan
 
@@ -53,7 +53,7 @@ class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that they have visited.
 
     ``keys``: those that cross during the inner ring. ``left``: the last step of the previous inner ring, until its gradients are
-    added; ``crossing``: the hosts they cross then.
+    added; ``crossing``: the number of hosts by which their sum then moves on.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -64,11 +64,11 @@ class HostSums:
         self.crossing = 0
 
     def cross(self, x: T, hosts: int) -> T:
-        """Send ``x``, an array or a tree of arrays, to the same place of another host, ``hosts`` hosts on."""
+        """Send ``x``, an array or a tree of arrays, to the rank with the same index in its host, ``hosts`` hosts onward."""
         return send(x, hosts * self._ranks, self._ring.axis, self._ring.plan.ranks) if hosts else x
 
     def add(self) -> None:
-        """Add the gradients of the previous inner ring, if they are not added yet, and send the sum."""
+        """Add the previous inner ring's gradients, unless already added, and send the sum."""
         if self.left is None:
             return
         total = self.left.travelling
@@ -103,7 +103,7 @@ class Stop(Hop):
         self._sums = sums
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the keys of the next step as in ``Hop.settle``: those that cross if it is on another host."""
+        """Return ``state``, tied as in ``Hop.settle`` to the next step's keys; on another host, to the keys that cross."""
         if not self._stays:
             return super().settle(state)
         if not self.last:
@@ -113,7 +113,7 @@ class Stop(Hop):
     def send_home(self, dkv: Gradients) -> None:
         """Send ``dkv`` to the next rank inside the host, or to the rank at which the keys entered it.
 
-        The gradients of the previous inner ring have arrived there during this step, and cross to the next host.
+        Also send the sum with the previous inner ring's gradients, which arrived during this step, to the next host.
         """
         self.travelling = self._inside(dkv, self._onward) if self._onward else dkv
         self._sums.add()

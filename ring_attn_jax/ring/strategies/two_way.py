@@ -1,10 +1,11 @@
-"""The strategy "two_way": keys go both ways round the ring at once, each to the ranks that are nearer that way.
+"""The strategy "two_way": keys travel the ring in both directions at once, and reach each rank by the shorter one.
 
     one way      0 -> 1 -> 2 -> 3 -> 4 -> 5 -> 6 -> 7        seven hops one after the other
     two ways     0 -> 1 -> 2 -> 3 -> 4    and    0 -> 7 -> 6 -> 5    at most four, and both directions of a link are in use
 
-The steps take turns, the nearest rank of each way first, so a transfer has the time of two steps. The gradients of keys travel
-with them and go home from the last rank of their way. A rank adds its own part, that of the first way and that of the second.
+Steps alternate between the two ways, nearest rank first, so a transfer may take as long as two steps. Gradients travel with their
+keys and return to the owner from the last rank of each way. The owner adds its own part, then the first way's sum, then the
+second's.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Way:
 
 
 class Visit(Hop):
-    """A ``Step`` of one way. ``parts``: for the last step, those that hold the gradients of this rank's own keys.
+    """A ``Step`` of one way. ``parts``: on the last step, the steps that hold the gradients of this rank's own keys.
 
     ``following``: the step whose ``next_keys`` the next step computes on; None for the last one.
     """
@@ -79,6 +80,6 @@ class Visit(Hop):
 
 
 def in_turn(ways: list[Way]) -> Iterator[Way]:
-    """Yield each way once for each of its visits, in turn."""
+    """Alternate between the ways, yielding each once per visit."""
     turns = chain.from_iterable(zip_longest(*([way] * way.visits for way in ways)))
     return (way for way in turns if way is not None)

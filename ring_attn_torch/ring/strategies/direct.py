@@ -1,8 +1,8 @@
-"""The strategy "direct": each owner sends each reader the slice of its keys that is visible there, and gets its gradient back.
+"""The strategy "direct": each rank sends every other rank only the keys visible to it, and gets their gradients back.
 
-The slices are those of the plan (``plan/direct.py`` of the core). A step holds a slice at its place in a shard of zeros, which no
-query sees, so the rows and the backends are those of the ring. While a step is computed, the slices of the next one travel, and
-in the backward the gradients of the step before go home. The owner adds them in the order of the shifts.
+The plan (``plan/direct.py`` of the core) determines the slices. A step places the received slices in a shard of zeros. No query
+sees the zeros, so rows and backends are those of the ring. During a step, the slices of the next step are in transfer; in the
+backward, so are the gradients of the previous step, to the keys' owner. The owner adds gradients in the order of the shifts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Visit:
         """Return None: the owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send the gradients of the slices to their owner, and add up those of this rank's own keys as far as they are here."""
+        """Start to send the slices' gradients to their owner; add those that the previous step received for this rank's keys."""
         if self._before is None:
             self._total = dkv
             return
@@ -85,7 +85,7 @@ class Visit:
         self._total, self._before = self._before.home(), None
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys from the ranks of this step and of all before it, in their order."""
+        """Return the gradients of this rank's own keys, summed over the ranks of all steps so far, in step order."""
         assert isinstance(self._total, Tensor), "what travels is packed"
         if self._returning is not None:
             for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self.shift, 0), strict=True):

@@ -1,7 +1,8 @@
-"""The strategy "gather": all keys up front by one all-gather, computed on in one step.
+"""The strategy "gather": one all-gather fetches all keys, and one step computes on them.
 
 In the backward the keys are gathered again. Each rank gets the gradients of its own keys from all ranks in float32 and adds them
-in the order of the ranks. A rank holds the keys of all ranks, and in the backward their gradients from its own queries too.
+in the order of the ranks. Each rank holds the keys of all ranks, and in the backward also the gradients of those keys from its
+own queries.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Gather(OneWay):
 
 
 def by_rank(x: Tensor, ranks: int) -> Tensor:
-    """Return the shards of x [b ranks*n ...] that stand side by side, as [ranks b n ...]."""
+    """Split x [b ranks*n ...] by rank into [ranks b n ...]."""
     return x.unflatten(1, (ranks, x.shape[1] // ranks)).movedim(1, 0)
 
 
 def summed(parts: Tensor) -> Tensor:
-    """Return the sum of ``parts`` [n ...], added one after the other: their order decides the bits."""
+    """Sum ``parts`` [n ...] in index order, because the order decides the bits."""
     return reduce(Tensor.add_, parts[1:], parts[0])

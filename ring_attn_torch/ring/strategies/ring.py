@@ -1,4 +1,4 @@
-"""The ring strategy: keys go round the ring by one batched send and receive per hop, in flight during the compute.
+"""The strategy "ring": one batched send and receive per hop moves the keys, while the current keys are computed on.
 
 In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
 of k and v, which end at the rank that owns these keys. All arrays of the queries (q, out, lse, dout, dq) stay on their rank.
@@ -98,7 +98,7 @@ class Hop:
         return state
 
     def arrived(self) -> Tensor | None:
-        """Wait for the gradients of ``keys`` summed over the ranks that they have passed; None at the first step."""
+        """Wait for the gradients of ``keys`` summed over the ranks visited so far; None at the first step."""
         return None if self.travelling is None else self.travelling.wait()[0]
 
     def send_home(self, dkv: Gradients) -> None:

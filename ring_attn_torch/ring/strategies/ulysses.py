@@ -1,4 +1,4 @@
-"""The strategy "ulysses": the ranks of a group exchange heads for tokens, and keys go round the ring of groups.
+"""The strategy "ulysses": an all-to-all inside each group swaps tokens for heads, and keys travel a ring of groups.
 
     before     each rank: the tokens of its shard, all heads
     inside     each rank: the tokens of its group's shards, its share of the heads (``HeadShares``)
@@ -49,7 +49,7 @@ class HeadExchange(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """See ``Strategy.collect_gradients``. Gradients to which no rank adds anything more are sent in q's dtype."""
+        """See ``Strategy.collect_gradients``. Gradients that need no further sum are sent in q's dtype."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         (shares, place), dtype = _share_of(ring), of_q.q.dtype
         dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if shares.copies == 1 else dkv), ring)
@@ -62,7 +62,7 @@ class HeadExchange(OneWay):
 
 
 def _share_of(ring: Ring) -> tuple[HeadShares, int]:
-    """Return the shares of the heads, and this rank's place in its group."""
+    """Return the shares of the heads, and this rank's index in its group."""
     shares = ring.plan.shares
     assert shares is not None
     return shares, rank_in(ring.group) % shares.ranks
