@@ -17,7 +17,7 @@ from .state import BackwardInputs, Gradients, State
 
 
 class Backend(Protocol):
-    """The computation of attention over the keys of one shard; hashable, since it is a constant of the traced program."""
+    """An implementation of attention over the keys of one shard. It is hashable, as a constant of the traced program."""
 
     apart: ClassVar[bool]
     """True if k and v may stay two arrays when no keys travel between ranks."""
@@ -26,16 +26,16 @@ class Backend(Protocol):
         """Merge attention to the visible keys into ``total``, the state so far (None: no keys yet), and return it.
 
         The state is float32 (float64 for float64); after the ``last`` step out is in q's dtype. It has a rest if
-        ``carries_rest`` says so of q's dtype.
+        ``carries_rest(q.dtype)``.
         """
         ...
 
     def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse; called once per backward.
+        """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse. The loop calls it once per backward.
 
-        ``total``: the state after the last step; ``dtotal``: (dout, dlse). A probability is ``exp(s - lse - rest)``, and the
-        gradients contain it only times dout or delta. So dout and delta are returned times ``exp(-rest)``, and the steps compute
-        ``exp(s - lse)``. Both become 0 for queries that see no key, because their cotangents, even NaN, must not reach any key.
+        ``total``: the state after the last step; ``dtotal``: (dout, dlse). A probability is ``exp(s - lse - rest)``, and each
+        gradient multiplies it by dout or delta. So dout and delta are returned times ``exp(-rest)``, and the steps compute
+        ``exp(s - lse)``. Both are 0 for queries that see no key, so that NaN in their incoming gradients reaches no key.
         """
         ...
 
@@ -49,7 +49,7 @@ class Backend(Protocol):
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """Add the gradient from these keys to ``dq`` (None: nothing yet), and their dkv to the result of ``arrived``.
+        """Add these keys' gradient to ``dq`` (None: nothing yet), and their dkv to the gradients from ``arrived()``.
 
         Return both, in q's dtype if nothing more will be added, else in the accumulation dtype.
         """

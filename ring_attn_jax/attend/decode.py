@@ -35,7 +35,7 @@ FEW_ROWS = 128
 
 
 class DecodeArrays(NamedTuple):
-    """The arrays of a call under their public names; None: not passed."""
+    """The arrays of a call under their public names; None if not passed."""
 
     q: jax.Array
     k: jax.Array
@@ -50,7 +50,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
-    """Compute the pairs [splits b n h e+1] of this rank's slots by the decode kernel, one pair for each split."""
+    """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split, [splits b n h e+1]."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
     given = {
         "q": arrays.q,
@@ -70,7 +70,7 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
 
 
 def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
-    """Merge the pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1]."""
+    """Merge the pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1] by a kernel."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
@@ -78,7 +78,7 @@ def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> j
 def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks. Return out in q's dtype and lse."""
+    """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks by a kernel. Return out in q's dtype and lse."""
     given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), given)
     return out, lse
@@ -103,7 +103,7 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
 def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     """Return the pair [b n h e+1] of this rank's slots, computed in plain jnp, one chunk of slots at a time.
 
-    Replace the v of slots that no query sees by 0 only if the product with them is not finite.
+    Zero the v of invisible slots only if the product with them is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -140,14 +140,14 @@ def depths(arrays: DecodeArrays) -> jax.Array:
 
 
 class _Visibility(NamedTuple):
-    """The mask bool [b n slots] and the lags int32 [b n slots]."""
+    """The visibility mask, bool [b n slots], and the lags (query position - slot position), int32 [b n slots]."""
 
     visible: jax.Array
     lag: jax.Array
 
 
 class _Score(NamedTuple):
-    """The parameters of a score besides q . k."""
+    """The parameters of a score besides q and k."""
 
     alibi_slopes: jax.Array | None
     softcap: float | None

@@ -1,4 +1,4 @@
-"""Dropout's random numbers in JAX: Philox keys by batch row and head, and the mask of kept probabilities."""
+"""Dropout's random numbers in JAX: one Philox key per batch row and head, and the keep mask."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Draw(NamedTuple):
 
 
 def draw_of(seed: Any, offset: Any) -> Draw:
-    """Return the dropout state of a seed and an offset; a seed that is a ``Draw`` already is returned as it is.
+    """Return the dropout state of a seed and an offset; a ``seed`` that is a ``Draw`` already is returned unchanged.
 
     Raise ValueError if a number is not an int or a 0-d integer array.
     """
@@ -67,7 +67,7 @@ def _is_integer(x: Any) -> bool:
 def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
-    Compute it once per call, since it is half of the code to compile for the dropout mask.
+    Compute it once per call, because it is half of the dropout mask's code to compile.
     """
     b = draw.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = draw.head + jnp.arange(heads, dtype=jnp.uint32)[None]
@@ -75,7 +75,7 @@ def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
 
 
 def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
-    """Return the mask of kept probabilities, bool [batch, heads, queries, keys].
+    """Return dropout's keep mask, bool [batch, heads, queries, keys], True for kept.
 
     ``q_pos`` [queries], ``k_pos`` [keys]: global positions.
     """

@@ -1,4 +1,4 @@
-"""The backend that launches GPU kernels: it prepares their arrays and starts the launches of each step."""
+"""The backend of the GPU kernels: it prepares their input arrays and launches them for each step."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Kernels:
     def attend_dq(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
-        """Return ``dq`` (None: nothing yet) plus the gradient from these keys; in q's dtype after the last step."""
+        """Return ``dq`` (None: nothing yet) plus the gradient of q from these keys; in q's dtype after the last step."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -103,7 +103,7 @@ class Kernels:
         return dq
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None) -> Gradients:
-        """Return ``arrived`` (None: nothing yet) plus the dkv of these keys from this rank's queries, packed as the keys are."""
+        """Return ``arrived`` (None: nothing yet) plus these keys' gradient from this rank's queries, packed like the keys."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
@@ -117,15 +117,15 @@ class Kernels:
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
     """Return float32 zeros of ``shape`` and ``x`` itself, tied by an optimization barrier.
 
-    The barrier makes XLA allocate the zeros only once ``x`` is computed. Without it the zeros depend on nothing, so XLA would
-    allocate those of all layers of a model before the first backward, and hold them.
+    The barrier makes XLA allocate the zeros only once ``x`` is computed. Without it XLA would allocate the zeros of all layers
+    before the first backward and hold them, because they depend on nothing.
     """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x
 
 
 def _add_lists(arrays: dict[str, jax.Array], launches: Iterable[Launch]) -> None:
-    """Run launches on ``arrays``, and add their outputs to these by name."""
+    """Run launches on ``arrays``, and add their outputs to ``arrays`` by name."""
     for each in launches:
         arrays.update(zip(each.output_names, launch(each, arrays), strict=True))
 

@@ -1,4 +1,4 @@
-"""The arrays that travel round the ring: keys and values in one array, the key mask as bits, and the key extents."""
+"""The arrays that travel between ranks: k and v packed in one array, the key mask as bits, and the key extents."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pack(
 
 
 def bits_of(key_mask: jax.Array) -> jax.Array:
-    """Return a key mask, bool [b t], as the bits of ``Keys``."""
+    """Pack a key mask, bool [b t], into the ``bits`` of ``Keys``."""
     return jnp.packbits(key_mask, axis=1, bitorder="little")
 
 
@@ -53,12 +53,12 @@ def clipped(extents: jax.Array) -> jax.Array:
 
 
 def unpack(keys: Keys) -> jax.Array | None:
-    """Return the key mask, bool [b t], or None if every key may be attended."""
+    """Unpack the key mask, bool [b t], from its bits; return None if every key may be attended."""
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 
 def joined(parts: Keys, tokens: int) -> Keys:
-    """Return the keys of several shards of ``tokens`` tokens side by side; ``parts`` holds arrays [shards, ...]."""
+    """Concatenate shards of ``tokens`` tokens each; ``parts`` holds their arrays stacked, [shards, ...]."""
     bits = parts.bits
     if bits is not None:
         masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
@@ -67,15 +67,15 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 
 def cut(keys: Keys, first: jax.Array, tokens: int) -> Keys:
-    """Return ``tokens`` keys from ``first`` on as a shard of their own."""
+    """Slice ``tokens`` keys from ``first`` on, as contiguous arrays."""
     part: Keys = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, tokens, 1), keys._replace(bits=unpack(keys)))
     return part if part.bits is None else part._replace(bits=bits_of(part.bits))
 
 
 def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
-    """Return a shard as large as ``like`` with the keys of each of ``parts`` from its first token on.
+    """Return zeroed keys of the shape of ``like``, with each (first token, keys) of ``parts`` copied in.
 
-    All other keys are 0 and masked.
+    Keys outside of ``parts`` are 0 and masked.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]
@@ -87,7 +87,7 @@ def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
 
 
 def side_by_side(x: jax.Array) -> jax.Array:
-    """Return arrays [shards b n ...] as one, [b shards*n ...]."""
+    """Concatenate the shards of [shards b n ...] to [b shards*n ...]."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:])
 
 

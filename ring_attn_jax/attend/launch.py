@@ -1,4 +1,4 @@
-"""Launches inside a JAX program: jaxlib's Triton custom call starts the compiled kernel; XLA allocates or reuses its outputs."""
+"""Kernel launches inside a JAX program, by jaxlib's Triton custom call; XLA allocates or reuses the outputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, 
 
 
 def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Mark ``x`` as varying over the mesh ``axes``, because shard_map takes the outputs of a custom call for replicated."""
+    """Mark ``x`` as varying over the mesh ``axes``, because shard_map assumes a custom call's outputs to be replicated."""
     missing = axes - axes_of(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
@@ -82,7 +82,7 @@ def _parameters(gpu_triton: Any, x: Any, descriptors: Iterator[Any]) -> list[Any
 
 @lru_cache
 def makes_descriptors() -> bool:
-    """Return whether this jaxlib can make TMA descriptors (newer than 0.11.0 can)."""
+    """Return True if this jaxlib can make TMA descriptors (newer than 0.11.0)."""
     from jaxlib import gpu_triton
 
     return hasattr(gpu_triton, "create_tma_descriptor_parameter")
@@ -95,8 +95,8 @@ def compile_for(capability: int) -> Iterator[None]:
         with compile_for(90):
             jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
 
-    Raise ValueError if the number is not a compute capability, and ImportError if jaxlib's CUDA plugin, which makes the calls, is
-    missing.
+    Raise ValueError if the number is not a compute capability, and ImportError if jaxlib's CUDA plugin is missing, which makes
+    the calls.
     """
     if not 50 <= capability < 200:
         raise ValueError(f"compile_for takes a compute capability without its point, such as 90 for 9.0, got {capability!r}")
@@ -110,7 +110,7 @@ def compile_for(capability: int) -> Iterator[None]:
 
 
 def capability() -> int:
-    """Return the compute capability of the NVIDIA GPU that is traced for, such as 90; 0 without one."""
+    """Return the compute capability of the NVIDIA GPU to trace for, such as 90; 0 without one."""
     target = _target.value
     return _of_this_host() if target is None else target
 
@@ -125,5 +125,5 @@ def _of_this_host() -> int:
 
 @lru_cache
 def multiprocessors() -> int:
-    """Return the number of multiprocessors of this host's GPU; without a GPU 132, as on a Hopper GPU."""
+    """Return the number of SMs of this host's GPU; without a GPU 132, as on a Hopper GPU."""
     return int(getattr(jax.devices()[0], "core_count", 0) or 132) if jax.default_backend() == "gpu" else 132

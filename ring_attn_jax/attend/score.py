@@ -1,4 +1,4 @@
-"""Everything besides q and k that determines a score; it stays with the queries."""
+"""The parameters, besides q and k, that determine a score; they stay on the queries' rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays that are carried from one step of the ring to the next."""
+"""The arrays that one step of the ring passes to the next."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import jax.numpy as jnp
 
 
 class State(NamedTuple):
-    """The result over the keys seen so far: out [b s h e], lse [b s h] and its ``rest`` [b s h].
+    """The attention state over the keys seen so far: out [b s h e], lse [b s h] and its ``rest`` [b s h].
 
-    The rest is what the rounding of lse lost: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of
-    a float32 lse alone changes it by 5e-4. Hence float32 and float64 inputs have a rest; it is None for 16-bit inputs, whose
-    scores are less precise than that.
+    The rest is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
+    float32 lse changes the denominator by 5e-4. The rest is None for 16-bit inputs, whose scores are less precise than that.
     """
 
     out: jax.Array
@@ -31,10 +30,10 @@ Gradients = jax.Array | tuple[jax.Array, ...]
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of the backward that all steps share: q [b s h d], dout [b s h e], lse and delta.
+    """The backward inputs that all steps share: q [b s h d], dout [b s h e], lse and delta.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s], lse in base 2. ``sinks`` [h]: the gradient of the sinks from these queries.
-    ``bounds``: for kernels, the bounds of the extents of each query tile.
+    ``bounds``: for kernels, the bounds of each query tile's extents.
     """
 
     q: jax.Array
@@ -46,10 +45,10 @@ class BackwardInputs(NamedTuple):
 
 
 def carries_rest(dtype: jnp.dtype) -> bool:
-    """Return whether the state of inputs of ``dtype`` has a rest: that of float32 and float64 does."""
+    """Return True if the state of inputs of ``dtype`` has a rest: for float32 and float64."""
     return dtype in (jnp.float32, jnp.float64)
 
 
 def rest_of(top: jax.Array, log_sum: jax.Array, lse: jax.Array) -> jax.Array:
-    """Return ``top + log_sum - lse``, which the rounding of ``lse = top + log_sum`` lost; 0 for a fully masked query."""
+    """Return ``top + log_sum - lse``, the rounding error of ``lse = top + log_sum``; 0 for a fully masked query."""
     return jnp.where(lse == -jnp.inf, 0, (top - lse) + log_sum)

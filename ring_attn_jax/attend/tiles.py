@@ -23,14 +23,14 @@ from .score import Score
 
 
 class BatchRows(NamedTuple):
-    """``count`` batch rows from ``first`` on."""
+    """A range of batch rows: ``count`` rows from ``first`` on."""
 
     first: jax.Array | int
     count: int
 
 
 class Tile(NamedTuple):
-    """Tokens ``index`` (local indices) of a run. Those not ``valid`` are padding, or belong to the tile before this one."""
+    """Tokens of a run, at ``index`` within it. Tokens that are not ``valid`` are padding or belong to the previous tile."""
 
     run: jax.Array
     base: jax.Array
@@ -44,7 +44,7 @@ class Tile(NamedTuple):
     def of(
         cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: Any, block: int, batch: BatchRows
     ) -> Tile:
-        """Return tile ``tile``, of ``block`` tokens, of a run of ``length`` tokens in a slot of ``slot`` tokens at ``base``."""
+        """Build tile ``tile``, of ``block`` tokens, of a run of ``length`` tokens in a slot of ``slot`` tokens at ``base``."""
         first = tile * block
         begin = jnp.minimum(first, slot - block)
         index = begin + jnp.arange(block, dtype=jnp.int32)
@@ -54,7 +54,7 @@ class Tile(NamedTuple):
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
         """Return the tile of ``x`` [b n heads ...] as [b groups heads/groups block ...] in the accumulation dtype.
 
-        With ``valid_only`` the tokens that are not valid become 0.
+        ``valid_only``: set tokens that are not valid to 0.
         """
         tile = self.tokens_of(x)
         tile = tile.astype(accumulation_dtype(x.dtype))
@@ -64,21 +64,21 @@ class Tile(NamedTuple):
         return jnp.moveaxis(tile, 1, 3)
 
     def tokens_of(self, x: jax.Array) -> jax.Array:
-        """Slice the tile's batch rows and tokens from ``x``: [b n ...] -> [rows block ...]. Unlike ``load``, zero none."""
+        """Slice the tile's batch rows and tokens from ``x``: [b n ...] -> [rows block ...]. Invalid tokens keep their values."""
         return lax.dynamic_slice(x, self.start(x), (self.batch.count, self.index.size, *x.shape[2:]))
 
     def start(self, x: jax.Array) -> list[jax.Array]:
-        """Return the start indices of the tile in ``x`` [b n ...], all int32, since dynamic slices take one integer dtype."""
+        """Return the tile's start indices in ``x`` [b n ...], all int32, because a dynamic slice takes one integer dtype."""
         return [jnp.int32(i) for i in (self.batch.first, self.base, *[0] * (x.ndim - 2))]
 
     def store(self, x: jax.Array, tile: jax.Array) -> jax.Array:
-        """Return ``x`` with the tile written back."""
+        """Return ``x`` with ``tile`` written at the tile's place."""
         tile = jnp.moveaxis(tile, 3, 1)
         tile = tile.reshape(*tile.shape[:2], x.shape[2], *tile.shape[4:])
         return lax.dynamic_update_slice(x, tile, self.start(x))
 
     def add(self, x: jax.Array, tile: jax.Array) -> jax.Array:
-        """Return ``x`` with the tile added."""
+        """Return ``x`` with ``tile`` added at the tile's place."""
         return self.store(x, self.load(x, x.shape[2], valid_only=False) + tile)
 
 
@@ -87,7 +87,7 @@ class Part:
     """The inputs of a call, and the ranges of tiles to visit.
 
     ``seen`` bool [b t]: the key mask. ``key_extents`` int32 [b t 2]. ``streams`` uint32 [b h]: the Philox keys of dropout.
-    ``even``: whether the shard is cut into equal slots, one for each run; else runs are of any length, one after the other.
+    ``even``: True if the shard is cut into equal slots, one per run; else runs have any length and follow each other.
     """
 
     q: jax.Array
@@ -115,7 +115,7 @@ class Part:
 
     @property
     def batch_rows(self) -> int:
-        """Return the number of batch rows that visit the same tiles together."""
+        """Return the number of batch rows that visit tiles together: all, or 1 with extents or key extents."""
         return self.q.shape[0] if self.score.extents is None and self.key_extents is None else 1
 
     @cached_property
@@ -149,7 +149,7 @@ class Part:
         return Row(*jnp.unstack(self.rows[q_run, k_run]))
 
     def over_keys(self, queries: Tile, key_tile, state):  # type: ignore[no-untyped-def]
-        """Fold ``state`` through ``key_tile(pair, state)`` for each key tile within the band and the extents of the queries."""
+        """Fold ``state`` through ``key_tile(pair, state)``, for each key tile within the queries' band and extents."""
         block_k = self.blocks[1]
 
         def key_run(k_run: jax.Array, state):  # type: ignore[no-untyped-def]
@@ -174,7 +174,7 @@ class Part:
         return lax.fori_loop(0, self.rows.shape[1], key_run, state)
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[jax.Array | int, jax.Array]:
-        """Return the first and end local index of the keys within the extents of ``queries``."""
+        """Return the range (first, end) of indices, within the keys' run, of the keys in the extents of ``queries``."""
         if self.score.extents is None:
             return 0, row.k_len
         first, end = self.extents(queries)
@@ -204,7 +204,7 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[jax.Array, jax.Array]:
-        """Return k and v of the key tile [b g block_k d or e], zeroed at keys that no query of the tile sees.
+        """Return k and v of the key tile [b g block_k d or e], with 0 at keys that no query of the tile sees.
 
         Such keys may hold NaN.
         """
@@ -214,11 +214,11 @@ class Pair:
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: jax.Array) -> jax.Array:
-        """Return ``tile`` [b g r block_q width] zeroed at queries that see no key of the key tile, which may hold NaN."""
+        """Return ``tile`` [b g r block_q width] with 0 at queries that see no key of the key tile, because these may hold NaN."""
         return zero_unless(self.visible.any(-1)[..., None], tile)
 
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return the unmasked scores [b g r block_q block_k], and the tanh of softcap in them, or None without softcap."""
+        """Return the unmasked scores [b g r block_q block_k], and softcap's tanh (None without softcap) for the backward."""
         scores, tanh = dot("bgrqd,bgkd->bgrqk", q_tile, k_tile), None
         if self.part.score.softcap is not None:
             tanh = jnp.tanh(scores / self.part.score.softcap)
@@ -260,7 +260,7 @@ class Pair:
 
     @cached_property
     def within_key_extents(self) -> jax.Array:
-        """Return bool [1 block_q block_k]: True if the query lies in the key extent of the key."""
+        """Return bool [1 block_q block_k]: True if the query lies in the key's extent."""
         assert self.part.key_extents is not None
         first, end = jnp.unstack(self.keys.tokens_of(self.part.key_extents)[:, None], axis=-1)
         q_pos = self.q_pos[None, :, None]
@@ -268,7 +268,7 @@ class Pair:
 
     @property
     def reached(self) -> jax.Array:
-        """True if some query of the tile lies in the key extent of some key of the tile; otherwise the pair is skipped."""
+        """True if a query of the tile lies in the extent of a key of the tile; otherwise the pair is skipped."""
         return (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
 
     @property
@@ -283,7 +283,7 @@ class Pair:
 
 
 def zero_unless(seen: jax.Array, tile: jax.Array) -> jax.Array:
-    """Return ``tile``, with 0 for elements that are not ``seen``.
+    """Return ``tile`` with 0 at elements that are not ``seen``.
 
     Most tiles are fully visible; branching to return them unchanged saves 5 % of the time.
     """

@@ -1,4 +1,4 @@
-"""The protocol of a backend: three functions that the ring loop calls. ``call/prepare.py`` selects it once per problem."""
+"""The protocol of a backend: three functions that the ring loop calls. ``call/prepare.py`` selects a backend per problem."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ class Backend(Protocol):
         """Merge attention to the visible keys into ``total``, the state so far (None: no keys yet), and return it.
 
         The state is float32 (float64 for float64); after the ``last`` step out is in q's dtype. It has a rest if
-        ``carries_rest`` says so of q's dtype.
+        ``carries_rest(q.dtype)``.
         """
         ...
 
     def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse; called once per backward.
+        """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse. The loop calls it once per backward.
 
-        ``total``: the state after the last step; ``dtotal``: (dout, dlse). A probability is ``exp(s - lse - rest)``, and the
-        gradients contain it only times dout or delta. So dout and delta are returned times ``exp(-rest)``, and the steps compute
-        ``exp(s - lse)``. Both become 0 for queries that see no key, because their cotangents, even NaN, must not reach any key.
+        ``total``: the state after the last step; ``dtotal``: (dout, dlse). A probability is ``exp(s - lse - rest)``, and each
+        gradient multiplies it by dout or delta. So dout and delta are returned times ``exp(-rest)``, and the steps compute
+        ``exp(s - lse)``. Both are 0 for queries that see no key, so that NaN in their incoming gradients reaches no key.
         """
         ...
 
@@ -48,7 +48,7 @@ class Backend(Protocol):
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Add the gradient from these keys to ``dq`` (None: nothing yet), and their dkv to the result of ``arrived``.
+        """Add these keys' gradient to ``dq`` (None: nothing yet), and their dkv to the gradients from ``arrived()``.
 
         Return both, in q's dtype if nothing more will be added, else in the accumulation dtype.
         """

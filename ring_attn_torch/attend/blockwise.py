@@ -1,11 +1,11 @@
-"""Attention of given shards in plain torch, tile by tile: for CPU, and the ground truth at any length.
+"""Tiled attention of one q shard over one k/v shard in plain torch: for CPU, and the ground truth at any length.
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
 
 The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the state of the keys seen so far:
-with row max lse, row sum exp(rest), and out times that sum. Key tiles outside the band and the extents are never visited, and no
+with row max lse, row sum exp(rest), and out times that sum. Key tiles outside of the band and the extents are skipped, and no
 score matrix is larger than one tile per head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows [q_runs][k_runs] of Row;
@@ -84,7 +84,7 @@ class Blockwise:
 
 
 def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
-    """Return the state over no keys in the accumulation dtype: out 0, lse the sink, or -inf without sinks and at padding."""
+    """Return the state over no keys, in the accumulation dtype: out 0; lse the sink, or -inf without one or at padding."""
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     out, lse = q.new_zeros((b, s, h, keys.kv.shape[-1] - d), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)

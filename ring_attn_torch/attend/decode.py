@@ -34,7 +34,7 @@ LONGEST = 4096
 
 
 class DecodeArrays(NamedTuple):
-    """The arrays of a call under their public names; None: not passed."""
+    """The arrays of a call under their public names; None if not passed."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +49,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
-    """Compute the pairs [splits b n h e+1] of this rank's slots by the decode kernel, one pair for each split."""
+    """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split, [splits b n h e+1]."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
     given = {
         "q": aligned(arrays.q),
@@ -69,13 +69,13 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
 
 
 def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
-    """Merge the pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1]."""
+    """Merge the pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1] by a kernel."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
 
 def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
-    """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks. Return out in q's dtype and lse."""
+    """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks by a kernel. Return out in q's dtype and lse."""
     given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
     out, lse = launch(launches.merge_pairs(call, ranks, True), given)
     return out, lse
@@ -99,8 +99,8 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     """Return the pair [b n h e+1] of this rank's slots, computed in plain torch by batch row and chunk of slots.
 
-    On a CPU, where reading values costs no synchronization, skip the chunks that no query sees, and replace the v of unseen slots
-    by 0 only if a product is not finite.
+    On a CPU, where reading values costs no synchronization, skip chunks without a visible slot, and zero the v of invisible slots
+    only if a product is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -131,7 +131,7 @@ def depths(arrays: DecodeArrays) -> Tensor:
 
 
 class _Visibility(NamedTuple):
-    """The mask bool [n slots], the lags int [n slots], and the other parameters of a score."""
+    """The mask, bool [n slots], the lags (query position - slot position), int [n slots], and other score parameters."""
 
     visible: Tensor
     lag: Tensor
@@ -140,7 +140,7 @@ class _Visibility(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online softmax over the slots so far, by rows [g, n heads].
+    """The online-softmax state over the slots so far; each row is a query of one head, [g, n heads].
 
     ``top``: the row max; ``total``: the sum of exp(s - top); ``acc``: the sum of exp(s - top) v.
     """

@@ -1,4 +1,4 @@
-"""Dropout's random numbers in PyTorch: Philox keys by batch row and head, and the mask of kept probabilities."""
+"""Dropout's random numbers in PyTorch: one Philox key per batch row and head, and the keep mask."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Dropout(NamedTuple):
 
     @property
     def known_offset(self) -> tuple[int, int]:
-        """Return the offset that the ranks compare, with -1 for a tensor, whose value is on the device."""
+        """Return the offset for comparison between ranks, with -1 for a tensor, whose value is on the device."""
         batch, head = (-1 if isinstance(x, Tensor) else int(x) for x in self.offset)
         return batch, head
 
 
 def draw_of(dropout: Dropout, device: torch.device) -> Tensor:
-    """Return the ``dropout_seed`` of a Score, built on the device, since a copy from the host would wait for the device.
+    """Build a Score's ``dropout_seed`` tensor on the device, because a copy from the host would wait for the device.
 
     Raise ValueError if a value is not an int or a 0-d integer tensor.
     """
@@ -61,7 +61,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
-    """Return the Philox key of each batch row and head, int64 [batch, heads]; computed once per call."""
+    """Return the Philox key of each batch row and head, int64 [batch, heads]; called once per ``ring_attention`` call."""
     low, high, first_batch, first_head = draw.unbind()
     b = (first_batch + torch.arange(batch, device=draw.device) & WORD)[:, None]
     h = first_head + torch.arange(heads, device=draw.device) & WORD
@@ -69,7 +69,7 @@ def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def kept(streams: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
-    """Return the mask of kept probabilities, bool [batch, heads, queries, keys].
+    """Return dropout's keep mask, bool [batch, heads, queries, keys], True for kept.
 
     ``q_pos`` [queries], ``k_pos`` [keys]: global positions.
     """

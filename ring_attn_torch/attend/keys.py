@@ -1,4 +1,4 @@
-"""The tensors that travel round the ring: keys and values in one array, the key mask as bits, and the key extents."""
+"""The tensors that travel between ranks: k and v packed in one array, the key mask as bits, and the key extents."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, key_extents: Tens
 
 
 def bits_of(key_mask: Tensor) -> Tensor:
-    """Return a key mask, bool [b t], as the bits of ``Keys``."""
+    """Pack a key mask, bool [b t], into the ``bits`` of ``Keys``."""
     whole = torch.cat([key_mask, key_mask.new_zeros(len(key_mask), -key_mask.shape[1] % 8)], 1)
     whole = whole.unflatten(1, (whole.shape[1] // 8, 8))
     return (whole << _bit(whole)).sum(-1).to(torch.uint8)
@@ -62,12 +62,12 @@ def zeroed(x: Tensor, where: Tensor) -> Tensor:
 
 
 def unpack(keys: Keys) -> Tensor | None:
-    """Return the key mask, bool [b t], or None if every key may be attended."""
+    """Unpack the key mask, bool [b t], from its bits; return None if every key may be attended."""
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 
 def joined(parts: Keys, tokens: int) -> Keys:
-    """Return the keys of several shards of ``tokens`` tokens side by side; ``parts`` holds arrays [shards, ...]."""
+    """Concatenate shards of ``tokens`` tokens each; ``parts`` holds their arrays stacked, [shards, ...]."""
     bits = parts.bits
     if bits is not None:
         masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
@@ -76,7 +76,7 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 
 def cut(keys: Keys, first: int, tokens: int) -> Keys:
-    """Return ``tokens`` keys from ``first`` on as a shard of their own."""
+    """Slice ``tokens`` keys from ``first`` on, as contiguous arrays."""
     part = _mapped(lambda x: x[:, first : first + tokens].contiguous(), keys._replace(bits=unpack(keys)))
     return part if part.bits is None else part._replace(bits=bits_of(part.bits))
 
@@ -88,9 +88,9 @@ def room_for(keys: Keys, tokens: int) -> Keys:
 
 
 def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
-    """Return a shard as large as ``like`` with the keys of each of ``parts`` from its first token on.
+    """Return zeroed keys of the shape of ``like``, with each (first token, keys) of ``parts`` copied in.
 
-    All other keys are 0 and masked.
+    Keys outside of ``parts`` are 0 and masked.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]
@@ -103,12 +103,12 @@ def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """Return arrays [shards b n ...] as one, [b shards*n ...]."""
+    """Concatenate the shards of [shards b n ...] to [b shards*n ...]."""
     return x.transpose(0, 1).flatten(1, 2)
 
 
 def _mapped(function: Callable[[Tensor], Tensor], keys: Keys) -> Keys:
-    """Return ``function`` of each array of ``keys``."""
+    """Apply ``function`` to each array of ``keys`` that is not None."""
     arrays: list[Any] = [None if x is None else function(x) for x in keys]
     return Keys(*arrays)
 

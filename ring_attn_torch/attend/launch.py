@@ -1,7 +1,7 @@
-"""Launches of compiled kernels on PyTorch's current stream, with outputs allocated or overwritten.
+"""Kernel launches on PyTorch's current stream, with outputs allocated or overwritten.
 
-Kernels start without Triton's launcher: ``kernels/bound_launch.py`` of the core packs the arguments and caches the TMA
-descriptors, and ``kernels/driver.py`` calls CUDA.
+Kernels start without Triton's launcher: the core's ``kernels/bound_launch.py`` packs the arguments and caches the TMA
+descriptors, and its ``kernels/driver.py`` calls CUDA.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def _ready(launch: Launch, device: torch.device) -> _ReadyLaunch:
 
 
 def _like(x: Output, device: torch.device) -> Tensor:
-    """Return a template of an output, with the memory of one element.
+    """Return a template of an output for ``empty_like``: a view of one element, expanded to the output's shape.
 
-    ``empty_like`` of a template takes half the time of ``empty``.
+    ``empty_like`` takes half the time of ``empty``.
     """
     return torch.empty((), dtype=getattr(torch, x.dtype), device=device).expand(x.shape)
 
@@ -81,7 +81,8 @@ _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
 def _zeros(x: Output, device: torch.device) -> Tensor:
     """Return a zeroed scratch array.
 
-    A small buffer comes from the pool of its stream, except during CUDA graph capture: a replay would find it no longer 0.
+    A small buffer comes from a pool per stream. CUDA graph capture does not use the pool, since the buffer would not be 0 in a
+    replay.
     """
     small = math.prod(x.shape) * getattr(torch, x.dtype).itemsize <= ZERO
     if not small or device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():

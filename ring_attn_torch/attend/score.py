@@ -1,4 +1,4 @@
-"""Everything besides q and k that determines a score."""
+"""The parameters, besides q and k, that determine a score."""
 
 from __future__ import annotations
 

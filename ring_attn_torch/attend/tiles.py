@@ -25,7 +25,7 @@ Rows = tuple[tuple[Row, ...], ...]
 
 
 class Tile(NamedTuple):
-    """Tokens ``first .. end - 1`` (local indices) of a run that begins at ``base`` in its shard. ``groups``: kv heads."""
+    """Tokens ``first .. end - 1``, counted within a run that begins at ``base`` in its shard. ``groups``: kv heads."""
 
     run: int
     base: int
@@ -62,7 +62,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """The batch rows that visit the same tiles, with their slices of ``q``, ``kv`` and the arrays of ``score``.
+    """Batch rows that visit the same tiles: their slices of ``q``, ``kv`` and the arrays of ``score``.
 
     ``seen``: their key mask; ``key_extents`` int64 [b t 2]; ``streams`` [b h]: their Philox keys for dropout.
     """
@@ -93,7 +93,7 @@ class Part:
             yield cls(batch, q[batch], keys.kv[batch], some_seen, key_extents, rows, mine, some_draws)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Return the batched product a b in a buffer that the next product of this name reuses, which saves 5 % of the time."""
+        """Return the batched product a b, in a buffer reused by the next product of this ``name`` and shape: 5 % faster."""
         shape = name, a.shape[1], b.shape[2]
         if shape not in self._products:
             self._products[shape] = a.new_empty((a.shape[0], *shape[1:]))
@@ -115,7 +115,7 @@ class Part:
                 yield Tile(run, row.q_base, first, min(first + block_q, row.q_len), self.kv.shape[2])
 
     def pairs(self, queries: Tile) -> Iterator[Pair]:
-        """Yield a pair of ``queries`` and each key tile that holds a visible key."""
+        """Yield a ``Pair`` of ``queries`` and each key tile that holds a visible key."""
         _, block_k = self.blocks
         for run, row in enumerate(self.rows[queries.run]):
             begin, end = self.keys_within_extents(queries, row)
@@ -125,7 +125,7 @@ class Part:
                     yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
-        """Return whether some query of ``queries`` may lie in a key extent of the key tile that begins at ``first``."""
+        """Return True if a query of ``queries`` may lie in a key extent of the key tile that begins at ``first``."""
         if self.key_extents is None:
             return True
         least, greatest = self._key_reach[run, first]
@@ -133,7 +133,7 @@ class Part:
         return least <= end and start < greatest
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[int, int]:
-        """Return the first and end local index of the keys within the extents of ``queries``."""
+        """Return the range (first, end) of indices, within the keys' run, of the keys in the extents of ``queries``."""
         if self.score.extents is None:
             return 0, row.k_len
         least, greatest = self._reach[queries.run, queries.first]
@@ -142,13 +142,13 @@ class Part:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the least first and the greatest end of the nonempty extents of each query tile, read in one transfer."""
+        """Return the bounds of each query tile's nonempty extents (least first, greatest end), read in one transfer."""
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the least first and the greatest end of the nonempty key extents of each key tile, read in one transfer."""
+        """Return the bounds of each key tile's nonempty key extents (least first, greatest end), read in one transfer."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [
@@ -160,7 +160,7 @@ class Part:
 
 
 def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the least first and the greatest end of the nonempty ``extents`` [b n 2] of each tile."""
+    """Return the bounds (least first, greatest end) of the nonempty ``extents`` [b n 2] of each tile."""
     if not tiles:
         return {}
     first, end = extents.unbind(-1)
@@ -180,7 +180,7 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[Tensor, Tensor]:
-        """Return copies of k and v of the key tile, zeroed at keys that no query of the tile sees, which may hold NaN."""
+        """Copy k and v of the key tile, with 0 at keys that no query of the tile sees, because these may hold NaN."""
         tile = self.keys.load(self.part.kv)
         if self.hidden is not None:
             unseen = self.hidden.all(1)
@@ -189,7 +189,7 @@ class Pair:
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
-        """Return ``tile`` [b*g, r*block_q, width] zeroed at queries that see no key of the key tile, which may hold NaN."""
+        """Return ``tile`` [b*g, r*block_q, width] with 0 at queries that see no key of the key tile, since they may hold NaN."""
         if self.hidden is None:
             return tile
         blind = self.hidden.all(2)
@@ -197,7 +197,7 @@ class Pair:
         return per_head.masked_fill(blind[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the unmasked scores [b*g, r*block_q, block_k], and the tanh of softcap in them, or None without softcap."""
+        """Return the unmasked scores [b*g, r*block_q, block_k], and softcap's tanh (None without softcap) for the backward."""
         scores, tanh = self.part.product("scores", q_tile, k_tile.transpose(1, 2)), None
         if self.part.score.softcap is not None:
             tanh = scores.div_(self.part.score.softcap).tanh_()
@@ -208,7 +208,7 @@ class Pair:
         return scores, tanh
 
     def hide(self, scores: Tensor, value: float) -> Tensor:
-        """Write ``value`` to each score whose query does not see its key."""
+        """Overwrite each score of an invisible pair with ``value``, in place."""
         if self.hidden is not None:
             self._by_head(scores).masked_fill_(self.hidden[:, None], value)
         return scores
@@ -221,14 +221,14 @@ class Pair:
 
     @cached_property
     def kept(self) -> Tensor | None:
-        """Return dropout's mask of kept probabilities, bool [b h block_q block_k], or None without dropout."""
+        """Return dropout's keep mask, bool [b h block_q block_k], or None without dropout."""
         if self.part.streams is None:
             return None
         return kept(self.part.streams, self.part.score.dropout_rate, self.q_pos, self.k_pos)
 
     @cached_property
     def hidden(self) -> Tensor | None:
-        """Return bool [b or 1, block_q, block_k], True for invisible pairs, or None if each query sees each key."""
+        """Return bool [b or 1, block_q, block_k], True for invisible pairs, or None if all pairs are visible."""
         parts = []
         least, greatest = self.queries.first - (self.keys.end - 1), self.queries.end - 1 - self.keys.first
         if least < self.row.lo or greatest > self.row.hi:

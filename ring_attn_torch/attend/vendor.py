@@ -1,9 +1,9 @@
-"""The backends "flash", "flash4" and "cudnn": attention by vendors' kernels, merged into the ring's state in float32.
+"""The backends "flash", "flash4" and "cudnn": vendors' attention kernels, merged into the ring's state in float32.
 
 PyTorch carries FlashAttention-2 (arXiv:2307.08691; on a CPU the fused kernel of that name) and NVIDIA's cuDNN; the package
 flash-attn-4 carries FlashAttention-4. They support two masks: none, and causal on as many queries as keys. A band without an
-upper bound is split into at most three pieces of these. Their backward is given the out and lse of the whole ring instead of the
-piece's own, and so returns the piece's part of the gradients.
+upper bound is split into at most three pieces, each with one of these masks. The backward kernels get the out and lse of the
+whole ring instead of the piece's own, and so return the piece's part of the gradients.
 
 All arithmetic between pieces is float32. Within a piece the precision is the vendor's: on CPUs, 16-bit gradients of k and v are
 summed over the query heads of a group in 16 bits (an error of 2 % with 64 heads on one kv head).
@@ -55,7 +55,7 @@ class Vendor(Blockwise):
     name: str
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge attention to the visible keys into ``total``, float32, in place; return it. A rest stays 0: vendors round lse."""
+        """Merge attention to the visible keys into the float32 ``total`` in place. A rest stays 0, because vendors round lse."""
         out, lse, _ = total
         q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
@@ -87,16 +87,16 @@ class Vendor(Blockwise):
 
 
 def pieces(rows: Rows) -> Iterator[QueryRange]:
-    """Yield the calls of a vendor's kernel (pieces) that cover all pairs of runs; their bands must have no upper bound."""
+    """Split all pairs of runs into pieces, one call of a vendor's kernel each. Their bands must have no upper bound."""
     for pairs in rows:
         for pair in pairs:
             yield from _pieces_of(pair)
 
 
 def _pieces_of(pair: Row) -> Iterator[QueryRange]:
-    """Yield the pieces that cover one pair of runs.
+    """Split one pair of runs into pieces.
 
-    Query i sees the keys j <= i - lo: queries i < lo see no key, and keys j < -lo are seen by all queries.
+    Query i sees the keys j <= i - lo: queries i < lo see no key, and all queries see keys j < -lo.
     """
     first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
     side = min(pair.q_len - first, pair.k_len - always)
