@@ -39,7 +39,7 @@ class OpInputs(NamedTuple):
 
     @classmethod
     def of(cls, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays) -> OpInputs:
-        """Return the record. Make the slopes constants, and leave out dropout if q is empty."""
+        """Build the record. Stop the gradient of the slopes, and leave out dropout if q is empty."""
         if arrays.alibi_slopes is not None:
             arrays = arrays._replace(alibi_slopes=lax.stop_gradient(arrays.alibi_slopes))
         if not q.size:  # XLA fails on dropout in a shard_map of empty arrays
@@ -48,7 +48,7 @@ class OpInputs(NamedTuple):
 
 
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute (out, lse) as ``ring_attention`` does, with its options as one record; differentiable once, in reverse mode."""
+    """Compute (out, lse) of ``ring_attention``, with its options as one record. Differentiable once, in reverse mode."""
     problem = on_hardware(problem_of(q, k, v, arrays, ring_size(axis_name), options))
     compiled = checked(problem, anywhere=False)
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
@@ -62,7 +62,7 @@ def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tupl
 
 
 def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, total: State | None = None) -> State:
-    """Return the state of this rank's queries, without a derivative; the loop continues from ``total``."""
+    """Run the ring forward from ``total``, without a derivative. Return the state of this rank's queries."""
 
     def forward(inputs: OpInputs, total: State | None) -> State:
         q, k, v, arrays = inputs
@@ -73,7 +73,7 @@ def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, tot
 
 
 def sharded_state(inputs: OpInputs) -> Any:
-    """Return the sharding of the state over the Explicit mesh axes."""
+    """Return the state's sharding over the mesh axes of Explicit type."""
     rows, of_v = PartitionSpec(*sharded_like(inputs.q)[:3]), sharded_like(inputs.v)
     return State(PartitionSpec(*rows, of_v[3]), rows, rows if carries_rest(inputs.q.dtype) else None)  # type: ignore[arg-type]
 
@@ -92,7 +92,7 @@ def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs,
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gradients(inputs: OpInputs, total: State, dtotal: State, compiled: CompiledCall, axis_name: str) -> OpInputs:
-    """Return the gradients in place of the inputs; None, as a custom_vjp takes it, for an array without one."""
+    """Return the gradients in the form of the inputs, with None for an array without one, as a custom_vjp requires."""
 
     def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
         q, k, v, arrays = inputs
@@ -136,7 +136,7 @@ _reverse_only.defjvp(lambda primals, tangents: (_reverse_only(primals[0]), _tang
 
 
 def reverse_only(*trees: *Trees) -> tuple[*Trees]:
-    """Return the arrays, tied to an identity whose forward-mode derivative raises NotImplementedError in words."""
+    """Return the arrays unchanged. Forward-mode differentiation of them raises NotImplementedError with an explanation."""
     return jax.tree.map(lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, trees)
 
 

@@ -1,4 +1,4 @@
-"""From the arguments of a user to a checked Problem with its plan, score and backend."""
+"""Conversion of a user's arguments into a checked Problem with its plan, score and backend."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Arrays(NamedTuple):
 
 
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Return the call as plain data. Raise ValueError if an argument is not an array."""
+    """Describe the call as plain data, without array values. Raise ValueError if an argument is not an array."""
     of_seed = () if arrays.dropout_seed is None else (OptionalArray("dropout_seed", (), "uint32"),)
     return Problem(
         q.shape,
@@ -68,11 +68,11 @@ class CompiledCall(NamedTuple):
     """The plan of the steps, on the shards that the strategy joins."""
 
     def keys(self, k: jax.Array, v: jax.Array, arrays: Arrays) -> Keys:
-        """Return k, v, the key mask and the key extents as they travel."""
+        """Pack k, v, the key mask and the key extents in the form in which they travel."""
         return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
-        """Return the score with the arrays that stay with the queries."""
+        """Return the score with this call's arrays that stay on the queries' rank."""
         return replace(
             self.score,
             extents=arrays.extents,

@@ -1,4 +1,4 @@
-"""The public call ``ring_attention``: its signature, and its arguments as records."""
+"""The public call ``ring_attention``: its signature and documentation, and the conversion of its arguments to records."""
 
 from __future__ import annotations
 

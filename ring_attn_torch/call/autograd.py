@@ -1,8 +1,8 @@
-"""The ring with autograd: as ops of torch.library under torch.compile, modes and transforms, else called eagerly.
+"""The ring under autograd: an op of torch.library under torch.compile, modes and transforms, else an eager autograd.Function.
 
-An eager call skips the op: its way through the dispatcher, and the encoding of its options as text. Checks, agreement and loop
-are the same: ``forward`` and ``backward`` here. ``unwatched`` lists the conditions of an eager call. ``attention`` tests them;
-the backward of ``Eager`` tests them again, and takes the op under create_graph too.
+An eager call skips the op's dispatch and the encoding of its options as text. Both ways call ``forward`` and ``backward`` of this
+file. ``unwatched`` lists the conditions of an eager call: ``attention`` tests them, and the backward of ``Eager`` tests them
+again. Under create_graph that backward calls the op too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAIN = Tensor, torch.nn.Parameter
 
 
 class OpCall(NamedTuple):
-    """The arguments of an op besides its tensors. A schema has no records, so they are passed as ``text`` and ``counts``.
+    """The non-tensor arguments of an op. A schema has no record type, so they are passed as ``text`` and ``counts``.
 
     ``group``: the name of the ring, "" for a single rank.
     """
@@ -86,7 +86,7 @@ def attention(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
-    """Return the state of this rank's queries, once all ranks agree on the call. ``total``: as the loop takes it."""
+    """Return the state of this rank's queries, after all ranks agree on the call. ``total``: the state to continue from."""
     group, extents, key_extents = group_of(call.group), arrays.extents, arrays.key_extents
     problem = problem_on(q, k, v, arrays, group, call.options)
     with same_error(group):
@@ -106,7 +106,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total
 def backward(
     cotangents: Sequence[Tensor], saved: Sequence[Tensor], arrays: Arrays, call: OpCall
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dq, dk, dv and the gradient of the sinks, empty without sinks.
+    """Return dq, dk, dv and the gradient of the sinks (an empty tensor without sinks).
 
     ``cotangents``: (dout, dlse); ``saved``: (q, k, v, out, lse), and the rest of lse if there is one.
     """
@@ -129,7 +129,7 @@ def no_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dk and dv in k's dtype, contiguous and in separate memory, as an op's outputs must be."""
+    """Return dk and dv in k's dtype, as contiguous tensors in separate memory, which an op's outputs must be."""
     if isinstance(dkv, tuple):
         dk, dv = dkv
         if dk.dtype == k.dtype:
@@ -145,7 +145,7 @@ OPTIONAL = ", ".join(f"Tensor? {name}" for name in Arrays._fields)
 
 
 def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Register a function as the op of ``schema`` on every device. A ``torch.library.custom_op`` takes longer per call."""
+    """Register a function as the op of ``schema`` on every device, since a ``torch.library.custom_op`` takes longer per call."""
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     return torch.library.impl(LIBRARY, schema.partition("(")[0], "CompositeExplicitAutograd")
 
@@ -155,18 +155,18 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def as_outputs(total: State) -> Outputs:
-    """Return the outputs of an op from the state."""
+    """Convert a state to the three outputs of an op; without a rest the third is an empty tensor."""
     return total.out, total.lse, total.lse.new_empty(0) if total.rest is None else total.rest
 
 
 def from_outputs(outputs: Outputs) -> State:
-    """Return the state from the outputs of an op."""
+    """Convert the three outputs of an op to a state."""
     out, lse, rest = outputs
     return State(out, lse, rest if rest.shape == lse.shape else None)
 
 
 def fake_outputs(q: Tensor, v: Tensor) -> Outputs:
-    """Return outputs without values."""
+    """Return uninitialized outputs with the shapes and dtypes of the forward op, for fake tensors."""
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((*q.shape[:3], v.shape[-1])), lse, torch.empty_like(lse) if carries_rest(q.dtype) else lse.new_empty(0)
 
@@ -204,7 +204,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def saved_of(ctx: Any) -> tuple[tuple[Tensor, ...], Arrays]:
-    """Return what a forward saved: (q, k, v, out, lse) and the rest if there is one; and the optional arrays."""
+    """Return the tensors saved by a forward: (q, k, v, out, lse) with the rest if there is one, and the optional arrays."""
     saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     optional = len(Arrays._fields)
     return saved[optional:], Arrays(*saved[:optional])
@@ -217,7 +217,7 @@ def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
 
 
 def _gradients(arrays: Arrays, dsinks: Tensor) -> Arrays:
-    """Return the gradients of the optional arrays."""
+    """Return the gradients of the optional arrays, all None but that of the sinks."""
     return Arrays(sinks=None if arrays.sinks is None else dsinks)
 
 
@@ -230,7 +230,7 @@ torch.library.register_autograd("ring_attn::backward", refuse_second_derivative)
 
 
 class Eager(torch.autograd.Function):
-    """The same function without the ops, whose dispatch costs the host more than all the rest of a short call."""
+    """The ring as a plain autograd.Function. An op's dispatch costs the host more than all the rest of a short call."""
 
     @staticmethod
     def forward(
@@ -256,7 +256,7 @@ class Eager(torch.autograd.Function):
 
 
 def unwatched(tensors: Iterable[Any]) -> bool:
-    """Return True if only autograd tracks these tensors: no compiler, tracer, mode, transform or subclass of Tensor."""
+    """Return True if an eager call is possible: no compiler, tracer, mode, transform or Tensor subclass is active."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -269,17 +269,17 @@ def unwatched(tensors: Iterable[Any]) -> bool:
 
 
 class StoredResults:
-    """A context that lets a recomputed function reuse its stored results instead of running the ring again.
+    """A context in which a recomputed function reuses its stored results instead of running the ring again.
 
-    Inside this ``with``, every call asks ``known`` for its state before it runs, and passes its result to ``keep``. It is
-    reentrant and may be entered on any thread.
+    Inside the ``with``, each ``ring_attention`` call first gets its state from ``known``, or computes it and passes it to
+    ``keep``. The context is reentrant and may be entered on any thread.
     """
 
     def __init__(self) -> None:
         self._tokens: list[Token[StoredResults | None]] = []
 
     def known(self) -> State | None:
-        """Return the stored state of the next call, in call order and without gradients, or None to compute it."""
+        """Return the stored state of the next call, in call order and without gradients, or None if it must be computed."""
         return None
 
     def keep(self, total: State) -> None:

@@ -1,4 +1,4 @@
-"""Conversion of a user's arguments into a checked Problem and the parts that run it, or a clear error."""
+"""Conversion of a user's arguments into a checked Problem with its plan, score, backend and strategy, or a clear error."""
 
 from __future__ import annotations
 
@@ -52,13 +52,13 @@ NAMES = ("q", "k", "v", *Arrays._fields)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Return the call as plain data, the same cached record for all equal calls."""
+    """Describe the call as plain data, without array values. Equal calls get the same cached record."""
     kinds = tuple([None if x is None else (x.shape, x.dtype) for x in (q, k, v, *arrays)])
     return _problem(kinds, q.device, ranks, options)
 
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Return the call on the hardware of a ring; ``exchange``: as ``on_hardware`` takes it."""
+    """Return ``problem_of`` the call, with the record of the ring's hardware; ``exchange``: see ``on_hardware``."""
     return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), group, exchange)
 
 
@@ -88,11 +88,11 @@ class CompiledCall(NamedTuple):
     """The plan of the steps, on the shards that the strategy joins."""
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
-        """Return k, v, the key mask and the key extents as they travel."""
+        """Pack k, v, the key mask and the key extents in the form in which they travel."""
         return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
-        """Return the score with the arrays that stay with the queries."""
+        """Return the score with this call's arrays that stay on the queries' rank."""
         scale, softcap, rate = self.score[:3]
         return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 
@@ -138,7 +138,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def refuse_transforms(tensors: Iterable[Any]) -> None:
-    """Raise NotImplementedError for dual numbers, whose tangents a custom op silently drops, and under torch.func.grad."""
+    """Raise NotImplementedError for dual numbers, whose tangents a custom op drops silently, and under torch.func.grad."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and any(
@@ -173,8 +173,8 @@ def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:
     """Raise ValueError if the op's schema cannot take an argument or the group cannot send it.
 
-    Refuse objects other than tensors, DTensors, sparse or nested tensors, several devices, a device that the group's backend does
-    not serve, and slopes that require a gradient.
+    Refuse objects that are not tensors, DTensors, sparse or nested tensors, tensors on several devices, a device without a
+    backend in the group, and slopes that require a gradient.
     """
     for label, x in zip(NAMES, (q, k, v, *arrays), strict=True):
         if x is None and label in Arrays._fields:
