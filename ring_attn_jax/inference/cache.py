@@ -1,4 +1,4 @@
-"""Keys and values of growing sequences, sharded over the ring by position: filled by prefill, then step by step."""
+"""A KV cache of growing sequences, sharded over the ring by position: filled by prefill, then step by step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .step import CachedRequests, DecodeStep, appended, prefilled
 
 
 class LayerPart(NamedTuple):
-    """This rank's part of a layer, with fields named as ``tree_attention_decode`` takes them.
+    """This rank's part of a layer, with the argument names of ``tree_attention_decode``.
 
     Shapes: k [b t g d], v [b t g e], positions int32 [b t] of the tokens in the slots (-1: empty), scales [g] of float8.
     """
@@ -196,7 +196,7 @@ class KVCache(Requests):
         return replace(self, owners=owners, **changed)
 
     def part(self, layer: int | jax.Array, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer, with the tokens of ``step`` and for its requests only, as attention takes it."""
+        """Return this rank's part of a layer, for the requests of ``step`` and with its new tokens."""
         k, v = self.k[layer], self.v[layer]
         if step is not None and step.rows is not None:
             k, v = (x[step.into[:, 0]] for x in (k, v))

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens over a cache that is sharded over the ranks."""
+"""Decode attention: a few new tokens attend to a cache that is sharded over the ranks."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ SAME = PartitionSpec()
 
 
 class PlacedModel(NamedTuple):
-    """A model with its weights on each device of a mesh: compiled programs, and the arrays that they take."""
+    """A model whose weights are replicated on a mesh: its compiled programs and their arrays."""
 
     mesh: Mesh
     axis_name: str
@@ -34,7 +34,7 @@ class PlacedModel(NamedTuple):
 
     @classmethod
     def of(cls, model: RingTransformer) -> PlacedModel:
-        """Return the record; a model without a mesh becomes a ring of one on its device.
+        """Put a model's weights on its mesh; a model without one becomes a ring of one on its device.
 
         Raise ValueError if the model's mesh has no devices.
         """
@@ -51,7 +51,7 @@ class PlacedModel(NamedTuple):
         return cls(mesh, axis_name, programs(graph, tree, mesh), weights)
 
     def put(self, x: Any) -> Any:
-        """Return the arrays of a tree, replicated on all devices."""
+        """Replicate the arrays of a tree on all devices of the mesh."""
         return jax.device_put(x, NamedSharding(self.mesh, SAME))
 
 
@@ -77,7 +77,7 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=16)
 def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
-    """Return the programs of a model, cached, so that another call of the same sizes compiles nothing."""
+    """Build and cache a model's programs, so that another call of the same sizes compiles nothing."""
     from flax import nnx
 
     def model_of(weights: Sequence[jax.Array]) -> RingTransformer:

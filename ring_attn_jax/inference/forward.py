@@ -1,4 +1,4 @@
-"""New tokens and prompts through a RingTransformer, with keys and values in a cache that is sharded over the ring."""
+"""The forward pass of a RingTransformer for new tokens and prompts, with its keys and values in a sharded cache."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def decode_step(
     *,
     valid: Bool[Array, "batch tokens"] | None = None,
 ) -> tuple[Float[Array, "batch tokens vocab"], KVCache]:
-    """Return the logits of a few more tokens of each request, which continue its cached tokens, and the cache with them.
+    """Append a few tokens to every request in the cache. Return their logits and the cache.
 
     ``model``: a RingTransformer; one without ``mesh`` is called inside ``jax.shard_map`` over its axis, with ids that are the
     same on each rank, as are the logits. ``cache``: made for ``model.config`` over the model's ring, in its compute dtype or
-    float8, without a window or with one that is as wide as the widest of the layers. ``valid``: True for tokens; for the others,
-    anywhere in a row, the logits mean nothing, and the cache takes none of them. All ranks compute the same logits, each with its
-    part of the cache; dropout is off. Call it inside jax.jit, with the cache donated.
+    float8, without a window or with one that is as wide as the widest of the layers. ``valid``: True for real tokens; the logits
+    of others, anywhere in a row, are undefined, and these are not cached. All ranks compute the same logits, each with its part
+    of the cache; dropout is off. Call it inside jax.jit, with the cache donated.
 
     The logits are those of the model at these positions for the whole sequence, up to rounding in another order of sums. Raise
     ValueError if an argument does not fit: another cache, masks that are neither causal nor a window before the token, weights
@@ -69,12 +69,12 @@ def prefill_prompts(
     *,
     fresh: bool = False,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-    """Return the logits of the last token of a chunk of each request, on each rank, and the cache with the chunk.
+    """Append a chunk of a prompt to every request in the cache. Return the logits of its last token and the cache.
 
     ``ids``: the chunk in natural order, global and the same on each rank, which shards it in the model's layout. It continues the
     cached tokens of each request, so a prompt may come in several chunks. ``lengths``: number of tokens of it that belong to the
-    request, the rest is padding at the end; None: all. The logits of a request without tokens in the chunk mean nothing.
-    ``fresh``: as in ``KVCache.prefill_step``.
+    request, the rest is padding at the end; None: all. The logits are the same on each rank, and undefined for a request without
+    tokens in the chunk. ``fresh``: as in ``KVCache.prefill_step``.
 
     Raise ValueError as :func:`decode_step` does, and if a model with ALiBi comes without ``fresh``.
     """
@@ -111,7 +111,7 @@ def _on_ring(function: Callable[..., Any], model: RingTransformer, cache: KVCach
 
 
 def inside_shard_map(model: RingTransformer) -> Any:
-    """Turn a model with a mesh into one without, whose layers take a rank's shards; changes the model."""
+    """Remove the mesh from a model in place, so that its layers take a rank's shards. Return the model."""
     model.ring = replace(model.ring, mesh=None)
     for block in model.blocks:
         block.attention.ring, block.mlp.where = model.ring, None
@@ -119,7 +119,7 @@ def inside_shard_map(model: RingTransformer) -> Any:
 
 
 def decoded(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
-    """Run ``decode_step`` inside shard_map; ``new``: the ids, and the mask of tokens or None."""
+    """Run ``decode_step`` inside shard_map; ``new``: the pair (ids, mask of real tokens or None)."""
     ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)
 
@@ -138,7 +138,7 @@ def decoded(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, jax.Ar
 def last_hidden(
     model: RingTransformer, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool
 ) -> tuple[jax.Array, KVCache]:
-    """Return the last block's output for the last token of each request, [batch, dim], 0 without one; call inside shard_map."""
+    """Return the last block's output [batch, dim] for each request's last token, 0 without one; call inside shard_map."""
     ring, axis = model.ring, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(ring.layout, ranks, ids.shape[1])
@@ -168,7 +168,7 @@ def _through(model: RingTransformer, ids: jax.Array, step: DecodeStep, attend: A
 
 
 def _features(attention: RingAttention, q: jax.Array) -> dict[str, Any]:
-    """Return the attention options of a layer, as ``prefill`` and ``tree_attention_decode`` take them."""
+    """Return a layer's attention options as keywords for ``prefill`` and ``tree_attention_decode``."""
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,
@@ -183,12 +183,12 @@ def logits_of(model: RingTransformer, hidden: jax.Array) -> jax.Array:
 
 
 def computes_in(model: RingTransformer) -> str:
-    """Return the name of the dtype of a model's activations, in whichever dtype its weights are."""
+    """Return the name of the dtype of a model's activations, which may differ from that of its weights."""
     return str(model.compute_dtype or model.embed.embedding[...].dtype)
 
 
 def check_model(model: RingTransformer, traced: bool = False) -> None:
-    """Raise ValueError unless ``model`` is a RingTransformer that can decode, outside of jit unless it may be ``traced``."""
+    """Raise ValueError unless ``model`` is a RingTransformer that can decode, or if it is traced and ``traced`` is False."""
     from flax import nnx
 
     if not isinstance(getattr(model, "config", None), TransformerConfig):

@@ -1,4 +1,4 @@
-"""Text from prompts: prefill in chunks, then one step per new token."""
+"""Token generation from prompts: prefill in chunks, then one step per new token."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def generated(
     model: RingTransformer, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """Return the new tokens of ``RingTransformer.generate``; ``arguments``: those of ``Generation.of`` beside the model's."""
+    """Return the new tokens of each prompt; ``arguments``: those of ``Generation.of`` except the model's, by name."""
     check_model(model)
     asked = Generation.of(model.config, computes_in(model), **arguments)
     for name, function in (("on_token", on_token), ("progress", progress)):
@@ -76,7 +76,7 @@ def _answered(loop: DecodeLoop, asked: Generation, on_token: OnToken | None) -> 
 
 
 def _agree(asked: Generation) -> None:
-    """Raise ValueError in each process of a program if their arguments differ."""
+    """Raise ValueError in every process if the arguments differ between processes, compared by a digest."""
     if jax.process_count() == 1:
         return
     from jax.experimental import multihost_utils

@@ -1,4 +1,4 @@
-"""The merge of the ranks' results over their own keys into the result over all keys, by one all-gather."""
+"""The merge of each rank's (out, lse) over its own keys into the (out, lse) over all keys, by one all-gather."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..axes import axes_of, check_axis_name
 
 
 def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> tuple[jax.Array, jax.Array]:
-    """Merge the ranks' pairs (out [b s h e], lse [b s h]) over their own keys into the (out, lse) over all keys.
+    """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into (out, lse) over all keys.
 
     The result is that of :func:`merge` on a list of all ranks' pairs, on each rank and with the same bits: one collective carries
     out and lse, in float32 (float64), packed in one array, and they are merged in the order of the ranks. The lse is a natural
     logarithm; a rank that saw no key has out 0 and lse -inf, and has no effect.
 
-    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Returns float32
-    (float64), in whichever dtype out is.
+    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Return float32
+    (float64 for float64), whatever dtype out has.
 
     For inference: not differentiable. Raise ValueError if the argument is not such a pair, outside a shard_map over the axis, or
     if the result is differentiated.

@@ -1,4 +1,4 @@
-"""Attention of a chunk of prompts: over the chunk by the ring, and over the cached keys of its requests."""
+"""Prefill attention: a chunk of prompts attends to itself round the ring, and to the cached tokens of its requests."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return this rank's k and v in order of position, and the extents of all ranks' queries over them, int32 [b, queries, 2]."""
+    """Return this rank's k and v sorted by position, and all ranks' queries' extents in them, int32 [b, queries, 2]."""
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
@@ -152,7 +152,7 @@ def _merged(parts: State) -> State:
 
 
 def _with_sinks(total: State, sinks: jax.Array) -> State:
-    """Return the state with one more key of value 0 and score ``sinks`` [h]."""
+    """Merge a key of value 0 and score ``sinks`` [h] into the state."""
     lse = jnp.broadcast_to(sinks.astype(total.lse.dtype)[None, None], total.lse.shape)
     sink = State(jnp.zeros_like(total.out), lse, None if total.rest is None else jnp.zeros_like(total.rest))
     return _merged(jax.tree.map(lambda *both: jnp.stack(both), total, sink))

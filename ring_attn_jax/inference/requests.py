@@ -44,7 +44,7 @@ class Requests:
 
     @property
     def specs(self) -> Self:
-        """The sharding of each array, as a cache: for ``in_specs`` and ``out_specs`` of ``jax.shard_map``."""
+        """The PartitionSpec of each array, as a cache, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``."""
         same, keys = PartitionSpec(), PartitionSpec(None, None, self.axis_name)
         sharded = {"k": keys, "v": keys, "positions": PartitionSpec(None, self.axis_name)}
         return replace(self, **{name: sharded.get(name, same) for name in DATA})
@@ -88,7 +88,7 @@ class Requests:
         return replace(self, **arrays, owners=jax.device_put(owners, self.owners.sharding), spec=spec)
 
     def rollback(self, lengths: Lengths) -> Self:
-        """Cut each request after its first ``lengths`` tokens, ints or int32 [batch], the same on each rank.
+        """Truncate each request to its first ``lengths`` tokens, ints or int32 [batch], the same on each rank.
 
         A shorter request is unchanged. With a window a request goes back at most ``room`` tokens from its largest length so far:
         raise ValueError outside of jit if one goes further; traced values are not checked.
@@ -117,7 +117,7 @@ class Requests:
         return replace(self, positions=positions, counts=counts, lengths=keep)
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty these requests; None: all, and then scales that were not passed are recomputed from the next values written."""
+        """Empty these requests; None: all, and compute scales that were not passed anew from the next write."""
         of = self._rows(range(self.spec.batch) if rows is None else rows)
         nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
         arrays = {name: _where(of, value, getattr(self, name), 0) for name, value in nothing.items()}
@@ -131,7 +131,7 @@ class Requests:
         return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Make each request of ``target`` a copy of its ``source``, or of the only one; all are read before any is written."""
+        """Copy each request of ``source``, or the only one, to ``target`` by index. All are read before any is written."""
         given = checks.check_fork(source, target, self.spec.batch)
         sources, targets = (jnp.asarray(x, jnp.int32) for x in given)
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ("positions", "counts", "lengths", "reached", "owners")}

@@ -28,13 +28,14 @@ def sample(
     requests: Int[Array, " batch"] | Sequence[int] | None = None,
     positions: Int[Array, " batch"] | Sequence[int] | None = None,
 ) -> Int[Array, " batch"]:
-    """Return the next token of each request, int32 [batch], drawn from its logits as ``RingTransformer.generate`` draws it.
+    """Draw the next token of each request, int32 [batch], as ``RingTransformer.generate`` does.
 
-    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. The token is a function of the logits, the seed,
-    ``requests``, the number of each request, by default 0, 1, ..., and ``positions``, the number of cached tokens of each:
-    ``cache.lengths`` after the step that the logits are of. So all ranks draw the same tokens, in either framework, with any
-    other requests in the batch. At temperature 0, the default, the most probable token needs neither. Only the low 32 bits of
-    both count. NaN among the logits gives some token, without an error. Logits, requests and positions may be traced.
+    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. ``requests``: the number of each request, by
+    default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths`` after the step that computed
+    the logits. Only the low 32 bits of both count. The tokens are a function of logits, seed, requests and positions, so all
+    ranks draw the same ones, in either framework and whatever else is in the batch. Temperature 0, the default, takes the most
+    probable token and needs neither requests nor positions. NaN among the logits gives some token, without an error. Logits,
+    requests and positions may be traced.
 
     Raise ValueError if shapes or dtypes do not fit, a number is outside its range, ``top_k`` or ``top_p`` comes at temperature 0,
     or ``positions`` is missing above it.
@@ -49,7 +50,7 @@ def sample(
 
 
 def _numbers(given: Any, logits: jax.Array) -> jax.Array:
-    """Return the numbers as an array [batch]; None: 0, 1, ..."""
+    """Return ``given`` as an array [batch], or 0, 1, ... if it is None."""
     if given is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
     if isinstance(given, list | tuple) and not any(isinstance(x, Tracer) for x in given):

@@ -1,4 +1,4 @@
-"""Keys and values in float8 e4m3: numbers divided by a scale per head, and clipped to the largest one."""
+"""Keys and values in float8 e4m3: numbers divided by a scale per kv head and clamped to the largest float8 number."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def of_first(
 ) -> list[jax.Array]:
     """Return the scales [kv_heads] of a layer; a scale of 0 becomes the least power of two that holds the step's values.
 
-    The maximum is over all ranks. Other scales stay, unless the cache holds ``nothing``, a bool: then an unfinished step has left
-    them. With a power of two the stored numbers convert to the other dtypes without a rounding.
+    The maximum is over all ranks. Known scales stay unless the cache is empty (``nothing``, a bool), since a step that did not
+    advance may have set them. With a power of two the stored numbers convert to the other dtypes without a rounding.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])

@@ -1,4 +1,4 @@
-"""The destination of a step's new tokens in a sharded cache: computed once on the device, used by each layer."""
+"""The placement of a step's new tokens in a sharded cache: computed once on the device and used by every layer."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ META = ("tokens", "layout", "length", "fresh", "ragged", "rows")
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """New tokens of some requests, and the state of the cache once they are in it; ``KVCache.advance`` adopts it.
+    """New tokens of some requests, and the state of the cache that includes them; ``KVCache.advance`` applies it.
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
-    embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: those of all slots, the new tokens
-    included. Without a ``layout`` all ranks compute the same ``tokens`` tokens; with one they are its shard of a chunk of
-    ``length`` tokens, of which request i has ``chunk[i]``.
+    embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
+    slot, new tokens included. Without a ``layout`` all ranks compute the same ``tokens`` tokens; with one they are its shard of a
+    chunk of ``length`` tokens, of which request i has ``chunk[i]``.
     """
 
     positions: jax.Array
@@ -63,7 +63,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, eq=False)
 class CachedRequests:
-    """The cached data of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
+    """The cache's state of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
 
     positions: jax.Array
     counts: jax.Array
@@ -132,7 +132,7 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
 
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
-    """Return the place of each token in a chunk, int32 [ranks, local], and the rank of each place, int16 [tokens]."""
+    """Return the index in a chunk of each token of a shard, int32 [ranks, local], and the rank of each index, int16 [tokens]."""
     of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
@@ -140,7 +140,7 @@ def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
 def _written(held: CachedRequests, here: jax.Array, level: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return the slots that this rank writes, and the positions of its slots after that.
 
-    Writes that are not ``here`` get an index beyond the slots, and scatter drops them.
+    Tokens that are not cached ``here`` get an index beyond the slots, which the scatter drops.
     """
     slots = jnp.where(here, level % held.spec.slots, held.spec.slots)
     row = jnp.arange(len(slots))[:, None]
@@ -148,7 +148,7 @@ def _written(held: CachedRequests, here: jax.Array, level: jax.Array, position: 
 
 
 def _noted(held: CachedRequests, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
-    """Return the ranks ``of_token`` [b, tokens] of the newest tokens, and the entries of the cache that record them."""
+    """Return the owner ranks ``of_token`` [b, tokens] of the newest tokens, and their indices in ``KVCache.owners``."""
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     kept = min(tokens, remembered)
     token = chunk[:, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None]

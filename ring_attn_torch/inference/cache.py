@@ -45,9 +45,9 @@ class KVCache(Requests):
     Create one with :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
     int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank: ``counts``
     int32 [batch, ranks], the slots of each rank that a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the
-    most tokens ever written for it; ``owners`` int16 [batch, tokens], the rank of each position, modulo their number; with
-    float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One extra slot and one extra owner,
-    the last ones, absorb the writes of tokens that other ranks hold.
+    most tokens ever written for it; ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens;
+    with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One extra slot and one extra
+    owner, the last ones, absorb the writes of tokens that other ranks hold.
 
     A step of new tokens is
 
@@ -109,11 +109,11 @@ class KVCache(Requests):
         return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
     def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> DecodeStep:
-        """Return the placement of ``tokens`` more tokens of every request, whose q, k and v every rank computes alike.
+        """Return a DecodeStep: positions and slots for ``tokens`` more tokens of every request, replicated on every rank.
 
         ``valid`` bool [requests, tokens], the same on every rank: True for real tokens; None: all. ``rows``: the requests, an int
-        or several; None: all. Raise ValueError if the tokens do not fit. The number of ``valid`` ones is on the device, so the
-        host counts all tokens, and reads the number only if all would not fit.
+        or several; None: all. Raise ValueError if the tokens do not fit. The count of ``valid`` tokens is on the device. So the
+        host counts all tokens, and reads the true count only if all would not fit.
         """
         of = self._requests(rows)
 
@@ -254,7 +254,7 @@ class KVCache(Requests):
             return checks.check_step_rows(list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
 
     def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
-        """Return ``rows``, ``into`` and ``of`` of a DecodeStep of the requests ``rows``. ``every``: these are all requests."""
+        """Return the DecodeStep fields ``rows``, ``into`` and ``of`` for ``rows``. ``every``: True if these are all requests."""
         into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
         return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
 

@@ -175,7 +175,7 @@ def _problem(kinds: _Kinds, device: torch.device, window: Any, scale: Any, softc
 
 @lru_cache(maxsize=4096)
 def _call(problem: Decode | None) -> AgreedCall:
-    """Return the call that the ranks compare."""
+    """Return the record by which the ranks compare this call."""
     if problem is None:
         return AgreedCall("tree_attention_decode", "cpu", ())
     return AgreedCall("tree_attention_decode", problem.device, tuple(problem.alike().items()))

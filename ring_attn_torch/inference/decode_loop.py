@@ -90,7 +90,7 @@ class DecodeLoop:
         self._replay(self._graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay a step. The host counts requests that have all their tokens, without waiting for those ended by a stop id."""
+        """Replay the graph of a step. The host state counts planned tokens, and does not wait to learn of stop ids."""
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)
         graph.replay()

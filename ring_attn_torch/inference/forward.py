@@ -158,7 +158,7 @@ def _through(model: RingTransformer, ids: Tensor, step: DecodeStep, attend: Atte
 
 
 def _features(attention: RingAttention, q: Tensor) -> dict[str, Any]:
-    """Return the attention options of a layer, as ``prefill`` and ``tree_attention_decode`` take them."""
+    """Return a layer's attention options as keywords for ``prefill`` and ``tree_attention_decode``."""
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,
@@ -191,14 +191,14 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise ValueError on all ranks if model, ids and cache do not fit, or if a call that is not yet compared differs."""
+    """Raise ValueError on all ranks if model, ids and cache do not fit, or if a new call differs between ranks."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
 
 
 def _ring(model: RingTransformer, cache: Any) -> Group:
-    """Return the ring of the cache or, if ``cache`` is not a KVCache, that of the model, so that its ranks share the error."""
+    """Return the cache's ring; if ``cache`` is not a KVCache, the model's, so that its ranks share the error."""
     if isinstance(cache, KVCache):
         return cache.ring
     return ring_of(model.ring.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None

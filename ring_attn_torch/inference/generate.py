@@ -1,4 +1,4 @@
-"""Generation of tokens from prompts: prefill in chunks, then one step per new token."""
+"""Token generation from prompts: prefill in chunks, then one step per new token."""
 
 from __future__ import annotations
 

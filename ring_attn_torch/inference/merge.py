@@ -1,4 +1,4 @@
-"""The merge of the (out, lse) that ranks have over their own keys into that over all keys, by one all-gather."""
+"""The merge of each rank's (out, lse) over its own keys into the (out, lse) over all keys, by one all-gather."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ring.groups import Group, ranks_of, ring_of
 
 
 def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
-    """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into that over the keys of all ranks.
+    """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into (out, lse) over all keys.
 
     The result is that of :func:`merge` on the list of all ranks' pairs, with the same bits on every rank. One all-gather carries
     out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The lse is a natural

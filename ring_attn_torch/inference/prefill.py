@@ -131,7 +131,7 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's cached k and v in order of position, and the extents in them, int32 [b, queries, 2].
+    """Return this rank's cached k and v sorted by position, and each query's extent in them, int32 [b, queries, 2].
 
     The queries are those of all ranks.
     """

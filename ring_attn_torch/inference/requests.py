@@ -67,7 +67,7 @@ class Requests:
         return group_of(group_name(self.group))
 
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
-        """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of so many sharded in ``layout``.
+        """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of ``tokens`` in ``layout``.
 
         Use the upper bounds of the host state, and read the device only if they do not suffice.
         """
@@ -139,7 +139,7 @@ class Requests:
         return self
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty these requests, or all if None; then scales that were not passed are computed anew from the next write."""
+        """Empty these requests; None: all, and compute scales that were not passed anew from the next write."""
         of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         for x, nothing in ((self.positions, -1), (self.counts, 0), (self.lengths, 0), (self.reached, 0)):
             x[of] = nothing

@@ -41,8 +41,8 @@ def of_first(
 ) -> None:
     """Set the scales [kv_heads] of a layer to the least powers of two that hold the first values written on any rank.
 
-    Keep known scales unless the cache is empty (``nothing``, a bool on the device): then a step that did not advance has left
-    them. The host reads no value, so that a CUDA graph may capture this. Multiplying float8 by a power of two is exact in the
+    Keep known scales unless the cache is empty (``nothing``, a bool on the device), since a step that did not advance may have
+    set them. The host reads no value, so that a CUDA graph may capture this. Multiplying float8 by a power of two is exact in the
     other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]

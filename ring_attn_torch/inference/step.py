@@ -136,7 +136,7 @@ def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> d
 def _written(held: CachedRequests, here: Tensor, level: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    A token that is not ``here`` goes into the last slot.
+    Tokens that are not cached ``here`` go into the extra last slot.
     """
     slots = torch.where(here, level % held.spec.slots, held.spec.slots).long()
     position = torch.where(here, position, -1).to(torch.int32)
