@@ -56,10 +56,11 @@ def dot_product_attention(
     the keys j <= i, also if the lengths differ. ``local_window_size``: (left, right), or one int for both sides.
     ``query_seq_lengths``, ``key_value_seq_lengths``: int ``[batch]``, tokens of each row, counted over all ranks.
 
-    ``mask``: the whole mask in natural order, the same on every rank: bool, True where attention is permitted, broadcasting
+    ``mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, broadcasting
     against [batch, heads, length, kv_length]. It may be a band, or an intersection of one interval of keys for each query, one
     interval of queries for each key, and unused keys: padding, documents, a prefix, a prefix tree. It is the same for all heads.
-    A mask that is an argument of jit has no values while it is traced: a query for which it is something else then gets NaN.
+    A mask that is an argument of jit has no values while it is traced, so it is not checked: a query whose mask has another form
+    gets NaN.
 
     ``implementation``: None chooses the backend, "xla" is plain JAX. ``return_residual``: also return lse, in key's dtype and
     without a gradient, as in JAX. ``axis_name``: the mesh axis of the ring; None is one device, without a mesh. ``layout``,
@@ -126,7 +127,7 @@ class Shards(NamedTuple):
         return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
 
     def own(self, x: Any, of: int) -> jax.Array | None:
-        """Return this rank's shard of a whole array [rows, length, ...], padded with zeros; None stays None."""
+        """Return this rank's shard of a global array [rows, length, ...], padded with zeros; None stays None."""
         if x is None:
             return None
         more = self.ranks * self.local[of] - x.shape[1]
@@ -134,7 +135,7 @@ class Shards(NamedTuple):
         return jnp.take(padded, self.positions(of), 1)
 
     def within(self, extents: jax.Array | None, queries: Any, keys: Any, batch: int) -> jax.Array:
-        """Return extents [batch, tokens, 2] cut to rows of so many ``queries`` and ``keys``, int [batch] or None."""
+        """Return extents [batch, tokens, 2] clipped to each row's ``keys`` tokens, and empty from its ``queries`` tokens on."""
         if extents is None:
             extents = jnp.broadcast_to(jnp.array([0, self.lengths[1]], jnp.int32), (1, self.local[0], 2))
         first, end = extents[..., 0], extents[..., 1]
@@ -181,7 +182,7 @@ def _window(size: Any) -> Band:
 
 
 def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, Any]:
-    """Return the parts of a whole mask, and bool [rows, queries], True where they express it; None if they do everywhere.
+    """Convert a global mask to parts. Also return bool [rows, queries], True if they are exact there, or None: everywhere.
 
     ``shape``: batch, heads, length and kv_length, to which the mask must broadcast.
     """
@@ -211,7 +212,7 @@ def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, A
 
 
 def _traced_parts(visible: jax.Array) -> tuple[MaskParts, jax.Array]:
-    """Return the hulls of ``visible`` bool [rows, queries, keys], and for each query whether they show what it sees."""
+    """Return the interval hulls of ``visible`` bool [rows, queries, keys], and for each query whether they are exact."""
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]
     key = jnp.arange(visible.shape[2], dtype=jnp.int32)[None, None]

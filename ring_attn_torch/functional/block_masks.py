@@ -1,4 +1,4 @@
-"""A BlockMask of ``flex_attention`` as arguments of ring attention: its mask_mod is evaluated at every pair, once."""
+"""Conversion of a ``flex_attention`` BlockMask to ring arguments, by its mask_mod evaluated once at every pair of tokens."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ _known: WeakKeyDictionary[Any, tuple[Any, list[Any], MaskParts]] = WeakKeyDictio
 
 
 def parts_of(block_mask: BlockMask, shape: Shape) -> MaskParts:
-    """Return the parts of ``block_mask`` over whole sequences; ``shape``: batch, heads, length and kv_length of the call.
+    """Convert ``block_mask`` over the global sequences to parts; ``shape``: batch, heads, length and kv_length of the call.
 
-    Raise ValueError if it is not a BlockMask of these lengths, is traced, too long, contradicts itself or has no parts.
+    Raise ValueError if it is not a BlockMask of these lengths, is traced, is too long, contradicts itself or is not a mask that
+    parts can express.
     """
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -78,14 +79,14 @@ def parts_of(block_mask: BlockMask, shape: Shape) -> MaskParts:
 
 
 class _Unknown(Exception):
-    """A function reads something whose changes would not be noticed."""
+    """The error for a function that reads an object whose changes cannot be detected."""
 
 
 def _state(x: Any, held: list[Any]) -> Any:
-    """Return a value that changes if ``x``, or a tensor or number that a function reads, changes.
+    """Return a cache key of ``x`` that changes if ``x``, or a tensor or number that a function reads, changes.
 
-    Tensors enter by their numbers, since ``.data`` and NumPy write to them without a trace. ``held`` collects what enters by its
-    id, to be kept alive beside the state. Raise _Unknown on an object of any other kind.
+    Tensors enter by their values, since ``.data`` and NumPy change them without a trace. ``held`` collects the objects that enter
+    by id; keep them alive as long as the key. Raise _Unknown on an object of any other kind.
     """
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
@@ -109,7 +110,7 @@ def _state(x: Any, held: list[Any]) -> Any:
 
 
 def _content(x: Tensor) -> tuple[Any, ...]:
-    """Return dtype, shape and a digest of the numbers of a tensor. Raise _Unknown if it is not dense or holds no numbers."""
+    """Return dtype, shape and a SHA-256 digest of a tensor's values. Raise _Unknown if it is not dense or has no values."""
     if x.layout is not torch.strided or x.is_nested or x.is_meta:
         raise _Unknown
     numbers = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
@@ -117,7 +118,7 @@ def _content(x: Tensor) -> tuple[Any, ...]:
 
 
 def _is_constant(x: Any) -> bool:
-    """Return whether ``x`` is a module, a class or a free function whose attributes and results do not change."""
+    """Return True if ``x`` is a module, a class or a free function whose attributes and results do not change."""
     if isinstance(x, BuiltinFunctionType) and not isinstance(x.__self__, ModuleType | type | None):
         return False  # a method of some object
     return isinstance(x, ModuleType | BuiltinFunctionType | type) and _origin(x) in CONSTANT and x not in REFLECTIVE
@@ -130,7 +131,7 @@ def _origin(x: Any) -> str:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function and those within it read from their globals, among others."""
+    """Yield the global names, among others, that the code of a function and of its inner functions reads."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -173,7 +174,7 @@ def _evaluated(block_mask: BlockMask, shape: Shape) -> MaskParts:
 
 
 def _from(mask_mod: Callable[..., Tensor], start: int) -> Callable[..., Tensor]:
-    """Return ``mask_mod`` with query 0 at position ``start``."""
+    """Return ``mask_mod`` with ``start`` added to its query index."""
     return lambda b, h, q_idx, kv_idx: mask_mod(b, h, q_idx + start, kv_idx)
 
 

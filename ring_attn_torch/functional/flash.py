@@ -4,7 +4,7 @@ FlashAttention aligns windows to the bottom right: with ``offset = keys - querie
 
     i + offset - left <= j <= i + offset + right        a side of -1 is open; causal=True is right = 0
 
-within the whole sequence, or within a document of packed ones, whose lengths of queries and keys then count.
+within the global sequence, or within each packed document, with the numbers of queries and keys of that document.
 """
 
 from __future__ import annotations

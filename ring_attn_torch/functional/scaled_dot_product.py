@@ -41,7 +41,7 @@ def scaled_dot_product_attention(
     query, key, value: this rank's shards, ``[batch, heads, tokens, head_dim]``. ``is_causal``: query i sees the keys j <= i, also
     if the lengths differ (top left). ``enable_gqa``: query head h reads key head ``h // (heads / kv_heads)``.
 
-    ``attn_mask``: the whole mask in natural order, the same on every rank: bool, True where attention is permitted, or floats of
+    ``attn_mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, or floats of
     0 and -inf, broadcasting against [batch, heads, length, kv_length]. It may be a band (causal, a window), or an intersection of
     one interval of keys for each query, one interval of queries for each key, and unused keys: padding, documents, a prefix, a
     prefix tree. It is the same for all heads. Its values are read on the host; for long sequences pass ``is_causal``, or call
@@ -77,7 +77,7 @@ def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
 
 
 def _mask(attn_mask: Any, is_causal: bool, shards: Shards, q: Tensor) -> Arguments:
-    """Return the mask as arguments of ``ring_attention``."""
+    """Convert the mask to arguments of ``ring_attention``."""
     if attn_mask is None:
         return {"mask": causal() if is_causal else full()}
     if is_causal:
@@ -99,7 +99,7 @@ def _mask(attn_mask: Any, is_causal: bool, shards: Shards, q: Tensor) -> Argumen
 
 
 def _visible(attn_mask: Any, shape: tuple[int, int, int, int]) -> Tensor:
-    """Return bool [1 or batch, queries, keys], True where ``attn_mask`` permits attention. ``shape``: what it broadcasts to."""
+    """Return bool [1 or batch, queries, keys], True where ``attn_mask``, broadcast to ``shape``, permits attention."""
     if not isinstance(attn_mask, Tensor):
         raise ValueError(f"attn_mask must be a tensor, got {in_words(attn_mask)}")
     if attn_mask.requires_grad:

@@ -1,4 +1,4 @@
-"""Score modifications of ``flex_attention`` that ring attention computes: a softcap and ALiBi, made here or recognised."""
+"""The score_mods of ``flex_attention`` that ring attention computes: softcap and ALiBi, made here or recognised."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def arguments_of(score_mod: Any, device: torch.device) -> Arguments:
-    """Return a score_mod as arguments of ``ring_attention``.
+    """Convert a score_mod to arguments of ``ring_attention``.
 
-    It is traced, and its graph compared with those of ``softcap`` and ``alibi`` with its own constants. Raise ValueError if it
-    equals neither.
+    Trace the score_mod, and compare its graph with those of ``softcap`` and ``alibi`` made from its constants. Raise ValueError
+    if it equals neither.
     """
     if score_mod is None:
         return {}
@@ -72,7 +72,7 @@ INSTEAD = (
 
 
 def _traced(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, list[Any]]:
-    """Return the graph of ``score_mod`` as nested tuples, which are equal if the computations are, and its constants."""
+    """Trace ``score_mod``. Return its graph as nested tuples, which are equal for equal computations, and its constants."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     score = torch.zeros(1, device=device)

@@ -26,7 +26,7 @@ Arguments = dict[str, Any]
 
 
 class RingArguments(NamedTuple):
-    """The arguments that every function takes behind those of the original."""
+    """The ring arguments, which every function takes after those of the original."""
 
     group: dist.ProcessGroup | DeviceMesh | None
     layout: str
@@ -44,7 +44,7 @@ class Shards(NamedTuple):
     lengths: tuple[int, int]
 
     def own(self, x: Any, of: int, device: torch.device) -> Tensor:
-        """Return this rank's shard of a whole array [rows, length, ...]; ``of``: 0 for the queries' tokens, 1 for the keys'."""
+        """Return this rank's shard of a global array [rows, length, ...]; ``of``: 0 for the queries' tokens, 1 for the keys'."""
         x = torch.as_tensor(x, device=device)
         runs = named(self.layout)(self.rank, self.ranks, self.local[of])
         at = torch.cat([torch.arange(run.start, run.start + run.stride * run.length, run.stride, device=device) for run in runs])
@@ -57,7 +57,7 @@ class Shards(NamedTuple):
         return {"layout": self.layout, "length": self.lengths[0], "kv_length": self.lengths[1]}
 
     def mask(self, parts: MaskParts, batch: int, device: torch.device) -> Arguments:
-        """Return a mask as arguments of ``ring_attention``; a single row stands for all of the batch."""
+        """Convert mask parts to arguments of ``ring_attention``; a single row is expanded to the batch."""
         whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
         own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}
         return {"mask": parts.band} | {name: x.expand(batch, *x.shape[1:]) for name, x in own.items()}
@@ -74,7 +74,7 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
 
 
 def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) -> Any:
-    """Call ``ring_attention`` on what ``prepare`` returns. If it raises, all ranks raise its error, before anything is sent."""
+    """Call ``ring_attention`` on the result of ``prepare``. If ``prepare`` raises, all ranks raise its error, sending nothing."""
     with same_error(group_of(group_name(ring.group))):
         (q, k, v), arguments = prepare()
     return ring_attention(q, k, v, group=ring.group, **arguments)
