@@ -44,7 +44,7 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
 
 
 def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
-    """Return the names of the arrays' dtypes.
+    """Return the dtype names of q, k and v.
 
     Raise ValueError if one is not an array, is float64 that JAX would cut to float32, or has a symbolic size other than the
     batch.
@@ -89,7 +89,7 @@ def axes_of(x: Any) -> frozenset[str]:
 
 
 def checks_are_off(axis_name: str) -> bool:
-    """Return whether the shard_map over the axis has ``check_vma=False``: then not even a rank's index varies over it."""
+    """Return True if the shard_map over the axis has ``check_vma=False``: then even a rank's own index does not vary over it."""
     return axis_name not in axes_of(lax.axis_index(axis_name))
 
 
@@ -108,9 +108,9 @@ def _refuse(call: str, primals: Any, tangents: Any) -> Any:
 
 
 def mapped_over_mesh() -> bool:
-    """Return whether a ``jax.vmap`` with spmd_axis_name surrounds this call.
+    """Return True if a ``jax.vmap`` with spmd_axis_name surrounds this call.
 
-    JAX has no public function that says so; if a release moves the private one, the answer is False.
+    JAX has no public function for this; if a release moves the private one, the result is False.
     """
     environment = getattr(sys.modules.get("jax._src.core"), "get_axis_env", None)
     return environment is not None and bool(getattr(environment(), "spmd_axis_names", ()))
@@ -122,7 +122,7 @@ def sharded_like(x: Any) -> PartitionSpec:
 
 
 def explicit_axes() -> tuple[str, ...]:
-    """Return the Explicit axes of the mesh in this context: inside a shard_map those that it does not make manual."""
+    """Return the Explicit axes of the context's mesh; inside a shard_map, only those that are not manual."""
     mesh = jax.sharding.get_abstract_mesh()
     return tuple(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
 

@@ -71,7 +71,7 @@ def attend_block(
 
 
 def block_state(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from records; ``runs``: those of the queries and of the keys."""
+    """Compute ``attend_block`` from records; ``runs``: the runs of the queries and of the keys."""
     compiled = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in runs)
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
@@ -93,8 +93,8 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
     A side that sees no key, with out 0 and lse -inf, changes nothing. A float32 lse is rounded at its own size, so out is within
-    ``2^-24 |lse| |out_A - out_B|`` of the exact merge: 6e-4 of the difference at 1e4. :func:`ring_attention` carries what the
-    rounding loses from step to step. Raise ValueError if an argument is not such a pair.
+    ``2^-24 |lse| |out_A - out_B|`` of the exact merge: 6e-4 of the difference at 1e4. :func:`ring_attention` carries the rounding
+    error from step to step. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))

@@ -149,7 +149,7 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
 def _compiled(
     where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
+    """Return the jitted program, cached because outside jit a new function at each call would be compiled anew."""
 
     def on_shards(given: dict[str, Any]) -> Any:
         q, k, v = (given.pop(name) for name in "qkv")
@@ -165,7 +165,7 @@ def _compiled(
 
 
 def program(on_shards: Any, where: ShardedAxes, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
-    """Return the jitted shard_map of a function of the shards, which returns out, or with ``return_lse`` (out, lse).
+    """Wrap ``on_shards``, a function of the shards, in a jitted shard_map that returns out, or (out, lse) if ``return_lse``.
 
     ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX then gives the mapped arrays of the program another type than the
     others, and its check of the axes that an array varies over refuses to combine the two (jax 0.10 to 0.12), so the check is
@@ -182,7 +182,7 @@ def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
 
 
 def _check_extents(extents: Any, keys: int, options: Options, where: ShardedAxes) -> None:
-    """Raise ValueError if an extent is wrong. Values that this process cannot read, inside jit or of other hosts, pass."""
+    """Raise ValueError if an extent is wrong. Skip values that this process cannot read: traced, or of other hosts."""
     values = on_host(jnp.asarray(extents))
     if values is None:
         return
@@ -219,7 +219,7 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: ShardedAxes) -> None:
-    """Raise ValueError if an array is not 4-dimensional, or the members of the mesh cannot share it equally."""
+    """Raise ValueError if an array is not 4-dimensional, or if its sizes are not multiples of the mesh axes'."""
     shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:

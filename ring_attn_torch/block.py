@@ -86,7 +86,7 @@ def attend_block(
 
 
 def block_state(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from records; ``runs``: those of the queries and of the keys."""
+    """Compute ``attend_block`` from records; ``runs``: the runs of the queries and of the keys."""
     q_run, k_run = runs
     counts = [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride, *options.counts]
     return from_outputs(torch.ops.ring_attn.attend_block(q, k, v, counts, OpCall(options).text, *arrays))
@@ -106,8 +106,8 @@ def merge(
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
     A side that sees no key, with out 0 and lse -inf, changes nothing. A float32 lse is rounded at its own size, so out is within
-    ``2^-24 |lse| |out_A - out_B|`` of the exact merge: 6e-4 of the difference at 1e4. :func:`ring_attention` carries what the
-    rounding loses from step to step. Raise ValueError if an argument is not such a pair.
+    ``2^-24 |lse| |out_A - out_B|`` of the exact merge: 6e-4 of the difference at 1e4. :func:`ring_attention` carries the rounding
+    error from step to step. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
     top = reduce(torch.maximum, [lse for _, lse in pairs]).detach()
@@ -167,7 +167,7 @@ torch.library.register_autograd("ring_attn::attend_block_backward", refuse_secon
 
 
 class _Block(NamedTuple):
-    """A backend, and its arguments for a block besides the queries."""
+    """The backend of a block, and the arguments of its methods besides the queries."""
 
     keys: Keys
     rows: Rows
