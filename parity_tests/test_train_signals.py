@@ -85,7 +85,10 @@ def test_a_run_that_is_told_to_stop_says_so_and_goes_on_to_the_bit(framework: st
         assert run.returncode in CODES[name], said
         assert "Traceback" not in said
         assert ("goes on" in said) == (name == "SIGINT" or framework == "torch"), said
-        assert members(run.pid) == []
+        until = time.monotonic() + PATIENCE
+        while (left := members(run.pid)) and time.monotonic() < until:  # a process that has been told to end may take a moment
+            time.sleep(0.02)
+        assert left == []
         assert not list((tmp_path / "tmp").glob("ring-attn-*"))
     run = started(tmp_path, framework, "stopped")
     said, _ = run.communicate(timeout=PATIENCE)

@@ -73,9 +73,9 @@ MASKS = {
 @pytest.mark.parametrize(
     ("name", "linen", "ranks", "chosen"),
     [
-        ("none", False, 2, WHOLE),
+        pytest.param("none", False, 2, WHOLE, marks=pytest.mark.full),
         ("causal padding", True, 3, WHOLE),
-        ("rows", True, 3, TWO),
+        pytest.param("rows", True, 3, TWO, marks=pytest.mark.full),
         ("both paddings", False, 4, TWO),
         ("causal", False, 1, {"segments": (4, 30), "dilations": (1, 3), "mixing": "heads"}),
     ],

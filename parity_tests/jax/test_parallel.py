@@ -94,11 +94,11 @@ def mesh_over(kind: AxisType, *sizes: int) -> Mesh:
     ("kind", "sizes", "spec", "tied", "mlp_chunk"),
     [
         (AxisType.Explicit, (1, 2, 2, 1), everywhere, False, 3),
-        pytest.param(AxisType.Explicit, (1, 2, 2, 2), as_megatron, True, None, marks=pytest.mark.exhaustive),
+        pytest.param(AxisType.Explicit, (1, 2, 2, 2), as_megatron, True, None, marks=pytest.mark.full),
         pytest.param(AxisType.Explicit, (1, 2, 2, 2), as_megatron, True, 3, marks=pytest.mark.exhaustive),
         pytest.param(AxisType.Explicit, (2, 2, 2, 1), as_megatron, False, None, marks=pytest.mark.exhaustive),
         pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, None, marks=pytest.mark.exhaustive),
-        pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, 3, marks=pytest.mark.exhaustive),
+        pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, 3, marks=pytest.mark.full),
     ],
 )
 def test_loss_and_gradients_of_sharded_weights_are_one_devices(kind, sizes, spec, tied, mlp_chunk):

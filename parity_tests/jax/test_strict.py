@@ -37,6 +37,7 @@ from ring_attn_jax.training.weights import from_numpy, to_numpy
 
 from ..support.cases import Case, check
 from ..support.combinations import EVERYTHING
+from ..support.selection import first
 from .ring import QUICK, REPLICATED, mesh_of, run
 
 
@@ -161,8 +162,7 @@ def test_layouts_positions_and_extents():
     check_as_usual(program, x, jnp.asarray([2, 5]), jnp.asarray([0, 4, 9]))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first([2, 1], 0, 1))
 @pytest.mark.parametrize("options", [{}, {"window": 5, "room": 4}, {"dtype": "float8_e4m3fn"}], ids=["plain", "window", "float8"])
 def test_prompts_and_steps_over_a_cache(options, ranks):
     wide = {"windows": [5, 3], "alibi": False, "softcap": 5.0, "sinks": True} if "window" in options else {}
@@ -186,15 +186,14 @@ def test_prompts_and_steps_over_a_cache(options, ranks):
     check_as_usual(program, state, ids, jnp.asarray([4, 2]))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", first([2, 1], 0, 1))
 def test_a_cache_between_steps_and_generated_text(ranks):
     sizes: dict[str, Any] = {"vocab": 11, "dim": 16, "depth": 1, "heads": 4, "kv_heads": 2, "windows": [3]}
 
     def played() -> Any:
         model = RingTransformer(**sizes, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
         texts = [
-            model.generate([[1, 2, 3], [4]], 4, chunk=2, cache_dtype=kept, **sampling)
+            model.generate([[1, 2, 3], [4]], 3, chunk=2, cache_dtype=kept, **sampling)
             for kept, sampling in (
                 (None, {}),
                 ("float8_e4m3fn", {"temperature": 0.8, "top_k": 5, "top_p": 0.9, "seed": 3, "stop": [7]}),

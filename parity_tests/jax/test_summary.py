@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from ring_attn_jax import SummaryAttention, from_numpy, ring_attention, sharded_summary_attention, summary_attention, to_numpy
 
 from ..support.models import LENGTH, layer_data
+from ..support.selection import first
 from ..support.summaries import (
     CASES,
     COMPILED,
@@ -59,7 +60,7 @@ def program(case: SummaryCase):
     return jax.jit(results, compiler_options=QUICKLY)
 
 
-@pytest.mark.parametrize("case", [*COMPILED, EXACT[0]], ids=str)
+@pytest.mark.parametrize("case", first([*COMPILED, EXACT[0]], 0, 4), ids=str)
 def test_out_lse_and_all_gradients_are_as_near_to_float64_as_one_devices(case):
     case.check(run(case))
 

@@ -29,7 +29,7 @@ from ring_attn_torch.call import prepare
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
 from ..support.combinations import COMBINATIONS, EVERYTHING, TREES
 from ..support.large_scores import SIZES, check_exact, check_no_ring_adds_errors, large
-from ..support.selection import first
+from ..support.selection import first, one_in
 from ..support.spawn import Ranks
 from ..support.strategies import EACH
 from . import ring
@@ -120,8 +120,7 @@ def test_key_extents_are_exact(interpreter, case):
     check(case, run(interpreter, replace(case, poison=True)))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", on_few_ranks(COMBINATIONS, most=2), ids=str)
+@pytest.mark.parametrize("case", one_in(3, on_few_ranks(COMBINATIONS, most=2)), ids=str)
 def test_any_two_features_together_are_exact(interpreter, case):
     check(case, run(interpreter, replace(case, poison=True)))
 
@@ -132,7 +131,7 @@ def test_every_feature_at_once_is_exact(interpreter, case):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", on_few_ranks([case for case in SPECIAL if case.length < 100], most=3), ids=str)
+@pytest.mark.parametrize("case", on_few_ranks([case for case in SPECIAL if case.length < 100], most=2), ids=str)
 def test_special_cases_are_exact(interpreter, case):
     check(case, run(interpreter, case))
 
@@ -143,7 +142,7 @@ def test_equal_large_scores_are_as_exact_on_a_ring_as_on_one_rank(interpreter, s
     check_no_ring_adds_errors([check_exact(case, run(interpreter, case)) for case in cases])
 
 
-@pytest.mark.parametrize("case", first(STRATEGIC, 5), ids=str)
+@pytest.mark.parametrize("case", first(STRATEGIC, 5, 9), ids=str)
 def test_joined_shards_are_exact_under_every_strategy(interpreter, case):
     """Gradients of keys that travel are in float32, in one step too."""
     check(case, run(interpreter, replace(case, poison=True)))
