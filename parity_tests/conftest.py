@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the whole grid without --full, and random campaigns unless ``-m`` names them."""
-    wanted = {"full": config.getoption("--full"), "campaign": "campaign" in config.getoption("markexpr")}
+    wanted = {"full": config.getoption("--full"), "campaign": "campaign" in str(config.getoption("markexpr"))}
     unwanted = [name for name in wanted if not wanted[name]]
     left_out = {item for item in items if any(map(item.get_closest_marker, unwanted))}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
