@@ -80,7 +80,7 @@ def test_an_example_trains(framework):
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_an_example_of_a_language_model_trains(framework, tmp_path):
     pytest.importorskip(framework)
-    done = run(str(ROOT / "examples" / f"{framework}_train_lm.py"), framework, tmp_path, arguments=("10",))
+    done = run(str(ROOT / "examples" / f"{framework}_train_lm.py"), framework, tmp_path, 2, ("10",))
     first, last = (float(value) for value in re.findall(r"loss ([\d.]+)", done))
     assert last < first - 0.5
 
@@ -88,7 +88,7 @@ def test_an_example_of_a_language_model_trains(framework, tmp_path):
 @pytest.mark.exhaustive
 def test_grpo_on_a_tree_is_grpo_on_its_rollouts_one_by_one():
     pytest.importorskip("torch")
-    done = run(str(ROOT / "examples" / "grpo_tree.py"), "torch")
+    done = run(str(ROOT / "examples" / "grpo_tree.py"), "torch", processes=2)
     found = re.findall(r"reward ([\d.]+), loss (\S+), one by one (\S+), gradients differ by (\S+),", done)
     rewards, losses, exact, errors = (list(map(float, column)) for column in zip(*found, strict=True))
     assert len(rewards) == 10

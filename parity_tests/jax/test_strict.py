@@ -200,9 +200,12 @@ def test_a_cache_between_steps_and_generated_text(ranks):
             )
         ]
         cache = KVCache.make(model.config, 2, 8, page=2, mesh=mesh_of(ranks)).check_room([3, 2], "zigzag")
-        _, cache = prefill_prompts(model, jnp.ones((2, 3), jnp.int32), cache, [3, 2])
+        graph, state = nnx.split(model)
+        prompted = jax.jit(lambda state, ids, cache, n: prefill_prompts(nnx.merge(graph, state), ids, cache, n)[1])
+        stepped = jax.jit(lambda state, ids, cache: decode_step(nnx.merge(graph, state), ids, cache)[1])
+        cache = prompted(state, jnp.ones((2, 3), jnp.int32), cache, jnp.asarray([3, 2]))
         cache = cache.check_room(1).reserve(9).rollback([2, 2]).fork(1, 0).evict(1)
-        _, cache = decode_step(model, jnp.ones((2, 1), jnp.int32), cache)
+        cache = stepped(state, jnp.ones((2, 1), jnp.int32), cache)
         return texts, np.asarray(cache.k), np.asarray(cache.positions), cache.lengths.tolist()
 
     here = played()
