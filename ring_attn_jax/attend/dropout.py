@@ -67,7 +67,7 @@ def _is_integer(x: Any) -> bool:
 def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
-    Compute it once per call, because it is half of the dropout mask's code to compile.
+    Compute it once for all tiles of a step, because it is half of the dropout mask's code to compile.
     """
     b = draw.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = draw.head + jnp.arange(heads, dtype=jnp.uint32)[None]

@@ -61,7 +61,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
-    """Return the Philox key of each batch row and head, int64 [batch, heads]; called once per ``ring_attention`` call."""
+    """Return the Philox key of each batch row and head, int64 [batch, heads]; called once for all tiles of a step."""
     low, high, first_batch, first_head = draw.unbind()
     b = (first_batch + torch.arange(batch, device=draw.device) & WORD)[:, None]
     h = first_head + torch.arange(heads, device=draw.device) & WORD
