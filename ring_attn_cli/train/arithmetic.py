@@ -45,7 +45,7 @@ def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> 
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """Return the learning rate of each step, of ``optimizer.schedule`` or else of the default.
+    """Return the learning rate of each step, by ``optimizer.schedule`` or else by the default schedule.
 
     The default is a linear warmup to ``learning_rate``, then a cosine decay to ``last_rate`` of it.
     """

@@ -83,7 +83,7 @@ class RingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluation: steps between two, their batches, and the ``buckets`` of positions."""
+    """The evaluation: steps between evaluations, batches per evaluation, and number of position ``buckets``."""
 
     every: int = 50
     batches: int = 4
@@ -94,8 +94,8 @@ class Evaluation:
 class Passkeys:
     """The passkey test: find a number of ``digits`` digits that is hidden in a text.
 
-    ``lengths``: lengths of the texts in tokens. ``texts``: number of texts of each length. ``train_every``: the steps
-    whose number it divides train on such texts instead of the data; 0 for none.
+    ``lengths``: lengths of the texts in tokens. ``texts``: number of texts of each length. ``train_every``: each step whose
+    number it divides trains on such texts instead of the data; 0 for none.
     """
 
     lengths: tuple[int, ...] = (256, 512, 1024)
@@ -213,7 +213,7 @@ def read(path: Path | None, *, out: str | None = None, steps: int | None = None,
 
 
 def made(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
-    """Build the record of a table. Raise ValueError if a key is unknown or a value has the wrong type."""
+    """Build the record ``kind`` of a TOML table. Raise ValueError if a key is unknown or a value has the wrong type."""
     hints = get_type_hints(kind)
     check_keys(table, values, [x.name for x in fields(kind)])
     return kind(**{name: _value(hints[name], value, f"{table}.{name}".lstrip(".")) for name, value in values.items()})

@@ -24,7 +24,7 @@ class DatasetArguments(TypedDict):
 
 
 def arguments(config: Config, held_out: bool) -> DatasetArguments:
-    """Return the dataset arguments, with the token cache in the run's folder because the data's may be read-only."""
+    """Return the dataset arguments. The token cache lies in the run's folder, because the data's folder may be read-only."""
     of = config.data
     return {
         "folder": of.folder,

@@ -55,7 +55,7 @@ def crc32c(data: bytes) -> int:
 
 
 def record(message: bytes) -> bytes:
-    """Return a message as a record of the file."""
+    """Frame a message as a TFRecord."""
     length = struct.pack("<Q", len(message))
     return length + _masked(length) + message + _masked(message)
 
@@ -82,7 +82,7 @@ def _event(now: float, step: int, what: bytes) -> bytes:
 
 
 def _summary(values: dict[str, float]) -> bytes:
-    """Return the field of a summary: of each value the tag, 1, and the number, 2, a float32."""
+    """Return the summary field of an event: for each value its tag (field 1) and its number (field 2, float32)."""
     parts = [_bytes(1, _bytes(1, tag.encode()) + b"\x15" + _float32(value)) for tag, value in values.items()]
     return _bytes(5, b"".join(parts))
 
@@ -95,7 +95,7 @@ def _float32(x: float) -> bytes:
 
 
 def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the tag and the value of each number in a line of the log that is known."""
+    """Yield (tag, value) of each known number in a line of the log."""
     if kind == "step":
         yield from ((tag, line[name]) for name, tag in TAGS.items() if line.get(name) is not None)
     elif kind == "evaluation":
@@ -109,8 +109,8 @@ def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 class Events:
     """A new file of events in the folder of a run, for ``tensorboard --logdir``.
 
-    Each start of a run adds a file. Its first event says from which step the run resumes: readers then drop what earlier files
-    hold of later steps.
+    Each start of a run adds a file. Its first event holds the step from which the run resumes, so that readers drop later steps
+    of earlier files.
     """
 
     def __init__(self, out: Path, begin: int) -> None:
@@ -121,7 +121,7 @@ class Events:
         self._write(_event(now, 0, _bytes(3, VERSION)) + _event(now, begin + 1, started))
 
     def __call__(self, kind: str, line: dict[str, Any]) -> None:
-        """Write the numbers of a line of the log."""
+        """Write the numbers of a line of the log as one event."""
         if values := dict(scalars(kind, line)):
             self._write(_event(time.time(), line["step"], _summary(values)))
 

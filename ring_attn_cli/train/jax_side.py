@@ -125,7 +125,7 @@ class StaticArguments(NamedTuple):
 
 
 class JaxTrainer:
-    """The model and the optimizer of a run in JAX over a mesh, and what is computed with them."""
+    """The model and the optimizer of a run in JAX over a mesh, with the computations of training and evaluation."""
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
@@ -139,7 +139,7 @@ class JaxTrainer:
         self._step = jax.jit(_step, static_argnames=("graph", "how"), compiler_options=options)
 
     def _made(self) -> RingTransformer:
-        """Return the model of ``init_from``, or one with the initial weights that PyTorch has too."""
+        """Load the model of ``init_from``, or make one with the same initial weights as in PyTorch."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
@@ -295,6 +295,6 @@ def _hidden(model: RingTransformer, batch: Batch, how: StaticArguments, seed: ja
 
 
 def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, how: StaticArguments) -> jax.Array:
-    """Return the sum of the loss over all labels, in chunks of tokens."""
+    """Return the loss summed over all labels, computed in chunks of tokens."""
     where: dict[str, Any] = {"axis_name": "seq", "mesh": how.mesh, "batch_axes": "data"}
     return loss(hidden, labels, head=model.head_weight, chunk=how.chunk, reduction="sum", **where)

@@ -17,7 +17,7 @@ LOCK = ".lock"
 
 @contextmanager
 def held(config: Config, first: bool = True, of_first: Callable[[str], str] = str) -> Iterator[None]:
-    """Lock the folder of a run until the block ends. Raise ValueError in all its processes if another run has it.
+    """Lock the folder of a run until the block ends. Raise ValueError in all its processes if another run holds the lock.
 
     ``first``: True in the one process that locks. ``of_first``: broadcasts its message to all processes. The system releases the
     lock when the process ends, even if it is killed; the file stays and has no meaning by itself. A file system without locks,
@@ -34,7 +34,7 @@ def held(config: Config, first: bool = True, of_first: Callable[[str], str] = st
 
 
 def _objection(lock: FileLock, out: str) -> str:
-    """Lock the file and write the process and host into it. Return an objection if this is not allowed, else ""."""
+    """Lock the file and write the process and host into it. Return "", or the reason why this is not allowed."""
     path = Path(lock.lock_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

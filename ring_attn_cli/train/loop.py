@@ -77,7 +77,7 @@ def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str
 
 
 def accuracy(config: Config, side: Side, length: int) -> float:
-    """Return the share of texts of this length whose digits are all the most probable ones, as in greedy decoding."""
+    """Return the share of texts of ``length`` tokens whose digits are all the most probable ones, as in greedy decoding."""
     wrong: list[int] = []
     rows, texts = config.rows, config.passkey.texts
     for first in range(0, texts, rows):  # whole batches only: another size would compile again
@@ -86,7 +86,7 @@ def accuracy(config: Config, side: Side, length: int) -> float:
 
 
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
-    """Return the loss on held-out files, in all and by the number of tokens of its document before a token."""
+    """Return the loss on held-out files, overall and by the number of preceding tokens in the document."""
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)
     for microbatch in itertools.islice(side.held_out, config.evaluation.batches):

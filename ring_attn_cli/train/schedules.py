@@ -106,7 +106,7 @@ def _piecewise(a: SimpleNamespace, t: int) -> float:
 
 
 def _interpolated(points: Sequence[tuple[float, float]], t: float, cosine: bool) -> float:
-    """Return the rate at step ``t`` between the points (step, rate); after the last one its rate."""
+    """Interpolate the rate at step ``t`` between points (step, rate). After the last point, return its rate."""
     for (begin, first), (end, last) in pairwise(points):
         if begin <= t < end:
             part = (t - begin) / (end - begin)

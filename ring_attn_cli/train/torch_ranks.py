@@ -41,7 +41,7 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 
 @contextmanager
 def mistakes(report: Report) -> Iterator[None]:
-    """Report a ValueError, which is the same on every rank, as a mistake of the user."""
+    """Report a ValueError, equal on every rank, as a user's mistake."""
     try:
         yield
     except ValueError as mistake:

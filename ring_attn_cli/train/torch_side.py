@@ -100,7 +100,7 @@ def run(config: Config, tell: Tell, device: torch.device) -> None:
 
 
 class RankPlace(NamedTuple):
-    """The place of a rank: the groups of its ring and of all ranks, the index of its replica, and its device."""
+    """A rank's process groups (its ring, and all ranks), the index of its replica, and its device."""
 
     ring: Any
     everybody: Any
@@ -109,7 +109,7 @@ class RankPlace(NamedTuple):
 
 
 class TorchTrainer:
-    """The model and the optimizer of one rank of a run in PyTorch, and what is computed with them."""
+    """The model and the optimizer of one rank of a run in PyTorch, with the computations of training and evaluation."""
 
     def __init__(self, config: Config, places: RankPlace) -> None:
         self._config, self._places = config, places
@@ -124,7 +124,7 @@ class TorchTrainer:
         self._rates = rates(of, config.steps)
 
     def _made(self) -> RingTransformer:
-        """Return the model of ``init_from``, or one with the initial weights that JAX has too."""
+        """Load the model of ``init_from``, or make one with the same initial weights as in JAX."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}
@@ -209,7 +209,7 @@ class TorchTrainer:
         return self._model(*given, extents=shard.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """Return the sum of the loss over the labels of all ranks, in chunks of tokens."""
+        """Return the loss summed over the labels of all ranks, computed in chunks of tokens."""
         head, chunk = self._model.head_weight, self._config.ring.chunk
         return loss(hidden, labels, head=head, chunk=chunk, reduction="sum", group=self._places.everybody)
 
