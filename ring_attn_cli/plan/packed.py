@@ -49,13 +49,13 @@ class PackedPlan(NamedTuple):
 
     @property
     def balance(self) -> float:
-        """Return the most pairs of a rank over the mean."""
+        """Return the load imbalance: the largest number of pairs of a rank, divided by the mean."""
         pairs = [each.pairs for each in self.work]
         return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
 
     @property
     def share(self) -> float:
-        """Return the keys that ranks see of others over the keys that a ring sends."""
+        """Return the number of other ranks' keys that ranks see, divided by the number that a ring sends."""
         ranks = len(self.runs)
         return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
 

@@ -47,7 +47,7 @@ def tokens(text: str) -> int:
 
 
 def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tuple[str, int]:
-    """Return query heads and key heads, as ``32/8``, and the size of a head: those of a model, if one is given.
+    """Return the query and key heads, as ``32/8``, and the head dimension; those of ``model`` if it is not None.
 
     Raise ValueError if the model is unknown, or if heads are given beside it.
     """
@@ -152,7 +152,7 @@ def _table(problem: Problem) -> RenderableType:
 
 
 def sent(problem: Problem, strategy: Strategy) -> list[str]:
-    """Return the GiB that the rank that sends most sends, forward and backward."""
+    """Return the GiB sent by the rank that sends most, forward and backward."""
     from dataclasses import replace
 
     from ring_attn_core.problem.traffic import traffic
