@@ -84,7 +84,7 @@ def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
 
 
 def _differences(got: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return |got - exact| by entry, and exact, both in extended precision."""
+    """Return the elementwise |got - exact|, and exact, both in extended precision."""
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     finite = np.isfinite(got) & np.isfinite(exact)
     same = ~finite & (got == exact)

@@ -49,7 +49,7 @@ class Variant:
         return replace(case, **self.changes) if self.changes else case
 
     def refusal(self, case: Case, framework: str, ranks: int) -> str | None:
-        """Return why the variant cannot run this case here, or None, as far as is known before processes start."""
+        """Return the reason, if known before processes start, why the variant cannot run this case here, else None."""
         if framework not in self.calls:
             return f"it is there in {' and '.join(TITLES[name] for name in self.calls)} only"
         module, package = self.needs.get(framework, ("", ""))

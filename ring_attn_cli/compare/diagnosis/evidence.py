@@ -48,11 +48,11 @@ class Evidence:
         return bool(np.isfinite(after)) and after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
 
     def part(self, name: str, like: np.ndarray, of: Arrays | None = None) -> np.ndarray:
-        """Return the leading part of the measured array ``name``, or of that in ``of``, in the shape of ``like`` and float64."""
+        """Return array ``name`` of the measured result, or of ``of``, cut to the shape of ``like``, in float64."""
         return first((of or self.got)[name], like).astype(np.float64)
 
     def pair(self, name: str, of: Arrays | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the measured array ``name``, or that in ``of``, and the exact one, both in float64."""
+        """Return array ``name`` of the measured result, or of ``of``, and of the exact result, both in float64."""
         right = self.truth.exact[name].astype(np.float64)
         return self.part(name, right, of), right
 
