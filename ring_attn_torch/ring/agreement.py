@@ -114,10 +114,9 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 
 
 class same_error:
-    """A context manager that reports an exception of this rank to the others, so that all ranks raise the same one.
+    """A context manager that reports an exception of this rank to the other ranks, so that all ranks raise the same one.
 
-    The other ranks read it in ``agree``, or in ``same_error`` if they fail too. ``ring``: the group or its name. Under
-    torch.compile only this rank raises.
+    They read it in ``agree`` or in ``same_error``. ``ring``: the group or its name. Under torch.compile only this rank raises.
     """
 
     __slots__ = ("ring",)
