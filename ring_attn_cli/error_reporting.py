@@ -15,7 +15,7 @@ EXTRAS = {"pyarrow": "data", "tokenizers": "data"}
 
 
 def missing_in_words(package: str | None) -> str:
-    """Return the line that says which extra brings a missing package."""
+    """Return the message that names the extra to install for a missing package."""
     return HINT.format(package, EXTRAS.get(package or "", "demo"))
 
 

@@ -1,4 +1,4 @@
-"""Groups of spawned processes that report over pipes: the one supervisor of all commands that start some.
+"""Groups of spawned processes that report over pipes, for every command that starts processes.
 
 Each process ends with its parent, and each failure is raised with its log.
 """

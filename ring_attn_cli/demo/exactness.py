@@ -107,7 +107,7 @@ def work(report: Report, given: DemoInputs, mask: Band, kv_head: int) -> None:
 
 
 def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
-    """Concatenate the truths of the key heads into that of all heads."""
+    """Concatenate the exact and plain results of the key heads into those of all heads."""
     inorder = [parts[kv_head] for kv_head in range(KV_HEADS)]
     whole = lambda truths: Attention(*(np.concatenate([t[i] for t in truths], 2) for i in range(len(COMPARED))))
     return DemoTruth(whole([p.exact for p in inorder]), whole([p.plain for p in inorder]), max(p.seconds for p in inorder))

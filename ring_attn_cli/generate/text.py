@@ -34,7 +34,7 @@ class Text:
         self._shown = 0
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that it completes, "" within a character of several tokens."""
+        """Add a token and return the text that it completes, or "" inside a character of several tokens."""
         if self._tokenizer is None:
             return self._bytes.decode(bytes([token])) if token < BYTES else ""
         self._new.append(token)
