@@ -50,7 +50,7 @@ class Optimizer:
     """The hyperparameters of AdamW.
 
     The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``clip``: the
-    largest global norm of the gradients. ``schedule``: other rates than these, one after another, as ``schedules.py`` has them.
+    largest global norm of the gradients. ``schedule``: schedules of ``schedules.py``, one after another, instead of that.
     """
 
     learning_rate: float = 3e-3
@@ -68,8 +68,8 @@ class Optimizer:
 class RingConfig:
     """The parallelism of a run, and the options of ``RingTransformer``.
 
-    ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with other rows. ``chunk``: tokens whose
-    logits exist at a time.
+    ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``chunk``: tokens
+    whose logits exist at a time.
     """
 
     ranks: int = 4

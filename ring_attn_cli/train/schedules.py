@@ -115,7 +115,7 @@ def _interpolated(points: Sequence[tuple[float, float]], t: float, cosine: bool)
 
 
 def _one_cycle(a: SimpleNamespace, t: int) -> float:
-    """Optax's: cosine through two points after the first, or linear through three."""
+    """Return the rate of optax's one-cycle schedule: cosine through two points after the first, or linear through three."""
     low, n = a.peak_value / a.div_factor, a.transition_steps
     middle = [] if not hasattr(a, "pct_final") else [(int(a.pct_final * n), low)]
     points = [(0, low), (int(a.pct_start * n), a.peak_value), *middle, (n, low / a.final_div_factor)]

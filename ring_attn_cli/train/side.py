@@ -57,7 +57,7 @@ class Side(Protocol):
     def losses(self, microbatch: Any, ends: list[int]) -> Iterable[tuple[float, int]]:
         """Return the sum of the losses and the number of labels of each bucket.
 
-        Buckets are by the number of tokens of its document before a token; ``ends`` are their exclusive ends.
+        A token's bucket depends on the number of tokens before it in its document; ``ends`` are the buckets' exclusive ends.
         """
         ...
 
