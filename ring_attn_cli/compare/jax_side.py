@@ -52,7 +52,7 @@ def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
 
 
 class JaxWorker:
-    """The calls of all ranks in JAX: ``prepare`` compiles and runs one, the other methods act on the prepared call.
+    """The calls of all ranks in JAX. ``prepare`` compiles and runs a call; the other methods act on the prepared call.
 
     ``serve`` calls the method that ``Order.kind`` names.
     """

@@ -65,9 +65,9 @@ def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
 
 
 class TorchWorker:
-    """The calls of one rank: ``prepare`` builds and runs one, the other methods act on it, by the name of an order's kind.
+    """The calls of one rank. ``prepare`` builds and runs a call; the other methods act on the prepared call.
 
-    ``groups``: the group of each ring, by its number of ranks. ``cores``: those that the ranks share, by default all that this
+    ``groups``: process groups, by number of ranks. ``cores``: the CPU cores that the ranks share, by default all that this
     process may use.
     """
 

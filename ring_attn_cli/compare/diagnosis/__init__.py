@@ -42,7 +42,7 @@ FILLED = f"queries that see no key attend to all keys alike: {FILL}; out is 0 an
 def diagnose(e: Evidence, attention: bool = True) -> list[str]:
     """Return the likely causes as sentences; none if no bound is missed, else at least one.
 
-    ``attention``: True for the arrays of ``ring_attention`` itself; for those of others only some hypotheses are tested.
+    ``attention``: True for the arrays of ``ring_attention`` itself; for other variants only some hypotheses are tested.
     """
     if not e.missed:
         return []
@@ -144,7 +144,7 @@ def heads(e: Evidence) -> Iterator[str]:
 
 
 def wrong_mask(e: Evidence) -> Iterator[str]:
-    """Test whether queries see other keys than they should, padding among them."""
+    """Test whether queries see wrong keys, such as padding."""
     for words, visible_from in _masks(e):
         seen = visible_from(e.dense.rows)
         judged = seen.any(-1)  # the out of a fully masked query is arbitrary
