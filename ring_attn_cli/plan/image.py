@@ -34,7 +34,7 @@ _ACROSS = 4
 def save(plan: RingPlan, path: str | Path) -> None:
     """Write the picture of ``plan`` to ``path``, as PNG or SVG by its suffix. Equal plans give equal files.
 
-    Raise ValueError if the suffix is another one.
+    Raise ValueError if the suffix is not .png or .svg.
     """
     path = Path(path)
     form = path.suffix.lower()[1:]

@@ -60,7 +60,7 @@ class PackedPlan(NamedTuple):
         return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
 
     def documents_of(self, rank: int) -> set[int]:
-        """Return the indices of the documents of which a rank holds a token."""
+        """Return the indices of the documents that have a token on this rank."""
         starts, found = list(accumulate(self.documents, initial=0)), set()
         for run in self.runs[rank]:
             if run.stride == 1:
@@ -72,9 +72,9 @@ class PackedPlan(NamedTuple):
 
 
 def read_documents(text: str) -> tuple[int, ...]:
-    """Return the lengths of ``--documents``: numbers with commas or spaces between them, or the path of a file of them.
+    """Parse ``--documents``: lengths with commas or spaces between them, or the path of a file that holds such lengths.
 
-    Raise ValueError unless each is an int of at least 1, and there is one or more.
+    Raise ValueError unless there is at least one length and each is an int of at least 1.
     """
     path = Path(text)
     words = (path.read_text() if path.is_file() else text).replace(",", " ").split()
@@ -88,7 +88,7 @@ def read_documents(text: str) -> tuple[int, ...]:
 
 
 def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, width: int) -> RenderableType:
-    """Return the drawing of one layout, and the figures of all beside it."""
+    """Return the drawing of one layout, and a table of all layouts."""
     from rich.console import Group
     from rich.text import Text
 
@@ -141,7 +141,7 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
 
 
 def rank_table(plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents") -> Table:
-    """Return the table of ranks. ``documents``: for each the number that it holds whole, and that of which it holds a token."""
+    """Return the table of ranks. ``documents``: of each rank, the number held whole, and the number held at all."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

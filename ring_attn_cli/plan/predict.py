@@ -49,7 +49,7 @@ def tokens(text: str) -> int:
 def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tuple[str, int]:
     """Return the query and key heads, as ``32/8``, and the head dimension; those of ``model`` if it is not None.
 
-    Raise ValueError if the model is unknown, or if heads are given beside it.
+    Raise ValueError if the model is unknown, or if ``heads`` or ``head_dim`` is passed beside it.
     """
     if model is None:
         return "32/8" if heads is None else heads, 128 if head_dim is None else head_dim
@@ -84,7 +84,7 @@ def answer(question: Question) -> RenderableType:
 
 
 def machine_of(text: str) -> Machine:
-    """Return the built-in record of that name, or the record in that file. Raise ValueError if there is neither."""
+    """Return the built-in machine record named ``text``, or the record in that file. Raise ValueError if both are missing."""
     from ring_attn_core.files import read_bytes
     from ring_attn_core.plan.machine import BUILT_IN, Machine, built_in
 
@@ -100,7 +100,7 @@ def machine_of(text: str) -> Machine:
 
 
 def problem_of(question: Question, machine: Machine) -> Problem:
-    """Return the call that is predicted: one batch row in bfloat16. Raise ValueError if an option is invalid."""
+    """Return the problem to predict: one batch row in bfloat16. Raise ValueError if an option is invalid."""
     from ring_attn_core import layouts, masks
     from ring_attn_core.problem.options import Options
     from ring_attn_core.problem.problem import Problem

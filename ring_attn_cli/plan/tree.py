@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 def read_tree(text: str) -> Tree:
-    """Return the tree of ``--tree``: segments in depth-first order with commas or spaces between them, or a file of them.
+    """Parse ``--tree``: segments in depth-first order with commas or spaces between them, or the path of a file that holds them.
 
-    A segment is its length, of which the first is the prompt and the others its completions, or parent:length; x16 repeats it.
-    Raise ValueError if a segment is something else, or if they are not a tree.
+    A segment is a length or parent:length; x16 repeats it. Without a parent, the first is the prompt, a later one its completion.
+    Raise ValueError if a segment has another form, or if the segments are not a tree.
     """
     path = Path(text)
     words = (path.read_text() if path.is_file() else text).replace(",", " ").split()
@@ -59,7 +59,7 @@ def work_of(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
 
 
 def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
-    """Return the plan of a tree, its segments in place of documents. Raise ValueError if the layout is unknown."""
+    """Return the plan of a tree, with each segment as a packed document. Raise ValueError if the layout is unknown."""
     local = layouts.padded_local(layout, ranks, tree.tokens)
     held = ([run.before(tree.tokens) for run in layouts.named(layout)(rank, ranks, local)] for rank in range(ranks))
     runs = [tuple(run for run in each if run.length) for each in held]
