@@ -267,7 +267,7 @@ def _comparison(plans: list[RingPlan]) -> Table:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null as a closed stdin, stdout or stderr; otherwise the pipe of a rank would get its file descriptor."""
+    """Open /dev/null in place of a closed stdin, stdout or stderr; otherwise the pipe of a rank would get its file descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

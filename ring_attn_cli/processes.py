@@ -133,7 +133,7 @@ class Crews:
     def messages(self) -> Iterator[Message]:
         """Yield the messages of the processes until all have finished.
 
-        Raise ValueError at a message "mistake", with its words, and :class:`Failure` if a process fails or none reports for
+        Raise ValueError with the text of a message "mistake", and :class:`Failure` if a process fails or none reports for
         ``patience`` seconds.
         """
         heard = time.monotonic()

@@ -73,7 +73,7 @@ def typical(dtype: str, head_dim: int, v_dim: int | None = None) -> Problem:
 
 
 def findings(problem: Problem, framework: str = "both") -> list[Finding]:
-    """Return the devices of each framework and its backends' fitness for ``problem`` there.
+    """Return the devices of each framework and the fitness of its backends for ``problem``.
 
     Raise ValueError if the framework is unknown.
     """

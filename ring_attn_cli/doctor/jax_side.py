@@ -45,7 +45,7 @@ def work(report: Report, ranks: int, gpus: bool) -> None:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Return the shortest time of a run: others may use a CPU, and a GPU, meanwhile."""
+    """Return the shortest of ``REPEATS`` times of a run, because other processes may slow some of them down."""
     found = []
     for _ in range(REPEATS):
         began = time.perf_counter()
@@ -55,7 +55,7 @@ def seconds(run: Callable[[], Any]) -> float:
 
 
 def host(run: Callable[[], Any], gpus: bool) -> float:
-    """Return the host's time to launch a run; 0 on a CPU."""
+    """Return the seconds that the host takes to launch a run; 0 on a CPU."""
     if not gpus:
         return 0.0
     jax.block_until_ready(run())
@@ -67,7 +67,7 @@ def host(run: Callable[[], Any], gpus: bool) -> float:
 
 
 def attention(device: Any, sizes: Sizes, gpus: bool) -> dict[str, Any]:
-    """Return the times of attention on one device. A backward is the time of both passes, less a forward."""
+    """Return the times of attention on one device. The backward's time is that of both passes minus the forward's."""
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
     forward = jax.jit(run)
@@ -91,7 +91,7 @@ def attention(device: Any, sizes: Sizes, gpus: bool) -> dict[str, Any]:
 
 
 def copies(sizes: Sizes, gpus: bool) -> dict[str, Any]:
-    """Return the times of copies in memory. In a compiled program the host starts no copies."""
+    """Return the times of copies in memory. ``host_copy`` is 0, because the host launches no copies inside a compiled program."""
     copy = jax.jit(lambda x: x + jnp.uint8(1))
     zeros = {size: jnp.zeros(size // 2, jnp.uint8) for size in (sizes.copied // 4, sizes.copied)}
     return {"copy": tuple((float(size), seconds(lambda x=x: copy(x))) for size, x in zeros.items()), "host_copy": 0.0}

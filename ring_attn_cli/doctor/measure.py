@@ -48,7 +48,7 @@ def run(framework: str, ranks: int | None, network: float, console: Console) -> 
 
 
 def gpus_here() -> int:
-    """Return the number of NVIDIA GPUs, without a context on any of them."""
+    """Return the number of NVIDIA GPUs without creating a CUDA context."""
     if find_spec("torch") is not None:
         import torch
 
@@ -57,14 +57,14 @@ def gpus_here() -> int:
 
 
 def _gpus_of_jax() -> int:
-    """Return the number of device files of NVIDIA GPUs: JAX would occupy their memory to count them."""
+    """Count the NVIDIA GPUs by their device files in /dev, because JAX would occupy GPU memory to count them."""
     from pathlib import Path
 
     return len([path for path in Path("/dev").glob("nvidia*") if path.name.removeprefix("nvidia").isdecimal()])
 
 
 def ranks_of(ranks: int | None, gpus: int) -> int:
-    """Return the number of ranks to measure. Raise ValueError if this machine has fewer GPUs, or one, which has no links."""
+    """Return the number of ranks to measure. Raise ValueError if it is below 2, or if this machine has fewer GPUs."""
     count = (gpus or ON_CPUS) if ranks is None else ranks
     check_count(count, "--ranks")
     if count < 2:

@@ -16,7 +16,7 @@ FITTED, NARROW = 128, 64
 
 
 class Sizes(NamedTuple):
-    """The sizes to measure. ``tokens``: of one sequence; ``bytes``: of a transfer; ``copied``: bytes of a copy in memory."""
+    """The sizes to measure: ``tokens`` of a sequence, ``bytes`` of a transfer, and ``copied`` bytes of a copy in memory."""
 
     tokens: tuple[int, ...]
     heads: int
@@ -55,19 +55,19 @@ class Timings:
     host_copy: float
 
     def of_token(self, dim: int, backward: bool) -> tuple[float, float]:
-        """Return the time of attention for each query and head: of a query alone, and of each key that it sees."""
+        """Return the seconds of attention per query and head: a constant part, and the part per visible key."""
         points = (self.backward if backward else self.forward)[dim]
         return line([(tokens, seconds / tokens / self.heads) for tokens, seconds in points])
 
     def rate(self, dim: int, backward: bool) -> float:
-        """Return the operations a second on long shards."""
+        """Return the FLOP/s of attention on long shards, at 4 (forward) or 10 (backward) x ``dim`` operations per pair."""
         return (10 if backward else 4) * dim / self.of_token(dim, backward)[1]
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return the seconds at size 0 and of each unit of size, by least squares of the relative error.
+    """Fit a line to (size, seconds) by least squares of the relative error. Return its intercept and its slope.
 
-    The first is at least 0. If the time does not grow with the size, as on a busy machine, the largest size counts alone.
+    The intercept is at least 0. If the time does not grow with the size, as on a busy machine, use only the largest size.
     """
     weights = [1 / seconds**2 for _, seconds in points]
     mean = lambda values: sum(w * x for w, x in zip(weights, values, strict=True)) / sum(weights)

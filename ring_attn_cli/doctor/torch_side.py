@@ -39,17 +39,17 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
 
 
 class Clock:
-    """The clock of a device, whose work is awaited before and after."""
+    """A timer of a device. It waits for the device's work before and after the timed run."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Return the shortest time of a run: others may use a CPU, and a GPU, meanwhile."""
+        """Return the shortest of ``REPEATS`` times of a run, because other processes may slow some of them down."""
         return min(self._once(run) for _ in range(REPEATS))
 
     def host(self, run: Callable[[], object]) -> float:
-        """Return the host's time to launch a run; 0 on a CPU."""
+        """Return the seconds that the host takes to launch a run; 0 on a CPU."""
         if self.device.type == "cpu":
             return 0.0
         run()
@@ -87,7 +87,7 @@ def attention(clock: Clock, sizes: Sizes) -> dict[str, Any]:
 
 
 def _passes(clock: Clock, sizes: Sizes, tokens: int, dim: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return functions that run a forward and a backward of full attention, as a ring of one."""
+    """Return functions that run a forward and a backward of full attention, in a ring of one rank."""
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
@@ -122,5 +122,5 @@ def transfers(clock: Clock, sizes: Sizes, ranks: int) -> dict[str, Any]:
 
 
 def hop(x: torch.Tensor, group: Any) -> None:
-    """Send a tensor to the next rank, and wait for that of the rank before."""
+    """Send a tensor to the next rank and wait for the tensor from the previous rank."""
     send((x,), 1, group).wait()
