@@ -35,10 +35,10 @@ IN_FLIGHT = 8
 class Timings:
     """The times of one rank, in seconds.
 
-    ``forward``, ``backward``: for each size of a head, full attention of ``heads`` heads, by tokens. ``link``: bytes that each
-    rank sends to the next one, all at once. ``collective``: bytes that a rank receives in an all-gather. ``copy``: bytes that a
-    copy reads and writes. ``host_...``: time of the host to start each of them, 0 on a CPU, where it computes itself. ``memory``:
-    bytes of memory of the rank.
+    ``forward``, ``backward``: by head dim, (tokens, seconds) of full attention with ``heads`` heads. ``link``, ``collective``,
+    ``copy``: (bytes, seconds). ``link`` counts bytes that each rank sends to the next, all ranks at once; ``collective`` bytes
+    that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: seconds of the host to launch each, 0 on
+    a CPU. ``memory``: the rank's memory in bytes.
     """
 
     device: str
