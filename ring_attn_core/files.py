@@ -37,7 +37,7 @@ class Identity(NamedTuple):
 
 
 def identity(place: str | Path | int) -> Identity:
-    """Return the identity of the file at a path or of an open file descriptor."""
+    """Return device, inode, size and times of a file, given by its path or an open file descriptor."""
     now = os.stat(place)
     return Identity(now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
 

@@ -69,7 +69,7 @@ class BalancedLayout:
         return tuple(run for run in kept if run.length)
 
     def padded_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Return (base, length, start, stride) of each run of a rank, with empty runs added up to ``most_runs``.
+        """Return (base, length, start, stride) of each run of a rank, and empty runs until there are ``most_runs``.
 
         A plan needs equally many runs on every rank. ``base``: offset in the shard. ``length``: true tokens, 0 in an added run.
         """

@@ -64,7 +64,7 @@ def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | N
 def plain(
     q: Array, k: Array, v: Array, mask: Band, dout: Array, dtype: str, dlse: Array | None = None, **features: Any
 ) -> Attention:
-    """Return what ``exact`` returns, as a single device computes it in ``dtype``."""
+    """Compute the results of ``exact`` with the rounding of a single device that computes in ``dtype``."""
     working = np.float64 if dtype == "float64" else np.float32
     return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, rounding(dtype))
 

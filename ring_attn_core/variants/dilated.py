@@ -33,7 +33,7 @@ MIXINGS = ("softmax", "heads")
 
 
 class Patterns(NamedTuple):
-    """The patterns of a call, with the names of ``dilated_attention``'s arguments."""
+    """Segments, dilations and mixing of a call, named like the arguments of ``dilated_attention``."""
 
     segments: Any
     dilations: Any
@@ -286,7 +286,7 @@ class FoldedBatches:
         return tuple(sorted(shifts))
 
     def options(self, options: Options) -> Options:
-        """Return the options of the ring over the folded batches, made from the options of the call."""
+        """Return the options of the inner ring attention, whose batch holds the folded groups of tokens."""
         length = self.length // self.dilation if self.aligned and self.length % self.dilation == 0 else None
         steps = self.steps if self.needs_extents else None
         return replace(options, mask=self.band, length=length, kv_length=None, steps=steps)

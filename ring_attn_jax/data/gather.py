@@ -1,4 +1,4 @@
-"""All-gather of shards into global sequences, or of one token per row: the counterpart of ``shard_batch``."""
+"""All-gather shards into global sequences, the inverse of ``shard_batch``, or gather one token of each row."""
 
 from __future__ import annotations
 

@@ -188,7 +188,7 @@ def computes_in(model: RingTransformer) -> str:
 
 
 def check_model(model: RingTransformer, traced: bool = False) -> None:
-    """Raise ValueError unless ``model`` is a RingTransformer that can decode, or if it is traced and ``traced`` is False."""
+    """Raise ValueError if ``model`` cannot decode, or if its weights are traced and ``traced`` is False."""
     from flax import nnx
 
     if not isinstance(getattr(model, "config", None), TransformerConfig):

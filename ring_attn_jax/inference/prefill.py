@@ -138,7 +138,7 @@ def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
 
 
 def _merged(parts: State) -> State:
-    """Merge the states of all ranks, out [ranks b s h e] and so on, over disjoint keys, in rank order."""
+    """Merge the states of all ranks in rank order. Each covers different keys; ``out`` is [ranks b s h e]."""
     out, lse, rest = parts
     top = lse.max(0)
     top = jnp.where(top == -jnp.inf, 0, top)

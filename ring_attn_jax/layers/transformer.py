@@ -107,7 +107,7 @@ class RingTransformer(nnx.Module):
     @classmethod
     @takes(FromConfig)
     def from_config(cls, arguments: FromConfig) -> RingTransformer:
-        """Construct the model of ``config`` on this ring. The keywords are the constructor's arguments that a config lacks."""
+        """Construct the model of ``config`` on this ring. Other arguments: those that the config lacks."""
         return cls(**arguments.config.arguments, **vars(part(ModelRing, arguments)), rngs=arguments.rngs)
 
     def __call__(

@@ -48,7 +48,7 @@ class Backend(Protocol):
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Add these keys' gradient to ``dq`` (None: nothing yet), and their dkv to the gradients from ``arrived()``.
+        """Add the contribution of ``keys`` to ``dq`` (None: nothing yet), and dk and dv to the gradients from ``arrived()``.
 
         Return both, in q's dtype if nothing more will be added, else in the accumulation dtype.
         """

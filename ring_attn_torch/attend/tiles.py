@@ -125,7 +125,7 @@ class Part:
                     yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
-        """Return True if a query of ``queries`` may lie in a key extent of the key tile that begins at ``first``."""
+        """Return True if the key extents of the key tile that begins at ``first`` may include one of ``queries``."""
         if self.key_extents is None:
             return True
         least, greatest = self._key_reach[run, first]

@@ -2,8 +2,8 @@
 
 Each function takes the arguments and array shapes of the function that it replaces, then the arguments of the ring: ``group``,
 ``layout``, ``length`` and ``kv_length``. On a ring the arrays are this rank's shards; masks, lengths and cu_seqlens are global,
-in natural order and the same on every rank. Each argument has its effect, or raises a ValueError that names it and what to use
-instead.
+in natural order and the same on every rank. No argument is ignored: an unsupported one raises a ValueError that names it and
+what to use instead.
 """
 
 from .flash import flash_attn_func, flash_attn_varlen_func

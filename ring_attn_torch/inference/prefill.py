@@ -159,7 +159,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _merged(parts: State) -> State:
-    """Merge the states of all ranks, out [ranks b s h e] and so on, over disjoint keys, in rank order."""
+    """Merge the states of all ranks in rank order. Each covers different keys; ``out`` is [ranks b s h e]."""
     out, lse, rest = parts
     top = lse.amax(0)
     top = top.masked_fill(top == -math.inf, 0)

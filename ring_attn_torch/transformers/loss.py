@@ -1,9 +1,9 @@
 """The loss over the labels of all ranks, computed from each rank's logits or, with ``loss_chunk``, its hidden states.
 
 After each call ``with_loss`` computes the loss from this rank's logits and labels (shifted and sharded by ``shards.py``) and sums
-it over the ranks. Its gradient is this rank's part. With ``loss_chunk`` a ``ChunkedHead`` makes the model's head return the sum
-of cross-entropies in place of logits. It computes the sum from hidden states, a chunk of tokens at a time, so [tokens, vocab]
-never exists.
+it over the ranks. The backward computes the gradients of this rank's tokens. With ``loss_chunk`` a ``ChunkedHead`` makes the
+model's head return the sum of cross-entropies in place of logits. It computes the sum from hidden states, a chunk of tokens at a
+time, so [tokens, vocab] never exists.
 """
 
 from __future__ import annotations

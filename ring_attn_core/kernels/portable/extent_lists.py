@@ -168,7 +168,7 @@ def query_tiles(
     rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the query tiles of a run that a key tile visits: tiles that meet its band and whose extents meet it."""
+    """Compute and store the query tiles that a key tile visits: those inside its band with an extent that includes its keys."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)

@@ -2,8 +2,8 @@
 
 The plan (``plan/direct.py`` of the core) determines the slices. Sizes are static here, so all slices of a shift are as long as
 the longest. A step places the received slices in a shard of zeros. No query sees the zeros, so rows and backends are those of the
-ring. During a step, the slices of the next step are in transfer; in the backward, so are the gradients of the previous step, to
-the keys' owner. The owner adds gradients in the order of the shifts.
+ring. During a step, the slices of the next step are in transfer. In the backward, the gradients of the previous step are in
+transfer to the owner of the keys, which adds them in the order of the shifts.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def slices(ring: Ring, shift: int) -> list[Sent]:
 
 
 def fetched(own: Keys, ring: Ring, shift: int) -> Keys:
-    """Send slices of this rank's ``own`` keys; return the slices of rank - ``shift`` at their places in a shard."""
+    """Send slices of ``own`` to another rank; return the slices received from rank (rank - shift), placed in a shard of zeros."""
     parts = []
     for each in slices(ring, shift):
         sent = own if each.tokens == own.kv.shape[1] else cut(own, each.mine, each.tokens)

@@ -23,7 +23,7 @@ from .ring import Hop, OneWay, rows
 
 
 class TwoLevels(OneWay):
-    """The strategy "two_level"."""
+    """The strategy "two_level": keys travel around a ring inside each host, then to the next host."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step for each shift of each inner ring of the plan."""
@@ -85,9 +85,9 @@ class HostSums:
 
 
 class Stop(Hop):
-    """A ``Step`` of an inner ring; ``before``: the step before it on this inner ring.
+    """A ``Step`` of an inner ring. ``before``: the previous step on this inner ring.
 
-    Unless it is the last one, the keys go on to the next rank inside the host.
+    Each step but the last sends the keys to the next rank of the host.
     """
 
     def __init__(self, keys: Keys, before: Stop | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums) -> None:

@@ -68,7 +68,7 @@ class HeadExchange(OneWay):
 
 
 def _share_of(ring: Ring) -> tuple[HeadShares, jax.Array]:
-    """Return the shares of the heads, and this rank's index in its group."""
+    """Return the plan's numbers of heads per rank, and this rank's index among the ranks that exchange heads."""
     shares = ring.plan.shares
     assert shares is not None
     return shares, lax.axis_index(ring.axis) % shares.ranks

@@ -1,4 +1,4 @@
-"""The strategy "ring": one batched send and receive per hop moves the keys, while the current keys are computed on.
+"""The strategy "ring": one batched send and receive per hop moves the keys, while attention to the current keys runs.
 
 In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
 of k and v, which end at the rank that owns these keys. All arrays of the queries (q, out, lse, dout, dq) stay on their rank.

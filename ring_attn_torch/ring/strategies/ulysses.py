@@ -62,7 +62,7 @@ class HeadExchange(OneWay):
 
 
 def _share_of(ring: Ring) -> tuple[HeadShares, int]:
-    """Return the shares of the heads, and this rank's index in its group."""
+    """Return the plan's numbers of heads per rank, and this rank's index among the ranks that exchange heads."""
     shares = ring.plan.shares
     assert shares is not None
     return shares, rank_in(ring.group) % shares.ranks
