@@ -39,16 +39,16 @@ class LayerPart(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
 class KVCache(Requests):
-    """The k and v of each layer of some requests, sharded over the ranks of a ring; see ``docs/cache.md``.
+    """The k and v of every layer of some requests, sharded over the ranks of a ring; see ``docs/cache.md``.
 
-    Made by :meth:`make`; a pytree. Arrays of a rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
-    int32 [batch, slots], the position of the token in each slot, -1 for an empty slot; outside of ``jax.shard_map`` those of all
-    ranks side by side. The same on each rank: ``counts`` int32 [batch, ranks], the number of slots of each rank that a request
-    has used; ``lengths`` int32 [batch], its tokens; ``reached``, the largest length ever written; ``owners`` int16 [batch,
-    tokens], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and ``v_scale`` float32 [layers,
-    kv_heads], 0 until they are known.
+    Create one with :meth:`make`. The cache is a pytree. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v
+    [..., v_dim] and positions int32 [batch, slots], the position of the token in each slot, -1 if empty. Outside
+    ``jax.shard_map`` they hold the slots of all ranks, in rank order. Arrays that are equal on every rank: ``counts`` int32
+    [batch, ranks], the slots of each rank that a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the most
+    tokens ever written for it; ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens; with
+    float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known.
 
-    A step of new tokens is, inside ``jax.shard_map`` with ``cache.specs`` as its specs,
+    Run a step of new tokens inside ``jax.shard_map``, with ``cache.specs`` as the specs of the cache:
 
         step = cache.step(tokens)                       # or cache.prefill_step(...)
         for layer in range(layers):                     # q, k, v of the new tokens, at step.positions
@@ -56,9 +56,9 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    All methods but ``append`` take effect at once: a step that ends before ``advance`` has changed nothing visible. Each method
-    returns a new cache; jit with the old one donated writes in place. The operations between steps (:meth:`rollback`,
-    :meth:`fork`, ...) work inside and outside of shard_map.
+    The tokens that ``append`` writes become visible with ``advance``: a step that stops before it has no visible effect. Other
+    methods take effect at once. Each method returns a new cache; donate the old one to jit, and XLA writes in place. The
+    operations between steps (:meth:`rollback`, :meth:`fork`, ...) work inside and outside of shard_map.
     """
 
     @classmethod
@@ -77,18 +77,20 @@ class KVCache(Requests):
         axis_name: str = "seq",
         mesh: Mesh | None = None,
     ) -> KVCache:
-        """Return an empty cache for ``batch`` requests of at most ``capacity`` tokens each, over all ranks together.
+        """Create an empty cache for ``batch`` requests of at most ``capacity`` tokens each, over all ranks together.
 
-        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: None for the compute
-        dtype of the config, bfloat16 for sizes; "bfloat16", "float16", "float32", "float64", or "float8_e4m3fn", which stores
-        numbers divided by a scale per head and layer: ``k_scale``, ``v_scale`` float32 [layers, kv_heads], by default the least
-        power of two that holds the values of the first step that advances; later values beyond the range are clipped.
+        ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
+        "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
 
-        ``window``: queries see keys up to this many positions before them, and a rank keeps its newest ``capacity`` tokens of a
-        request, by default and at least ``window + room``; a request may then be of any length. ``room`` (by default ``window``):
-        the largest number of tokens in a step, and the rollback limit. ``page``: let the cache grow, in pages of this many tokens
-        per rank (:meth:`reserve`). ``mesh``: global arrays, sharded over its axis ``axis_name``; None, inside ``jax.shard_map``
-        over that axis: this rank's arrays.
+        In float8 numbers are divided by a scale per layer and kv head and clamped to the largest float8 number. ``k_scale``,
+        ``v_scale``: these scales, float32 [layers, kv_heads]; by default the least powers of two that hold the values of the
+        first step that advances.
+
+        ``window``: the number of positions before itself that a query sees. Each rank then keeps its newest ``capacity`` tokens
+        of a request, by default and at least ``window + room``, and a request may have any length. ``room`` (by default
+        ``window``): the most tokens of a step, and the limit of a rollback. ``page``: the tokens per rank of a page, by which
+        :meth:`reserve` lets the cache grow. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without a
+        mesh, call this inside ``jax.shard_map`` over that axis: it makes this rank's arrays.
 
         Raise ValueError if an argument does not fit.
         """
@@ -110,11 +112,11 @@ class KVCache(Requests):
     def step(self, tokens: int = 1, *, valid: jax.Array | None = None, rows: Rows | None = None) -> DecodeStep:
         """Return a DecodeStep: positions and slots for ``tokens`` more tokens of each request.
 
-        All ranks compute q, k and v of all these tokens; each token is cached on one rank. ``valid`` bool [requests, tokens],
-        the same on each rank: False for padding; None: no padding. ``rows``: the requests, an int or several; None: all.
+        Every rank computes q, k and v of all these tokens, and one rank caches each token. ``valid`` bool [requests, tokens], the
+        same on every rank: True for real tokens; None: all. ``rows``: the requests, an int or several; None: all.
 
-        Raise ValueError if an argument does not fit. Room is not checked here, and a token without room is lost: call
-        :meth:`check_room` before, outside of jit.
+        Raise ValueError if an argument does not fit. Without a window, tokens beyond the capacity overwrite old ones, without an
+        error: call :meth:`check_room` before, outside of jit.
         """
         of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         checks.check_tokens(self.spec, tokens)
@@ -137,12 +139,12 @@ class KVCache(Requests):
         """Return the step of one chunk per request; each rank holds a shard of ``tokens`` tokens of each chunk, in ``layout``.
 
         A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
-        at its end: an int for all, one int each, or int32 [requests], the same on each rank. None: no padding. ``rows``: the
-        requests; None: all. ``fresh``: the requests are empty, so that the cache is not read; this is
-        not checked. With a window the length of the chunk (the largest of the ints, or all that the shards hold if ``lengths`` is
-        an array) must fit into the cache's room unless it is ``fresh``.
+        at its end: an int for all, one int each, or integers [requests], the same on every rank. None: no padding. ``rows``: the
+        requests; None: all. ``fresh``: assert, unchecked, that these requests are empty, so that attention skips the cache.
+        Otherwise, with a window, the chunk must not exceed ``room``: its longest length counts, or all tokens of the shards if
+        ``lengths`` is an array.
 
-        Raise ValueError if an argument does not fit. :meth:`check_room` checks for room, before and outside of jit.
+        Raise ValueError if an argument does not fit. To check for room, call :meth:`check_room` before, outside of jit.
         """
         of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         batch, most = self.spec.batch if of is None else len(of), tokens * self.spec.ranks
@@ -167,7 +169,7 @@ class KVCache(Requests):
         return DecodeStep(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)
 
     def append(self, layer: int | jax.Array, k: jax.Array, v: jax.Array, step: DecodeStep) -> KVCache:
-        """Write k [requests, tokens, kv_heads, head_dim] and v of the new tokens into a layer; each rank writes its own.
+        """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes those that it holds.
 
         Raise ValueError if shapes or dtypes do not fit.
         """
@@ -187,7 +189,7 @@ class KVCache(Requests):
         return replace(self, **arrays)
 
     def advance(self, step: DecodeStep) -> KVCache:
-        """Make the new tokens of a step part of the cache, after each layer has been written."""
+        """Add the new tokens of a step to the cache. Call it after ``append`` to every layer; this is not checked."""
         into = step.into
         changed = {"positions": step.k_positions, "counts": step.counts, "lengths": step.lengths}
         if step.rows is not None:

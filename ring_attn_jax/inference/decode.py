@@ -43,40 +43,40 @@ def tree_attention_decode(
     backend: str = "auto",
     return_lse: bool = False,
 ) -> Any:
-    """Compute exact attention of a few queries, the same on all ranks, over a cache that is sharded over the ranks.
+    """Compute exact attention of a few queries, replicated on all ranks, over a cache sharded over the ranks; for inference.
 
         s_ij  = scale q_i . k_j                           if 0 <= k_pos_j <= q_pos_i, and q_pos_i - k_pos_j <= window
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    For inference. Each rank attends to its own slots; then one collective carries out and lse, packed in one float32 array, and
-    each rank merges them in the order of the ranks (Tree Attention, Shyam et al., arXiv:2408.04093; the merge is that of
-    :func:`merge`). So all ranks get the same bits.
+    Each rank attends to its own slots; then one all-gather carries out and lse, packed in one float32 array, and every rank
+    merges them in rank order, with the formula of :func:`merge` (Tree Attention, Shyam et al., arXiv:2408.04093). So all ranks
+    get the same bits.
 
-    Arguments (those of ``ring_attention`` mean the same here):
-        q: ``[batch, queries, heads, head_dim]``, the same on each rank; bfloat16, float16, float32 or float64.
+    Arguments (those not listed mean the same as in ``ring_attention``):
+        q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
         k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
             dtype or both in float8_e4m3fn.
-        q_positions: integers ``[batch, queries]`` below 2^31, the same on each rank; -1: a query that sees no key.
+        q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees no key.
         k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and its content,
-            NaN too, has no effect. The requests of a batch may be of different lengths.
-        axis_name: the ring: call this inside ``jax.shard_map`` over a mesh with that axis, a mesh of one device if alone.
+            even NaN, has no effect. The requests of a batch may differ in length.
+        axis_name: the mesh axis of the ring. Call this inside ``jax.shard_map`` over it, also with one device.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
-            tokens, whose keys are in the cache already, node j in the slot with k_pos ``p + j`` and ``p = q_positions[:, 0]``,
-            and ``q_positions`` are p, p + 1, ... Node i sees node j if ``tree_mask[:, i, j]``: itself and its ancestors; and it
-            sees all keys before p. So alternative tokens have slots of their own. The depth of a node, from which its window
-            and ALiBi count, is the number of nodes it sees besides itself; rotating q and k by that depth is up to the caller.
-        window: a query sees itself and this many positions before it; None: all.
-        k_scale, v_scale: float32 ``[kv_heads]``, for k and v of float8_e4m3fn: the true ones are ``k k_scale`` and ``v v_scale``.
-        backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (any device).
+            tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
+            alternative tokens have separate slots. Node i sees node j if ``tree_mask[:, i, j]``, that is itself and its
+            ancestors, and all keys before p. Its depth is the number of nodes it sees besides itself; its window and ALiBi count
+            from position p + depth. The caller rotates q and k by that position.
+        window: the number of positions before itself that a query sees; None: all.
+        k_scale, v_scale: float32 ``[kv_heads]``, for k and v in float8_e4m3fn, which stand for ``k k_scale`` and ``v v_scale``.
+        backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (all devices).
         return_lse: also return lse.
 
-    Returns ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
-    float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key: out 0, lse -inf (or its
-    sink).
+    Return ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
+    float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key has out 0 and lse -inf (or
+    its sink).
 
     Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Values are not
-    checked: with ``tree_mask``, q_positions must be as described there.
+    checked: with ``tree_mask``, pass q_positions as described there.
     """
     ranks = ranks_of("tree_attention_decode", axis_name)
     places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)
@@ -113,9 +113,9 @@ def _(*_: Any) -> Any:
 
 
 def as_int32(name: str, positions: Any) -> Any:
-    """Return positions of another integer dtype as int32, and anything that is not an integer array unchanged.
+    """Convert integer positions to int32, clamped. Return other objects unchanged.
 
-    Raise ValueError if a known position exceeds int32.
+    Raise ValueError if a position exceeds int32; traced positions are not checked.
     """
     dtype = str(getattr(positions, "dtype", ""))
     if dtype not in INTEGERS or dtype == "int32":
@@ -130,7 +130,7 @@ def as_int32(name: str, positions: Any) -> Any:
 
 
 def _problem(arrays: DecodeArrays, options: tuple[Any, Any, Any, Any]) -> Decode:
-    """Return the call as plain data; ``options``: window, scale, softcap and backend."""
+    """Return the shapes, dtypes, device and options of a call as a Decode record."""
     dtypes = dtype_names(arrays.q, arrays.k, arrays.v)
     others = described(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))
     for name in ("q_positions", "k_positions"):

@@ -85,7 +85,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
-        """Prefill a chunk: ids, lengths, and a mask of the requests that end in it. ``equal``: their common length, or None."""
+        """Prefill a chunk (ids, lengths, and a mask of the requests that end in it). ``equal``: their common length, or None."""
 
         def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
             hidden, (ids, lengths, ends) = given
@@ -163,7 +163,7 @@ class DecodeLoop:
         self.newest, self.cache = self._placed.compiled.step(*given)
 
     def read(self) -> Read:
-        """Start to copy the newest tokens to the host; the returned function waits for them."""
+        """Start the copy of the newest tokens to the host. Return a function that waits for them."""
         tokens = self.newest[0]
         tokens.copy_to_host_async()
         return lambda: np.asarray(tokens).tolist()

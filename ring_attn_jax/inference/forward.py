@@ -47,15 +47,16 @@ def decode_step(
 ) -> tuple[Float[Array, "batch tokens vocab"], KVCache]:
     """Append a few tokens to every request in the cache. Return their logits and the cache.
 
-    ``model``: a RingTransformer; one without ``mesh`` is called inside ``jax.shard_map`` over its axis, with ids that are the
-    same on each rank, as are the logits. ``cache``: made for ``model.config`` over the model's ring, in its compute dtype or
-    float8, without a window or with one that is as wide as the widest of the layers. ``valid``: True for real tokens; the logits
-    of others, anywhere in a row, are undefined, and these are not cached. All ranks compute the same logits, each with its part
-    of the cache; dropout is off. Call it inside jax.jit, with the cache donated.
+    ``model``: a RingTransformer. If it has no ``mesh``, call this inside ``jax.shard_map`` over its axis. ``ids``: the tokens,
+    the same on every rank. ``cache``: made for ``model.config`` over the model's ring, in its compute dtype or float8, without a
+    window or with one as wide as the widest of the layers. ``valid``: True for real tokens; the logits of others, anywhere in a
+    row, are undefined, and these are not cached. All ranks compute the same logits, each with its part of the cache. Dropout is
+    off. Call it inside jax.jit, with the cache donated.
 
-    The logits are those of the model at these positions for the whole sequence, up to rounding in another order of sums. Raise
-    ValueError if an argument does not fit: another cache, masks that are neither causal nor a window before the token, weights
-    that are split over devices, ids outside the vocabulary (traced ones give NaN). ``cache.check_room`` checks for room, before.
+    The logits equal those of the model on the whole sequence up to rounding, since sums have another order. Raise ValueError if
+    the cache does not fit the model, if a mask is neither causal nor a window before the token, if weights are split over
+    devices, or if an id is outside the vocabulary (a traced id gives NaN instead). To check for room, call ``cache.check_room``
+    before.
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))
@@ -71,12 +72,12 @@ def prefill_prompts(
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Append a chunk of a prompt to every request in the cache. Return the logits of its last token and the cache.
 
-    ``ids``: the chunk in natural order, global and the same on each rank, which shards it in the model's layout. It continues the
-    cached tokens of each request, so a prompt may come in several chunks. ``lengths``: number of tokens of it that belong to the
-    request, the rest is padding at the end; None: all. The logits are the same on each rank, and undefined for a request without
-    tokens in the chunk. ``fresh``: as in ``KVCache.prefill_step``.
+    ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. It continues
+    the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of its tokens that
+    belong to each request, the rest is padding at the end; None: all. The logits are the same on every rank, and undefined for a
+    request without a token. ``fresh``: as in ``KVCache.prefill_step``.
 
-    Raise ValueError as :func:`decode_step` does, and if a model with ALiBi comes without ``fresh``.
+    Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and ``fresh`` is False.
     """
     _check(model, ids, cache)
     given = ids.shape[1] if lengths is None else lengths
@@ -138,7 +139,10 @@ def decoded(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, jax.Ar
 def last_hidden(
     model: RingTransformer, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool
 ) -> tuple[jax.Array, KVCache]:
-    """Return the last block's output [batch, dim] for each request's last token, 0 without one; call inside shard_map."""
+    """Return the last block's output [batch, dim] for the last token of each request, and the cache; call inside shard_map.
+
+    The output is 0 if the request has no token in the chunk.
+    """
     ring, axis = model.ring, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(ring.layout, ranks, ids.shape[1])
@@ -159,7 +163,7 @@ def last_hidden(
 
 
 def _through(model: RingTransformer, ids: jax.Array, step: DecodeStep, attend: Attend) -> jax.Array:
-    """Return the blocks' output [b s dim] for token ids [b s] at the step's positions."""
+    """Return the output [b s dim] of the blocks for the tokens ``ids`` [b s] at the step's positions."""
     x = model.embedded(ids)
     for layer, block in enumerate(model.blocks):
         over_cache = partial(attend, block.attention, layer)

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 def generated(
     model: RingTransformer, arguments: dict[str, Any], on_token: OnToken | None = None, progress: Progress | None = None
 ) -> list[list[int]]:
-    """Return the new tokens of each prompt; ``arguments``: those of ``Generation.of`` except the model's, by name."""
+    """Return the new tokens of each prompt, for ``RingTransformer.generate``.
+
+    ``arguments``: those of ``Generation.of`` except the model's, by name.
+    """
     check_model(model)
     asked = Generation.of(model.config, computes_in(model), **arguments)
     for name, function in (("on_token", on_token), ("progress", progress)):
@@ -41,12 +44,12 @@ def generated(
 
 
 def _chunks(asked: Generation) -> list[tuple[int, list[int], int]]:
-    """Return the start of each chunk, the number of tokens of each prompt in it, and its size with padding."""
+    """Return (start, tokens of each prompt, padded size) of each chunk of the prompts."""
     return [(start, lengths, bucket(max(lengths))) for start, lengths in asked.chunks()]
 
 
 def _prefilled(placed: PlacedModel, cache: KVCache, asked: Generation, progress: Progress | None) -> tuple[jax.Array, KVCache]:
-    """Return the hidden states of the prompts' last tokens, and the cache with the prompts' keys."""
+    """Prefill the prompts into the cache. Return the hidden states of their last tokens, and the cache."""
     dtype = asked.config.compute_dtype or asked.config.param_dtype
     hidden, done = placed.put(np.zeros((len(asked.prompts), asked.config.dim), dtype)), 0
     for start, lengths, tokens in _chunks(asked):
@@ -76,7 +79,10 @@ def _answered(loop: DecodeLoop, asked: Generation, on_token: OnToken | None) -> 
 
 
 def _agree(asked: Generation) -> None:
-    """Raise ValueError in every process if the arguments differ between processes, compared by a digest."""
+    """Raise ValueError in every process if the arguments of ``generate`` differ between processes.
+
+    The processes all-gather a digest of their arguments.
+    """
     if jax.process_count() == 1:
         return
     from jax.experimental import multihost_utils

@@ -19,15 +19,15 @@ from ..axes import axes_of, check_axis_name
 def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> tuple[jax.Array, jax.Array]:
     """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into (out, lse) over all keys.
 
-    The result is that of :func:`merge` on a list of all ranks' pairs, on each rank and with the same bits: one collective carries
-    out and lse, in float32 (float64), packed in one array, and they are merged in the order of the ranks. The lse is a natural
-    logarithm; a rank that saw no key has out 0 and lse -inf, and has no effect.
+    The result is that of :func:`merge` on the list of all ranks' pairs, with the same bits on every rank. One all-gather carries
+    out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The lse is a natural
+    logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
 
     Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Return float32
     (float64 for float64), whatever dtype out has.
 
-    For inference: not differentiable. Raise ValueError if the argument is not such a pair, outside a shard_map over the axis, or
-    if the result is differentiated.
+    For inference: not differentiable. Raise ValueError if ``pair`` is not such a pair, outside a shard_map over the axis, or if
+    the result is differentiated.
     """
     check_own_pair(pair, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     ranks_of("merge_ring", axis_name)
@@ -54,7 +54,7 @@ def gather_pairs(pair: jax.Array, axis_name: str) -> jax.Array:
 
 
 def refuse_gradients(call: str) -> None:
-    """Raise the ValueError of a call that has no gradient."""
+    """Raise the ValueError that says that ``call`` has no gradient."""
     raise ValueError(
         f"{call} is for inference and has no gradient: pass jax.lax.stop_gradient(x) of what it is given. For training there are "
         "ring_attention, attend_block and merge"

@@ -42,18 +42,19 @@ def prefill(
     strategy: str = "auto",
     backend: str = "auto",
 ) -> tuple[jax.Array, KVCache]:
-    """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and write its k and v.
+    """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and append its k and v.
 
     ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
-    chunk continues the cached tokens of each request, so the chunks of a prompt one after another give the result of the whole
-    prompt, exactly except in float8, which has rounded earlier chunks. k and v stay on their rank. The ring computes attention
-    within the chunk. Cached keys do not travel: the chunk's q, short beside the cache, is all-gathered, each rank attends to its
-    own slots, and the (out, lse) go back by all-to-all to the ranks of their queries, which merge them in rank order.
+    chunk continues the cached tokens of each request, so the chunks of a prompt in turn give the result of the whole prompt,
+    exactly except with float8, in which earlier chunks have been rounded. Each rank caches its own k and v. The chunk attends to
+    itself round the ring. Cached keys do not travel: the chunk's q, short beside the cache, is all-gathered, every rank attends
+    to its part of the cache, and an all-to-all returns the (out, lse) to the ranks of their queries, which merge in rank order.
 
-    ``window``: a query sees the keys up to this many positions before it; None: the cache's. The rest as in ``ring_attention``.
+    ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
+    ``ring_attention``.
 
-    Returns out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
-    ``cache.append``. Raise ValueError at trace time if an argument does not fit. For inference: no gradients.
+    Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
+    ``cache.append``. Raise ValueError at trace time if an argument does not fit. For inference: not differentiable.
     """
     window = checks.check_window(cache.spec, window)
     if step.layout is None:
@@ -108,7 +109,10 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return this rank's k and v sorted by position, and all ranks' queries' extents in them, int32 [b, queries, 2]."""
+    """Return this rank's cached k and v sorted by position, and each query's extent in them, int32 [b, queries, 2].
+
+    The queries are those of all ranks.
+    """
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
@@ -132,7 +136,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
-    """Return the index of the first of the increasing ``positions`` [b, slots] that is at least ``lowest`` [b, queries]."""
+    """Return the first index at which the increasing ``positions`` [b, slots] reach each of ``lowest`` [b, queries]."""
     positions, lowest = vary_alike((), positions, lowest)
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 

@@ -1,4 +1,4 @@
-"""The requests of a cache: their arrays, and the operations on them between steps."""
+"""The arrays of a cache, and the operations on its requests between steps, such as rollback, reset and fork."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ class Requests:
         return replace(self, **{name: sharded.get(name, same) for name in DATA})
 
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
-        """Raise ValueError unless each request has room for ``tokens`` more, or for a chunk of that length sharded in ``layout``.
+        """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of ``tokens`` in ``layout``.
 
-        Call it outside of jit, before a step: it reads the number of slots in use, and so waits for the previous step.
+        Call it outside of jit, before a step. It copies the slot counts to the host, and so waits for the previous step.
         """
         more = [tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens
         more = checks.check_lengths(more, self.spec.batch, 2**30, "tokens to come")
@@ -67,10 +67,10 @@ class Requests:
         return self
 
     def reserve(self, tokens: int) -> Self:
-        """Grow the cache, by whole pages, until each request has room for ``tokens`` more; call outside of jit.
+        """Grow the cache by whole pages until every request has room for ``tokens`` more; call outside of jit.
 
-        The arrays change their size, so the programs of the cache are compiled anew. Raise ValueError if the cache was made
-        without ``page``.
+        The arrays change their size, so jit compiles functions of the cache again. Raise ValueError if the cache was not made
+        with ``page``.
         """
         spec = checks.grown(self.spec, self._read("reserve", self.counts), tokens)
         more = spec.slots - self.spec.slots
@@ -90,8 +90,8 @@ class Requests:
     def rollback(self, lengths: Lengths) -> Self:
         """Truncate each request to its first ``lengths`` tokens, ints or int32 [batch], the same on each rank.
 
-        A shorter request is unchanged. With a window a request goes back at most ``room`` tokens from its largest length so far:
-        raise ValueError outside of jit if one goes further; traced values are not checked.
+        A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length so
+        far. Raise ValueError if one goes further, except under jit, where the values are traced.
         """
         spec = self.spec
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
@@ -131,7 +131,10 @@ class Requests:
         return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Copy each request of ``source``, or the only one, to ``target`` by index. All are read before any is written."""
+        """Copy each request of ``source`` to the one at the same index of ``target``; a single source goes to every target.
+
+        All sources are read before a target is written.
+        """
         given = checks.check_fork(source, target, self.spec.batch)
         sources, targets = (jnp.asarray(x, jnp.int32) for x in given)
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ("positions", "counts", "lengths", "reached", "owners")}
@@ -154,5 +157,8 @@ class Requests:
 
 
 def _where(rows: jax.Array, value: int, x: jax.Array, axis: int) -> jax.Array:
-    """Return ``x`` with ``value`` for the masked requests along ``axis``; a scatter would need the sharding of its result."""
+    """Return ``x`` with ``value`` at the requests in the mask ``rows``, which are indices of dimension ``axis``.
+
+    A scatter would need the sharding of its result.
+    """
     return jnp.where(rows.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)]), jnp.asarray(value, x.dtype), x)

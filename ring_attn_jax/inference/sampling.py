@@ -1,4 +1,4 @@
-"""The next token of each request, drawn from its logits on the device by the Gumbel-max trick."""
+"""Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ def sample(
 
     ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. ``requests``: the number of each request, by
     default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths`` after the step that computed
-    the logits. Only the low 32 bits of both count. The tokens are a function of logits, seed, requests and positions, so all
-    ranks draw the same ones, in either framework and whatever else is in the batch. Temperature 0, the default, takes the most
-    probable token and needs neither requests nor positions. NaN among the logits gives some token, without an error. Logits,
-    requests and positions may be traced.
+    the logits. Only the low 32 bits of both count.
 
-    Raise ValueError if shapes or dtypes do not fit, a number is outside its range, ``top_k`` or ``top_p`` comes at temperature 0,
-    or ``positions`` is missing above it.
+    The tokens are a function of logits, seed, requests and positions, so all ranks draw the same ones, in either framework and
+    whatever else is in the batch. Temperature 0, the default, takes the most probable token and needs neither requests nor
+    positions. NaN among the logits gives some token, and no error. Logits, requests and positions may be traced.
+
+    Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
+    temperature 0, or if ``positions`` is missing above it.
     """
     for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
         if isinstance(number, Tracer):
@@ -50,7 +51,7 @@ def sample(
 
 
 def _numbers(given: Any, logits: jax.Array) -> jax.Array:
-    """Return ``given`` as an array [batch], or 0, 1, ... if it is None."""
+    """Return ``given`` as an array [batch]; None: 0, 1, ..."""
     if given is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
     if isinstance(given, list | tuple) and not any(isinstance(x, Tracer) for x in given):
@@ -59,9 +60,10 @@ def _numbers(given: Any, logits: jax.Array) -> jax.Array:
 
 
 def drawn(logits: jax.Array, choice: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
-    """Draw the tokens of ``requests`` [b] at ``positions`` [b] from logits [b vocab], int32 [b], with the parameters ``choice``.
+    """Draw the tokens, int32 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    Implements :mod:`ring_attn_core.sampling` in float32 (float64 for float64).
+    ``choice``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
+    float64).
     """
     if choice.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
@@ -82,7 +84,7 @@ def drawn(logits: jax.Array, choice: SamplingParameters, requests: jax.Array, po
 
 
 def gumbel(choice: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Return Gumbel noise for each of ``tokens`` [b n]: -log of exponential numbers from 32 random bits each."""
+    """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 random bits."""
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]
     seed = jnp.asarray(choice.low, jnp.uint32), jnp.asarray(choice.high, jnp.uint32)

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
-    """Return the scales of k and v, float32 [layers, kv_heads], 0 if none was passed.
+    """Return the scales of k and v, float32 [layers, kv_heads], 0 if not passed.
 
-    Raise ValueError if a shape does not fit, or only one of them was passed.
+    Raise ValueError if a shape or a known value does not fit, or if only one of the two is passed.
     """
     shape = spec.sizes.layers, spec.sizes.kv_heads
     if (k_scale is None) != (v_scale is None):
@@ -41,10 +41,10 @@ def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
-    """Return the scales [kv_heads] of a layer; a scale of 0 becomes the least power of two that holds the step's values.
+    """Return a layer's scales [kv_heads], each 0 replaced by the least power of two that holds the step's values on all ranks.
 
-    The maximum is over all ranks. Known scales stay unless the cache is empty (``nothing``, a bool), since a step that did not
-    advance may have set them. With a power of two the stored numbers convert to the other dtypes without a rounding.
+    Keep known scales unless the cache is empty (``nothing``, a bool array), since a step that did not advance may have set them.
+    Multiplying float8 by a power of two is exact in the other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])
@@ -56,10 +56,10 @@ def of_first(
 
 
 def quantized(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return x [b, n, kv_heads, dim] as float8, divided by ``scale`` [kv_heads]."""
+    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads] and convert it to float8."""
     return jnp.clip(x.astype(jnp.float32) / scale[None, None, :, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
 
 
 def restored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
-    """Return x [b, t, kv_heads, dim] in ``dtype``, multiplied by ``scale`` unless that is None."""
+    """Multiply x [b, t, kv_heads, dim] by ``scale`` and convert it to ``dtype``. Return x unchanged without a scale."""
     return x if scale is None else (x.astype(jnp.float32) * scale[None, None, :, None]).astype(dtype)

@@ -23,8 +23,8 @@ class DecodeStep:
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
-    slot, new tokens included. Without a ``layout`` all ranks compute the same ``tokens`` tokens; with one they are its shard of a
-    chunk of ``length`` tokens, of which request i has ``chunk[i]``.
+    slot, new tokens included. Without a ``layout`` every rank computes the same ``tokens`` tokens. With a layout they are this
+    rank's shard of a chunk of ``length`` tokens; of request i only the first ``chunk[i]`` tokens are real.
     """
 
     positions: jax.Array
@@ -73,7 +73,7 @@ class CachedRequests:
 
 
 def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
-    """Return the arrays of a step of ``tokens`` tokens that are the same on each rank; ``valid`` [b, tokens] marks real ones."""
+    """Return the arrays of a step of ``tokens`` tokens, the same on every rank; ``valid`` [b, tokens] marks the real ones."""
     spec, batch = held.spec, len(held.lengths)
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     if valid is None:
@@ -110,7 +110,10 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
 
 
 def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
-    """Return the arrays of a step of shards of ``local`` tokens in ``layout``; request i has the first ``chunk[i]`` tokens."""
+    """Return the arrays of a prefill step with shards of ``local`` tokens in ``layout``.
+
+    ``chunk`` int32 [b]: the number of first tokens of the chunk that belong to each request.
+    """
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)
     mine = of_rank[held.rank]
@@ -138,7 +141,7 @@ def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _written(held: CachedRequests, here: jax.Array, level: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
-    """Return the slots that this rank writes, and the positions of its slots after that.
+    """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
     Tokens that are not cached ``here`` get an index beyond the slots, which the scatter drops.
     """
@@ -148,7 +151,10 @@ def _written(held: CachedRequests, here: jax.Array, level: jax.Array, position: 
 
 
 def _noted(held: CachedRequests, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
-    """Return the owner ranks ``of_token`` [b, tokens] of the newest tokens, and their indices in ``KVCache.owners``."""
+    """Return the owner ranks of the newest tokens and the indices at which ``KVCache.owners``, a ring buffer, stores them.
+
+    ``chunk`` [b]: the number of new tokens of each request. ``of_token`` [b, tokens]: the owner rank of each.
+    """
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     kept = min(tokens, remembered)
     token = chunk[:, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None]

@@ -1,4 +1,4 @@
-"""Sampling of the next token of each request from its logits, on the device."""
+"""Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick."""
 
 from __future__ import annotations
 

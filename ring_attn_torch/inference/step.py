@@ -19,8 +19,8 @@ class DecodeStep:
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
-    slot, new tokens included. Without a ``layout`` every rank computes the same ``tokens`` tokens; with one they are its shard of
-    a chunk of ``length`` tokens, of which request i has ``chunk[i]``.
+    slot, new tokens included. Without a ``layout`` every rank computes the same ``tokens`` tokens. With a layout they are this
+    rank's shard of a chunk of ``length`` tokens; of request i only the first ``chunk[i]`` tokens are real.
     """
 
     positions: Tensor
