@@ -135,7 +135,10 @@ class Shards(NamedTuple):
         return jnp.take(padded, self.positions(of), 1)
 
     def within(self, extents: jax.Array | None, queries: Any, keys: Any, batch: int) -> jax.Array:
-        """Return extents [batch, tokens, 2] clipped to each row's ``keys`` tokens, and empty from its ``queries`` tokens on."""
+        """Return extents [batch, tokens, 2] limited to the true tokens of each row; a padded query gets an empty extent.
+
+        ``queries``, ``keys``: the numbers of true tokens [batch], None: all. ``extents`` None: all keys.
+        """
         if extents is None:
             extents = jnp.broadcast_to(jnp.array([0, self.lengths[1]], jnp.int32), (1, self.local[0], 2))
         first, end = extents[..., 0], extents[..., 1]
@@ -171,7 +174,7 @@ def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
 
 
 def _window(size: Any) -> Band:
-    """Return the band of ``local_window_size``."""
+    """Return the band of ``local_window_size``. Raise ValueError if it is not an int or two ints."""
     if size is None:
         return full()
     sides = (size, size) if is_integer(size) else size
@@ -182,7 +185,10 @@ def _window(size: Any) -> Band:
 
 
 def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, Any]:
-    """Convert a global mask to parts. Also return bool [rows, queries], True if they are exact there, or None: everywhere.
+    """Convert a global mask to parts. Also return a mask, bool [rows, queries], of the queries that the parts express exactly.
+
+    It is None if they express every query. ``shape``: batch, heads, length and kv_length, to which the mask must broadcast. Raise
+    ValueError if shape or dtype does not fit, or if parts cannot express a mask with known values.
 
     ``shape``: batch, heads, length and kv_length, to which the mask must broadcast.
     """
@@ -212,7 +218,7 @@ def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, A
 
 
 def _traced_parts(visible: jax.Array) -> tuple[MaskParts, jax.Array]:
-    """Return the interval hulls of ``visible`` bool [rows, queries, keys], and for each query whether they are exact."""
+    """Return the tightest intervals around ``visible`` bool [rows, queries, keys], and for each query whether they are exact."""
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]
     key = jnp.arange(visible.shape[2], dtype=jnp.int32)[None, None]

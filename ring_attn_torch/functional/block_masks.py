@@ -1,4 +1,4 @@
-"""Conversion of a ``flex_attention`` BlockMask to ring arguments, by its mask_mod evaluated once at every pair of tokens."""
+"""Conversion of a ``flex_attention`` BlockMask to ring arguments, by evaluation of its mask_mod at every pair of tokens."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _origin(x: Any) -> str:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the global names, among others, that the code of a function and of its inner functions reads."""
+    """Yield ``co_names`` of a function's code and of its inner functions: names of globals, attributes and imports."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
