@@ -24,7 +24,7 @@ def check(path: Path) -> None:
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Save the plot: lines over the swept argument, one for each other combination, or without a sweep a bar for each result."""
+    """Save the plot: a line over the swept argument for each other combination, or a bar for each result if nothing is swept."""
     from matplotlib.figure import Figure
 
     check(path)

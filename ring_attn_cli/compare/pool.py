@@ -68,7 +68,7 @@ class Pool:
         return max(self._ask(framework, order))
 
     def peak_bytes(self, framework: str, order: Order) -> int | None:
-        """Return the peak bytes of one run beyond its inputs, summed over all ranks, or None if a rank cannot measure it."""
+        """Return the bytes of the workers' ``memory``, summed over all ranks, or None if a rank cannot measure its memory."""
         peaks = self._ask(framework, order)
         return None if None in peaks else sum(peaks)
 

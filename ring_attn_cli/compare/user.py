@@ -56,7 +56,7 @@ def _hidden(found: ModuleType, module: str) -> str:
 def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
     """Return the ``offered`` arguments that the function takes besides q, k and v.
 
-    Raise ValueError if it needs an argument that is not offered, or does not take one that the case needs.
+    Raise ValueError if it needs an argument that is not offered, or does not take an argument that the case needs.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -86,7 +86,7 @@ def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case)
 
 
 def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
-    """Raise ValueError if shards of ``held`` tokens in all hold padding and the function does not take ``length``."""
+    """Raise ValueError if the shards, ``held`` tokens in all, hold padding and the function does not take ``length``."""
     if held != case.length and "length" not in arguments:
         raise ValueError(
             f"{text} takes no length, and {case.length} tokens are padded to {held} in {case.layout}: pass a --length that "
@@ -97,7 +97,7 @@ def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
 def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: Offered) -> dict[str, Any]:
     """Call the function on the shards q, k, v and return {"out": ...}, with "lse" if it returns one.
 
-    Raise ValueError if the function raises an error or returns anything else.
+    Raise ValueError if the function raises an error, if out is missing, or if a result has another type or shape.
     """
     q, k, v = (arrays[name] for name in "qkv")
     try:

@@ -51,7 +51,7 @@ def diagnose(e: Evidence, attention: bool = True) -> list[str]:
         return [said]
     found = [*of_lse(e)] if attention else []
     names = [name for name in e.truth.exact if name in e.missed and name.startswith("d")]
-    for lse_counts in (1 / math.log(2), 0.0) if found else ():  # what lse in base 2 and the loss of its gradient explain
+    for lse_counts in (1 / math.log(2), 0.0) if found else ():  # skip gradients that a wrong lse explains
         right = e.exact(lse_counts)
         names = [name for name in names if not e.explains(name, right[name])]
     if attention and {"dq", "dk"} & {*names} and (whole := wrong_backward(e)):
@@ -76,7 +76,7 @@ def sees_nothing(e: Evidence) -> Iterator[str]:
 
 
 def alone(e: Evidence) -> Iterator[str]:
-    """Test whether shards are attended to alone: never merged, or merged without regard to their lse."""
+    """Test whether queries see their own shard of keys only, or the results of shards are merged by a plain sum or mean."""
     if e.plan.ranks > 1:
         of = e.rank_of
         if e.explains_out(e.out(e.dense.seen & (of[e.dense.rows.start :, None] == of))):
@@ -190,7 +190,7 @@ OF_OUT = alone, finite_fill, forgotten_feature, wrong_scale, heads, wrong_mask
 
 
 def narrow_dtype(e: Evidence) -> Iterator[str]:
-    """Test whether something is computed in a narrower dtype than the case's."""
+    """Test whether the errors are those of plain attention in a narrower dtype than the case's."""
     names = [name for name in ("out", "dq", "dk", "dv") if name in e.missed]
     right, arrays = e.exact(), first_heads(e.case, e.given, e.cotangents)
     error = {name: e.error(name, right[name]) for name in names}
@@ -288,7 +288,7 @@ def lost_gradient(e: Evidence, name: str, attention: bool) -> Iterator[str]:
 
 
 def _reason(e: Evidence, name: str, factor: float, attention: bool) -> str:
-    """Return where else the gradient is ``factor`` times the right one, and after a colon the mistakes that give this factor."""
+    """Return a sentence's end: ", on one device too" if ``factor`` is the same there, then known mistakes with this factor."""
     ranks, known, right, beside = e.plan.ranks, [], e.truth.exact[name], {} if e.alone is None else e.alone
     same = name in beside and relative_error(e.part(name, right, beside), factor * right) < 1e-2
     where = ", on one device too" if same else ""

@@ -30,9 +30,10 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A variant of the backward: the weights of rowsum(dout * out) and dlse in delta, and the softmax of its probabilities.
+    """A variant of the backward, right by default.
 
-    ``of_shards``: each shard of keys uses its own out and lse.
+    ``delta``, ``dlse``: factors of rowsum(dout * out) and of dlse in delta. ``of_shards``: each shard of
+    keys uses its own out and lse.
     """
 
     delta: float = 1.0
@@ -64,7 +65,7 @@ class Dense:
             self.kept = drawn * rescale(case.dropout_rate)
 
     def forward(self, scale: float, seen: np.ndarray | None = None, reads: np.ndarray | None = None) -> Forward:
-        """Return the forward with this scale.
+        """Return the forward of the queries with q . k multiplied by ``scale``.
 
         ``seen`` [s t]: the mask, by default the case's. ``reads``: the key head of each query head, by default the case's.
         """

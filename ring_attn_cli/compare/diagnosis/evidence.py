@@ -57,7 +57,7 @@ class Evidence:
         return self.part(name, right, of), right
 
     def error(self, name: str, right: np.ndarray | None = None) -> float:
-        """Return the relative error of result ``name`` against ``right``, which may hold its first heads only, or the truth."""
+        """Return the relative error of result ``name`` against ``right`` (all or the first heads), by default the truth."""
         right = self.truth.exact[name] if right is None else right
         return relative_error(self.part(name, right), right)
 
@@ -116,9 +116,9 @@ class Evidence:
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
 
     def counted_parts(self, name: str) -> np.ndarray | None:
-        """Return how often the part of each rank (second axis) counts in the gradient of each rank's tokens (first axis).
+        """Return the weight of each rank's part (second axis) in the gradient of each rank's tokens (first axis).
 
-        Fit the gradient as a linear combination of the parts; NaN where a part is zero. Return None if that does not explain it.
+        Fit the weights by least squares; NaN if a part is zero. Return None if the fit does not explain the gradient.
         """
         ranks, parts = range(self.plan.ranks), self.parts()[name]
         got = self.got[name][0, :, : parts.shape[2]] if name == "dq" else self.got[name][0, :, 0]
