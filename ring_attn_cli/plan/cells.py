@@ -1,7 +1,7 @@
 """The data of both drawings of a plan: sequences cut into cells, the ranks that hold each cell, and the pairs they compute.
 
 A cell is a block of tokens. A cell of a matrix is filled if any pair in it is computed. If several ranks share a block,
-neighbouring cells show different ones.
+neighbouring cells show different ranks.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Axis:
 
 
 def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
-    """Return ``[queries][keys]``: a rank that computes pairs of each cell at ``shift``, or None."""
+    """Return a matrix [query cells][key cells]: a rank that computes pairs of the cell at ``shift``, or None."""
     band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
     sources = [[(rank, (rank - shift) % plan.ranks) for rank in queries.ranks(a)] for a in range(len(queries.cells))]
 

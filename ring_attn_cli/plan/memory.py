@@ -31,7 +31,7 @@ class Question(NamedTuple):
 
 
 def answer(question: Question) -> RenderableType:
-    """Return the answer for rich to print. Raise ValueError if the model is unknown, a size is invalid, or nothing fits."""
+    """Return a table of tokens and memory for rich. Raise ValueError if the model is unknown, a size invalid, or nothing fits."""
     from rich.console import Group
     from rich.text import Text
 

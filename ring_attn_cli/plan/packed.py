@@ -116,7 +116,9 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
 
 
 def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
-    """Return two lines, headed by ``what``: the document of each cell of positions, and the rank that holds most of it."""
+    """Return two lines: the document that fills most of each cell of positions, and the rank that holds most of the cell.
+
+    ``what``: the heading of the first line."""
     from rich.text import Text
 
     held = plan.seq_local * len(plan.runs)
@@ -141,7 +143,7 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
 
 
 def rank_table(plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents") -> Table:
-    """Return the table of ranks. ``documents``: of each rank, the number held whole, and the number held at all."""
+    """Return the table of ranks. ``documents``: for each rank, the number of documents wholly on it, and at least partly."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

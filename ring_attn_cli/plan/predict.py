@@ -62,7 +62,7 @@ def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tupl
 
 
 def answer(question: Question) -> RenderableType:
-    """Return the answer for rich to print. Raise ValueError if the machine is unknown or an option is invalid."""
+    """Return the predicted times as a table for rich. Raise ValueError if the machine is unknown or an option is invalid."""
     from rich.console import Group
     from rich.text import Text
 

@@ -67,7 +67,7 @@ def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
 
 
 def answer(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
-    """Return the drawing of one layout, and the figures of all beside it."""
+    """Return the drawing of one layout, and a table of all layouts."""
     from rich.console import Group
     from rich.text import Text
 
