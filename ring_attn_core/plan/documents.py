@@ -51,11 +51,11 @@ def document_rows(documents: Any) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class PackedDocuments:
-    """The documents of each batch row, the masks inside them, and the cost of a pair.
+    """The documents of each batch row, the masks inside them, and the cost of a visible (query, key) pair.
 
-    ``rows``: the lengths of the documents, one tuple for each batch row. ``masks``: each mask with the cost of one of its pairs;
-    for a model with several kinds of layers, the number of layers of each kind. ``pair_cost``: a function from a document's
-    length to a factor of that cost.
+    ``rows``: the lengths of the documents, one tuple for each batch row. ``masks``: each mask with the cost of a pair under it.
+    In a model whose layers have different masks, this cost is the number of layers with the mask. ``pair_cost``: a function that
+    maps a document's length to a factor, by which the cost of its pairs is multiplied.
     """
 
     rows: tuple[tuple[int, ...], ...]

@@ -145,7 +145,7 @@ class RingPlan:
 
     @property
     def q_slot(self) -> int:
-        """Return the number of tokens per query slot; in a balanced layout, whose runs have any length, those of the shard."""
+        """Return the tokens per query slot, an equal part of the shard. In a balanced layout, the whole shard is one slot."""
         return self.seq_local if isinstance(self.order, BalancedLayout) else self.seq_local // layouts.slots(self.order)
 
     @property

@@ -108,7 +108,10 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 
 
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of the hops between steps; the strategy may have joined shards."""
+    """Return the traffic of a ring: keys in the forward, keys and their gradients in the backward.
+
+    A message holds several shards if the strategy has joined them.
+    """
     plan = problem.steps
     shares = plan.shares
     kv_heads = problem.k_shape[2] if shares is None else shares.k_local

@@ -1,9 +1,9 @@
 """Dilated attention as ring attention over the tokens that each head keeps: positions, visibility and shifts.
 
 A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions p with
-``p % r == h % r``. Heads of one offset form a head group (a *class* in the code). A rank folds its shard into folded batches
-(*lanes*), one for each batch row and head group: slot i of a lane holds the token that the group keeps of the i-th r tokens. With
-lanes as batch rows, a pattern is one ring attention in contiguous layout.
+``p % r == h % r``. Heads with equal ``h % r`` form a head group (a *class* in the code). A rank folds its shard into folded
+batches (*lanes*), one for each batch row and head group. A head group keeps one token in each stretch of r tokens, and slot i of
+its lanes holds the token of stretch i. With lanes as batch rows, a pattern is one ring attention in contiguous layout.
 
     shard of 8 tokens, r = 2            p   0 1 2 3 4 5 6 7
     class 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3

@@ -188,10 +188,10 @@ class SummaryPlan:
         return here(of_part), here(of_part + width)
 
     def held(self, block: Any, holder: Any) -> tuple[Any, Any]:
-        """Return the index of a rank's partial summary of a block in the gathered array, and whether it exists.
+        """Return the index of a partial summary of ``block`` in the gathered array, and whether the summary exists.
 
-        ``holder``: the number of the rank among the ranks that hold tokens of the block. If the block has fewer ranks, the index
-        is that of its first rank.
+        ``holder`` selects the rank that made the summary: 0 is the first rank with tokens of the block. If the block has too few
+        ranks, the summary does not exist, and the index is that of the first rank's summary.
         """
         size, local = self.options.block, self.local
         first = block * size // local

@@ -81,7 +81,10 @@ class Blockwise:
 
 
 def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
-    """Return the state over no keys, in the accumulation dtype: out 0; lse the sink, or -inf without one or at padding."""
+    """Return the initial attention state, in the accumulation dtype.
+
+    ``out`` is 0. ``lse`` is the sink of each head; it is -inf without sinks, and for padding queries.
+    """
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
     out = jnp.zeros_like(q, shape=(b, s, h, keys.kv.shape[-1] - d), dtype=dtype)

@@ -185,12 +185,11 @@ def _window(size: Any) -> Band:
 
 
 def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, Any]:
-    """Convert a global mask to parts. Also return a mask, bool [rows, queries], of the queries that the parts express exactly.
+    """Convert a global mask to MaskParts. Also return bool [rows, queries], True for each query that the parts express exactly.
 
-    It is None if they express every query. ``shape``: batch, heads, length and kv_length, to which the mask must broadcast. Raise
-    ValueError if shape or dtype does not fit, or if parts cannot express a mask with known values.
-
-    ``shape``: batch, heads, length and kv_length, to which the mask must broadcast.
+    The second result is None if the mask's values are known, because then the parts express every query. ``shape``: batch, heads,
+    length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not fit, if a known mask
+    differs between heads, or if parts cannot express it.
     """
     sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
     if len(sizes) != 4 or not hasattr(mask, "ndim") or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):

@@ -1,4 +1,4 @@
-"""The machine record by which ``strategy="auto"`` chooses: that of this host, if one process runs the whole program."""
+"""The lookup of this machine's measured speeds (its record) for ``strategy="auto"``; a program of several processes uses none."""
 
 from __future__ import annotations
 

@@ -202,8 +202,8 @@ class Checkpoints:
 def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
     """Return (path in flax, variable) of each array by its name, such as ``model.blocks.0.mlp.up.kernel``.
 
-    Leave out variables without an array, such as those of parameters that another transformation of optax updates. Raise
-    ValueError if an argument is not an nnx module.
+    Leave out variables without an array, such as an optax transformation's variables for parameters that other transformations
+    update. Raise ValueError if an argument is not an nnx module.
     """
 
     def each() -> Iterator[tuple[str, tuple[tuple[Any, ...], nnx.Variable]]]:

@@ -33,8 +33,9 @@ Gradients = Tensor | tuple[Tensor, ...]
 class BackwardInputs(NamedTuple):
     """The backward inputs that all steps share: q [b s h d], dout [b s h e], lse and delta.
 
-    ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the gradient of the sinks from these
-    queries. ``bounds``: for kernels, the bounds of each query tile's extents. ``out`` [b s h e]: for the vendors' backends.
+    ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: not an input, but the sinks' gradient from
+    these queries, complete before the first step. ``bounds``: for kernels, the bounds of each query tile's extents. ``out``
+    [b s h e]: for the vendors' backends.
     """
 
     q: Tensor

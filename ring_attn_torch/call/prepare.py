@@ -92,7 +92,7 @@ class CompiledCall(NamedTuple):
         return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
-        """Return the score with this call's arrays that stay on the queries' rank."""
+        """Return the score parameters with this call's extents, sinks, ALiBi slopes and dropout seed."""
         scale, softcap, rate = self.score[:3]
         return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 

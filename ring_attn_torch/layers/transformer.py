@@ -104,7 +104,7 @@ class RingTransformer(nn.Module):
     @classmethod
     @takes(FromConfig)
     def from_config(cls, arguments: FromConfig) -> RingTransformer:
-        """Construct the model of ``config`` on this ring. Other arguments: those that the config lacks."""
+        """Construct a model from ``config``. Pass the arguments that it does not hold by name, such as those of the ring."""
         return cls(**arguments.config.arguments, **vars(part(ModelRing, arguments)))
 
     def forward(

@@ -1,4 +1,4 @@
-"""The machine record by which ``strategy="auto"`` chooses: that of rank 0, exchanged once per group."""
+"""Rank 0's measured machine speeds (its record), which ``strategy="auto"`` uses on all ranks, exchanged once per group."""
 
 from __future__ import annotations
 

@@ -133,9 +133,10 @@ class RingCache(Cache):
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove ``n`` tokens from the end of each row for ``-n``, such as those rejected in speculative decoding.
+        """Remove tokens from the end of each row, such as those rejected in speculative decoding.
 
-        A positive number is the number of tokens to keep, as in transformers 5.13 and 5.14.
+        A negative argument ``-n`` removes n tokens. A positive one is the number of tokens to keep, as in transformers 5.13 and
+        5.14.
         """
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.tokens - tokens_to_remove)
         if removed and self.kv is not None:

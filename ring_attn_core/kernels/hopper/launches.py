@@ -158,9 +158,9 @@ def queries(call: RingCall) -> int:
 
 @lru_cache(maxsize=4096)
 def backward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch of a backward step; its outputs are the sums of dq, then those of ``portable.dkv``.
+    """Return the launch of a backward step, with the output ``dq`` followed by the outputs of ``portable.dkv``.
 
-    The sums have the shape ``sums_of_dq`` and overwrite ``dq_in``.
+    This ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``.
     """
     together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
     dtype = call.dtype if last else "float32"

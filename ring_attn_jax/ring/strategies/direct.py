@@ -1,9 +1,10 @@
 """The strategy "direct": each rank sends every other rank only the keys visible to it, and gets their gradients back.
 
-The plan (``plan/direct.py`` of the core) determines the slices. Sizes are static here, so all slices of a shift are as long as
-the longest. A step places the received slices in a shard of zeros. No query sees the zeros, so rows and backends are those of the
-ring. During a step, the slices of the next step are in transfer. In the backward, the gradients of the previous step are in
-transfer to the owner of the keys, which adds them in the order of the shifts.
+The plan (``plan/direct.py`` of the core) determines the slices. Array sizes are static in JAX, so each slice is extended, with
+keys beside it, to the length of the longest that any rank sends. A step places the received slices in a shard of zeros. No query
+sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step, the slices of the next step
+are in transfer. In the backward, the gradients of the previous step are in transfer to the owner of the keys, which adds them in
+the order of the shifts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The strategy "direct": each rank sends every other rank only the keys visible to it, and gets their gradients back.
 
 The plan (``plan/direct.py`` of the core) determines the slices. A step places the received slices in a shard of zeros. No query
-sees the zeros, so rows and backends are those of the ring. During a step, the slices of the next step are in transfer; in the
-backward, so are the gradients of the previous step, to the keys' owner. The owner adds gradients in the order of the shifts.
+sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step, the slices of the next step
+are in transfer; in the backward, so are the gradients of the previous step, to the keys' owner. The owner adds gradients in the
+order of the shifts.
 """
 
 from __future__ import annotations
