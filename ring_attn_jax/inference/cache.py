@@ -115,8 +115,8 @@ class KVCache(Requests):
         Every rank computes q, k and v of all these tokens, and one rank caches each token. ``valid`` bool [requests, tokens], the
         same on every rank: True for real tokens; None: all. ``rows``: the requests, an int or several; None: all.
 
-        Raise ValueError if an argument does not fit. Without a window, tokens beyond the capacity overwrite old ones, without an
-        error: call :meth:`check_room` before, outside of jit.
+        Raise ValueError if an argument does not fit. Without a window, tokens beyond the capacity are lost without an error, and
+        cached tokens stay: call :meth:`check_room` before, outside of jit.
         """
         of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         checks.check_tokens(self.spec, tokens)

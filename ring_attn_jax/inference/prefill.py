@@ -118,7 +118,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
     slot = jnp.arange(spec.slots, dtype=jnp.int32)[None]
     if spec.window is None:
-        end = count
+        end = count.clip(max=spec.slots)
         positions = jnp.where(slot < count, positions, jnp.iinfo(jnp.int32).max)
     else:  # the next slot has the oldest token; empty slots come first
         end = jnp.full_like(count, spec.slots)

@@ -85,9 +85,10 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
         chunk = number[:, -1]
         positions = jnp.where(valid, held.lengths[:, None] + number - 1, -1)
         order = jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
+    stored = _fitting(chunk, held, (spec.slots - held.counts).clip(0).sum(-1, dtype=jnp.int32))
     levels = held.counts[..., None] + index[None]
     turns = placement.turns(held.counts, levels, jnp.asarray(placement.earlier(spec.ranks), jnp.int32)).astype(jnp.int32)
-    taken = turns < chunk[:, None, None]
+    taken = turns < stored[:, None, None]
     writes = min(tokens, spec.slots)
     turn, here, level = (x[:, held.rank, :writes] for x in (turns, taken, levels))
     ranks = jnp.broadcast_to(jnp.arange(spec.ranks, dtype=jnp.int16)[None, :, None], turns.shape).reshape(batch, -1)
@@ -103,9 +104,9 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
         "source": source,
         "chunk": chunk,
         "counts": held.counts + taken.sum(-1, dtype=jnp.int32),
-        "lengths": held.lengths + chunk,
+        "lengths": held.lengths + stored,
         **_written(held, here, level, held.lengths[:, None] + turn),
-        **_noted(held, chunk, of_token),
+        **_noted(held, stored, of_token),
     }
 
 
@@ -117,10 +118,12 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)
     mine = of_rank[held.rank]
-    more = (of_rank[None] < chunk[:, None, None]).sum(-1, dtype=jnp.int32)
+    stored = _fitting(chunk, held, spec.remembered - held.lengths)
+    more = (of_rank[None] < stored[:, None, None]).sum(-1, dtype=jnp.int32)
     own = more[:, held.rank, None]
     writes = min(local, spec.slots)
-    index = own - writes + jnp.arange(writes, dtype=jnp.int32)[None]  # the newest ones, if a window keeps no more
+    skipped = 0 if spec.window is None else own - writes  # a window may keep the newest tokens of a chunk only
+    index = skipped + jnp.arange(writes, dtype=jnp.int32)[None]
     source = jnp.maximum(index, 0)
     level = held.counts[:, held.rank, None] + index
     return {
@@ -128,9 +131,9 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
         "source": source,
         "chunk": chunk,
         "counts": held.counts + more,
-        "lengths": held.lengths + chunk,
-        **_written(held, index >= 0, level, held.lengths[:, None] + mine[source]),
-        **_noted(held, chunk, jnp.broadcast_to(owners[None], (len(chunk), len(owners)))),
+        "lengths": held.lengths + stored,
+        **_written(held, (index >= 0) & (index < own), level, held.lengths[:, None] + mine[source]),
+        **_noted(held, stored, jnp.broadcast_to(owners[None], (len(chunk), len(owners)))),
     }
 
 
@@ -140,11 +143,20 @@ def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
 
+def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Array:
+    """Return how many of the ``chunk`` new tokens of each request are cached: those within its ``room``, all with a window.
+
+    A request without room keeps its tokens, and loses and does not count the new ones.
+    """
+    return jnp.minimum(chunk, room) if held.spec.window is None else chunk
+
+
 def _written(held: CachedRequests, here: jax.Array, level: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    Tokens that are not cached ``here`` get an index beyond the slots, which the scatter drops.
+    Tokens that are not cached ``here``, or that find this rank full, get an index beyond the slots, which the scatter drops.
     """
+    here = here if held.spec.window is not None else here & (level < held.spec.slots)
     slots = jnp.where(here, level % held.spec.slots, held.spec.slots)
     row = jnp.arange(len(slots))[:, None]
     return {"slots": slots, "k_positions": held.positions.at[row, slots].set(position.astype(jnp.int32), mode="drop")}

@@ -140,7 +140,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
     k, v, positions, count = of(cache.k[layer]), of(cache.v[layer]), of(cache.positions), of(cache.counts)[:, rank, None]
     slot = torch.arange(spec.slots, device=count.device, dtype=torch.int32)
     if spec.window is None:
-        end = count
+        end = count.clip(max=spec.slots)
         positions = torch.where(slot < count, positions[:, :-1], torch.iinfo(torch.int32).max)
     else:  # the next slot has the oldest token; empty slots come first
         end = torch.full_like(count, spec.slots)

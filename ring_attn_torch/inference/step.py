@@ -83,9 +83,10 @@ def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[st
         chunk = number[:, -1]
         positions = torch.where(valid, held.lengths[:, None] + number - 1, -1)
         order = torch.argsort(~valid, dim=1, stable=True)
+    stored = _fitting(chunk, held, (spec.slots - held.counts).clip(0).sum(-1, dtype=torch.int32))
     levels = held.counts[..., None] + torch.arange(tokens, device=device, dtype=torch.int32)
     turns = placement.turns(held.counts, levels, _earlier(spec.ranks, device))
-    taken = turns < chunk[:, None, None]
+    taken = turns < stored[:, None, None]
     writes = min(tokens, spec.slots)
     turn, here = turns[:, held.rank, :writes], taken[:, held.rank, :writes]
     level = levels[:, held.rank, :writes]
@@ -101,9 +102,9 @@ def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[st
         "source": source,
         "chunk": chunk,
         "counts": held.counts + taken.sum(-1, dtype=torch.int32),
-        "lengths": held.lengths + chunk,
+        "lengths": held.lengths + stored,
         **_written(held, here, level, held.lengths[:, None] + turn),
-        **_noted(held, chunk, of_token),
+        **_noted(held, stored, of_token),
     }
 
 
@@ -115,11 +116,13 @@ def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> d
     spec, device = held.spec, held.counts.device
     of_rank, owners = shards(layout, spec.ranks, local, device)
     mine = of_rank[held.rank]
-    more = (of_rank < chunk[:, None, None]).sum(-1, dtype=torch.int32)
+    stored = _fitting(chunk, held, spec.remembered - held.lengths)
+    more = (of_rank < stored[:, None, None]).sum(-1, dtype=torch.int32)
     own = more[:, held.rank, None]
     writes = min(local, spec.slots)
-    index = own - writes + torch.arange(writes, device=device, dtype=torch.int32)  # only the last ones if a window keeps fewer
-    here = index >= 0
+    skipped = 0 if spec.window is None else own - writes  # a window may keep the newest tokens of a chunk only
+    index = skipped + torch.arange(writes, device=device, dtype=torch.int32)
+    here = (index >= 0) & (index < own)
     source = index.clamp(min=0).long()
     level = held.counts[:, held.rank, None] + index
     return {
@@ -127,17 +130,26 @@ def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> d
         "source": source,
         "chunk": chunk,
         "counts": held.counts + more,
-        "lengths": held.lengths + chunk,
+        "lengths": held.lengths + stored,
         **_written(held, here, level, held.lengths[:, None] + mine[source]),
-        **_noted(held, chunk, owners.expand(len(chunk), -1)),
+        **_noted(held, stored, owners.expand(len(chunk), -1)),
     }
+
+
+def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
+    """Return how many of the ``chunk`` new tokens of each request are cached: those within its ``room``, all with a window.
+
+    A request without room keeps its tokens, and loses and does not count the new ones.
+    """
+    return torch.minimum(chunk, room) if held.spec.window is None else chunk
 
 
 def _written(held: CachedRequests, here: Tensor, level: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    Tokens that are not cached ``here`` go into the extra last slot.
+    Tokens that are not cached ``here``, or that find this rank full, go into the extra last slot.
     """
+    here = here if held.spec.window is not None else here & (level < held.spec.slots)
     slots = torch.where(here, level % held.spec.slots, held.spec.slots).long()
     position = torch.where(here, position, -1).to(torch.int32)
     return {"slots": slots, "k_positions": held.positions.scatter(1, slots, position)}
