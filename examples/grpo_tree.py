@@ -27,7 +27,8 @@ def of_tree(rollouts):
     """Return the log-probabilities of each rollout's tokens after the first, on every rank."""
     packed = pack_rollouts(rollouts)
     shard = shard_batch(packed.ids, "zigzag", ranks, rank, labels=packed.labels, tree=packed.tree)
-    hidden = model(shard.ids, shard.positions, shard.length, key_extents=shard.key_extents, return_hidden=True)
+    tree = {"key_extents": shard.key_extents, "longest_path": shard.longest_path}
+    hidden = model(shard.ids, shard.positions, shard.length, **tree, return_hidden=True)
     log_probs = token_log_probs(hidden, shard.labels, head=model.head_weight)  # of this rank's tokens
     return unpack_rollouts(log_probs, packed, layout="zigzag"), packed.saved_tokens
 

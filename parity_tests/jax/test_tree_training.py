@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,31 +11,37 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from ring_attn_jax import loss, pack_rollouts, shard_batch, to_layout
+from ring_attn_core import causal, full, sliding_window
+from ring_attn_jax import RingAttention, loss, pack_rollouts, shard_batch, to_layout
 from ring_attn_jax.layers.transformer import RingTransformer
 
 from ..support.rollouts import VOCAB, drawn_rollouts, loss_alone
 from .ring import mesh_of
 
+LONGEST = 10
+
 
 def model_on(ranks: int, layout: str) -> RingTransformer:
-    sizes: dict[str, Any] = {"vocab": VOCAB, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1}
+    """Its first layer has a window of LONGEST tokens, the rows have more."""
+    sizes: dict[str, Any] = {"vocab": VOCAB, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "windows": [LONGEST - 1, None]}
     return RingTransformer(**sizes, layout=layout, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(("layout", "ranks"), [("zigzag", 2), pytest.param("striped", 4, marks=pytest.mark.exhaustive)])
 def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(layout, ranks):
-    drawn = drawn_rollouts(np.random.default_rng(3), 4, 10, VOCAB)
+    drawn = drawn_rollouts(np.random.default_rng(3), 4, LONGEST, VOCAB)
     packed = pack_rollouts(**drawn, length=40)
     shard = shard_batch(packed.ids, layout, ranks, labels=packed.labels, tree=(packed.parents, packed.lengths))
     weights = to_layout(packed.label_weights, layout, ranks)
 
-    @nnx.value_and_grad
-    def of_tree(model):
-        logits = model(shard.ids, shard.positions, shard.length, key_extents=shard.key_extents)
+    @partial(nnx.value_and_grad, argnums=0)
+    def of_tree(model, shard):
+        tree = {"key_extents": shard.key_extents, "longest_path": shard.longest_path}
+        logits = model(shard.ids, shard.positions, shard.length, **tree)
         return loss(logits, shard.labels, label_weights=weights, reduction="sum", axis_name=None)
 
     longest = max(map(len, drawn["rollouts"]))
+    assert longest == LONGEST < packed.ids.shape[1]
     ids = jnp.asarray([[*tokens, *[0] * (longest - len(tokens))] for tokens in drawn["rollouts"]])  # no token sees what follows
 
     @nnx.value_and_grad
@@ -42,7 +49,7 @@ def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(layout, ra
         each = iter(jax.nn.log_softmax(model(ids)))
         return loss_alone(drawn, lambda _: next(each))
 
-    mine, truth = nnx.jit(of_tree)(model_on(ranks, layout)), nnx.jit(alone)(model_on(1, "contiguous"))
+    mine, truth = nnx.jit(of_tree)(model_on(ranks, layout), shard), nnx.jit(alone)(model_on(1, "contiguous"))
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(truth), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -67,3 +74,56 @@ def test_a_label_of_a_tree_stays_within_its_segment():
 def test_a_tree_that_does_not_fit_its_batch_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         shard_batch(jnp.zeros((2, 7), int), "zigzag", 2, 0, **arguments)
+
+
+TREE = {"key_extents": jnp.asarray([[[0, 6], [1, 6], [2, 4], [3, 4], [4, 6], [5, 6]]]), "longest_path": 4}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a shorter window": ({"mask": sliding_window(2)}, TREE, "a window of 3 tokens, itself included, .* its longest path has 4"),
+    "slopes": (
+        {"alibi": True, "rotary_base": None},
+        TREE,
+        "a tree came to a layer with ALiBi slopes, which count positions of the",
+    ),
+    "later tokens": ({"mask": full()}, TREE, "a tree goes with causal layers, and this layer has mask="),
+    "a window alone": (
+        {"mask": sliding_window(9)},
+        TREE | {"longest_path": None},
+        "key_extents came to a layer with a window, .*: pass longest_path=shard.longest_path beside them",
+    ),
+    "slopes alone": ({"alibi": True}, TREE | {"longest_path": None}, "key_extents came to a layer with ALiBi slopes"),
+    "no extents": ({}, TREE | {"key_extents": None}, "longest_path came without key_extents"),
+    "no number": ({}, TREE | {"longest_path": 4.0}, "longest_path must be an int of at least 1, .* got 4.0"),
+    "no path": ({}, TREE | {"longest_path": 0}, "longest_path must be an int of at least 1, .* got 0"),
+}
+
+
+def layer_with(**made: Any) -> RingAttention:
+    return RingAttention(8, 2, layout="contiguous", mesh=mesh_of(1), rngs=nnx.Rngs(0), **made)
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_layer_that_counts_positions_of_the_row_refuses_a_tree(case):
+    made, given, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        layer_with(**made)(jnp.ones((1, 6, 8)), **given)
+
+
+def test_a_window_of_the_longest_path_hides_nothing_and_is_left_out():
+    x = jax.random.normal(jax.random.key(0), (1, 6, 8))
+    window, causally = (layer_with(mask=mask)(x, **TREE) for mask in (sliding_window(3), causal()))
+    np.testing.assert_array_equal(window, causally)
+
+
+def test_a_jitted_function_takes_a_shard_whole():
+    known = []
+
+    @jax.jit
+    def total(shard):
+        known.append((shard.length, shard.longest_path))
+        return shard.ids.sum()
+
+    for parents in ([-1, 0, 0], [-1, -1, 1]):
+        total(shard_batch(jnp.arange(6)[None], "zigzag", 1, tree=(parents, [2, 3, 1])))
+    assert known == [(6, 5), (6, 4)]
+    leaves = jax.tree_util.tree_leaves_with_path(shard_batch(jnp.arange(6)[None], "zigzag", 1))
+    assert [jax.tree_util.keystr(path) for path, _ in leaves] == [".ids", ".labels", ".positions"]

@@ -8,17 +8,23 @@ import numpy as np
 import pytest
 import torch
 
+from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.layouts import LAYOUTS
-from ring_attn_torch import loss, pack_rollouts, shard_batch, to_layout
+from ring_attn_torch import RingAttention, loss, pack_rollouts, shard_batch, to_layout
 from ring_attn_torch.layers.transformer import RingTransformer
 from ring_attn_torch.ring.groups import Group, rank_in, ranks_of
 
 from ..support.rollouts import VOCAB, drawn_rollouts, loss_alone
+from ..support.spawn import PerRank
+
+LONGEST = 14
 
 
 def model_on(group: Group, layout: str) -> RingTransformer:
+    """Its first layer has a window of LONGEST tokens, the rows have 40."""
     torch.manual_seed(0)
-    return RingTransformer(vocab=VOCAB, dim=16, depth=2, heads=2, kv_heads=1, layout=layout, group=group).double()
+    sizes: dict[str, Any] = {"vocab": VOCAB, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1}
+    return RingTransformer(**sizes, windows=[LONGEST - 1, None], layout=layout, group=group).double()
 
 
 def on_rank(group: Group, drawn: dict[str, Any], layout: str) -> list[np.ndarray]:
@@ -26,7 +32,8 @@ def on_rank(group: Group, drawn: dict[str, Any], layout: str) -> list[np.ndarray
     tree = packed.parents, packed.lengths
     shard = shard_batch(packed.ids, layout, ranks, rank, labels=packed.labels, tree=tree)
     weights = to_layout(packed.label_weights, layout, ranks).chunk(ranks, 1)[rank]
-    logits = model(shard.ids, shard.positions, shard.length, key_extents=shard.key_extents)
+    extents: dict[str, Any] = {"key_extents": shard.key_extents, "longest_path": shard.longest_path}
+    logits = model(shard.ids, shard.positions, shard.length, **extents)
     value = loss(logits, shard.labels, label_weights=weights, reduction="sum", group=group)
     return [x.detach().numpy() for x in (value / ranks, *torch.autograd.grad(value, [*model.parameters()]))]
 
@@ -34,7 +41,9 @@ def on_rank(group: Group, drawn: dict[str, Any], layout: str) -> list[np.ndarray
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(gloo, ranks, layout):
-    drawn = drawn_rollouts(np.random.default_rng(3), 6, 14, VOCAB) | {"length": 40}
+    drawn: dict[str, Any] = drawn_rollouts(np.random.default_rng(3), 6, LONGEST, VOCAB)
+    assert max(map(len, drawn["rollouts"])) == LONGEST
+    drawn["length"] = 40
     sums = [np.sum(x, 0) for x in zip(*gloo(ranks, on_rank, drawn, layout), strict=True)]
     model = model_on(None, "contiguous")
     logits = lambda ids: model(torch.tensor([ids]))[0]
@@ -63,3 +72,50 @@ def test_a_label_of_a_tree_stays_within_its_segment():
 def test_a_tree_that_does_not_fit_its_batch_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         shard_batch(torch.zeros(2, 7, dtype=torch.int64), "zigzag", 2, 0, **arguments)
+
+
+TREE = {"key_extents": torch.tensor([[[0, 6], [1, 6], [2, 4], [3, 4], [4, 6], [5, 6]]]), "longest_path": 4}
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "a shorter window": ({"mask": sliding_window(2)}, TREE, "a window of 3 tokens, itself included, .* its longest path has 4"),
+    "slopes": (
+        {"alibi": True, "rotary_base": None},
+        TREE,
+        "a tree came to a layer with ALiBi slopes, which count positions of the",
+    ),
+    "later tokens": ({"mask": full()}, TREE, "a tree goes with causal layers, and this layer has mask="),
+    "a window alone": (
+        {"mask": sliding_window(9)},
+        TREE | {"longest_path": None},
+        "key_extents came to a layer with a window, .*: pass longest_path=shard.longest_path beside them",
+    ),
+    "slopes alone": ({"alibi": True}, TREE | {"longest_path": None}, "key_extents came to a layer with ALiBi slopes"),
+    "no extents": ({}, TREE | {"key_extents": None}, "longest_path came without key_extents"),
+    "no number": ({}, TREE | {"longest_path": 4.0}, "longest_path must be an int of at least 1, .* got 4.0"),
+    "no path": ({}, TREE | {"longest_path": 0}, "longest_path must be an int of at least 1, .* got 0"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_layer_that_counts_positions_of_the_row_refuses_a_tree(case):
+    made, given, message = REFUSED[case]
+    layer = RingAttention(8, 2, layout="contiguous", **made)
+    with pytest.raises(ValueError, match=message):
+        layer(torch.ones(1, 6, 8), **given)
+
+
+def test_a_window_of_the_longest_path_hides_nothing_and_is_left_out():
+    window, causally = (RingAttention(8, 2, layout="contiguous", mask=mask) for mask in (sliding_window(3), causal()))
+    causally.load_state_dict(window.state_dict())
+    x = torch.randn(1, 6, 8)
+    torch.testing.assert_close(window(x, **TREE), causally(x, **TREE), rtol=0, atol=0)
+
+
+def test_a_path_that_is_too_long_on_one_rank_is_every_ranks_error(gloo):
+    for outcome in gloo.outcomes(2, attended_on_rank, PerRank(4, 5)):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).startswith("rank 1: a tree came to a layer with a window of 4 tokens")
+
+
+def attended_on_rank(group: Group, longest: int) -> None:
+    layer = RingAttention(8, 2, layout="contiguous", mask=sliding_window(3), group=group)
+    layer(torch.ones(1, 3, 8), key_extents=TREE["key_extents"][:, :3], longest_path=longest)

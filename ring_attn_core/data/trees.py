@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from ..runs import Band
 from ..validation import in_words, is_integer, is_traced, number_in_words
 
 
@@ -106,6 +107,39 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
 def longest_path(trees: Iterable[Tree]) -> int:
     """Return the number of tokens on the longest path from a root. A window of that size hides no ancestor."""
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
+
+
+def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool) -> str | None:
+    """Return the reason why a layer cannot attend over the key extents of a tree, or None if it can.
+
+    ``mask``: the band of the layer; on a tree the layer takes :func:`causal` instead. ``key_extents``: True if the call has them.
+    ``longest``: the number of tokens of the longest path, None if it was not passed. ``alibi``: True if the layer has slopes.
+    """
+    if longest is None:
+        counting = "ALiBi slopes" if alibi else "a window" if mask.hi is not None or (mask.lo or 0) > 0 else None
+        if not key_extents or counting is None:
+            return None
+        return (
+            f"key_extents came to a layer with {counting}, which counts positions of the row, not of a tree's path: pass "
+            "longest_path=shard.longest_path beside them, and a window that hides nothing on any path is left out. If they are "
+            "not a tree's, call ring_attention, or pass extents"
+        )
+    if not key_extents:
+        return "longest_path came without key_extents, the tree that it is about: pass both from shard_batch(..., tree=...)"
+    if not is_integer(longest) or is_traced(longest) or longest < 1:
+        return f"longest_path must be an int of at least 1, the tokens of the longest path, got {in_words(longest)}"
+    if alibi:
+        return (
+            "a tree came to a layer with ALiBi slopes, which count positions of the row, not of the path: use a rotary embedding"
+        )
+    if mask.lo != 0:
+        return f"a tree goes with causal layers, and this layer has mask={mask}: make it with mask=causal() or a window before"
+    if mask.hi is not None and mask.hi + 1 < longest:
+        return (
+            f"a tree came to a layer with a window of {mask.hi + 1} tokens, itself included, which counts positions of the row, "
+            f"and its longest path has {longest}: a window that long hides nothing on any path; pass shorter rollouts"
+        )
+    return None
 
 
 def trees_of(parents: Any, lengths: Any) -> tuple[Tree, ...]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from ring_attn_core.data.trees import batch_of_trees
+from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import check_rank
 from ring_attn_core.plan.balanced import layout_of_ids
 from ring_attn_core.plan.balanced_layout import BalancedLayout
@@ -21,7 +23,11 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The return value of ``shard_batch``. Each array is in layout order along dimension 1."""
+    """The return value of ``shard_batch``. Each array is in layout order along dimension 1.
+
+    A shard is a pytree whose leaves are its arrays, so a jitted function may take it whole: length, layout and longest_path are
+    static.
+    """
 
     ids: jax.Array
     """int [batch, tokens]: token ids, 0 in padded slots."""
@@ -39,6 +45,23 @@ class Shard(NamedTuple):
     """int32 [batch, tokens, 2]: queries that may see each key of a prefix tree; [0, 0) in padded slots. None without trees."""
     layout: BalancedLayout | None = None
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
+    longest_path: int | None = None
+    """The tokens of the longest path of the trees, for layers with a window. None without trees."""
+
+
+ARRAYS = ("ids", "labels", "positions", "extents", "key_mask", "key_extents")
+STATIC = ("length", "layout", "longest_path")
+
+
+def _flat(shard: Shard) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+    return [(GetAttrKey(name), getattr(shard, name)) for name in ARRAYS], tuple(getattr(shard, name) for name in STATIC)
+
+
+def _of_flat(static: tuple[Any, ...], arrays: Iterable[Any]) -> Shard:
+    return Shard(**dict(zip(ARRAYS, arrays, strict=True)), **dict(zip(STATIC, static, strict=True)))
+
+
+register_pytree_with_keys(Shard, _flat, _of_flat)
 
 
 def shard_batch(
@@ -89,11 +112,12 @@ def shard_batch(
         raise ValueError("restart_positions=True counts positions from the start of each document: pass documents=...")
     if layout == "balanced":
         layout = _balanced(owner, ranks, tree)
-    key_extents = of_path = None
+    key_extents = of_path = longest = None
     if tree is not None:
         if documents is not None:
             raise ValueError("documents and tree were given: pass the tree alone, with a root (parent -1) for each document")
         key_extents, of_path, owner = map(jnp.asarray, batch_of_trees(tree, *ids.shape))
+        longest = longest_path(trees_of(*tree))
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = jnp.where(key_mask, owner, -1)
@@ -114,7 +138,7 @@ def shard_batch(
         where = where - extents[..., 0]
     if of_path is not None:
         where = shard(of_path)
-    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt)
+    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt, longest)
 
 
 def _balanced(owner: jax.Array, ranks: int, tree: Any) -> BalancedLayout:

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from ring_attn_core.data.trees import tree_objection
+from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.model.constructor import takes
+from ring_attn_core.runs import Band
 
 from ..attend.dropout import draw_of
 from ..attend.tiles import accumulation_dtype
@@ -67,6 +70,7 @@ class RingAttention(Projections):
         extents: jax.Array | None = None,
         key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
+        longest_path: int | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         context: jax.Array | None = None,
@@ -80,6 +84,11 @@ class RingAttention(Projections):
         [b s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer array, the same on each rank and different at
         each step; dropout applies only if it is passed. ``dropout_offset``: as in ring_attention.
 
+        ``longest_path``: the number of tokens of the longest path if ``key_extents`` are a tree's, ``shard.longest_path``. A
+        window counts positions of the row: one of at least ``longest_path`` tokens hides nothing on any path and is left out, and
+        a shorter one is refused. So are ALiBi slopes and masks that are not causal. Windows and slopes refuse ``key_extents``
+        without ``longest_path``.
+
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
         its positions. ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: if the queries see the whole
@@ -91,19 +100,28 @@ class RingAttention(Projections):
             if given is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
+        mask = self.mask_on_tree(key_extents is not None, longest_path)
+
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             rate = 0.0 if dropout_seed is None else self.config.dropout_rate
             draw = draw_of(dropout_seed, dropout_offset) if rate else None
             kv_length = context_length
             if context is not None and context_length is None:
                 kv_length = k.shape[1] * (ring_size(self.ring.axis_name) if self.ring.mesh is None else 1)
-            options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
+            options = replace(self.options, mask=mask, length=length, kv_length=kv_length, dropout_rate=rate)
             arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), draw, key_extents)
             if (where := self.ring.sharded) is not None:
                 return sharded(q, k, v, arrays, options, where)
             return attention(q, k, v, arrays, options, self.ring.axis_name)[0]
 
         return self.attended(attend, x, positions, context, context_positions)
+
+    def mask_on_tree(self, key_extents: bool, longest_path: int | None) -> Band:
+        """Return the mask of a call, causal on a tree. Raise ValueError if it would hide a token of a path."""
+        wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi)
+        if wrong is not None:
+            raise ValueError(wrong)
+        return self.options.mask if longest_path is None else causal()
 
     @property
     def local_sinks(self) -> jax.Array | None:

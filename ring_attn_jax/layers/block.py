@@ -74,6 +74,7 @@ class Block(nnx.Module):
         extents: jax.Array | None = None,
         key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
+        longest_path: int | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         call: Caller | None = None,
@@ -83,6 +84,7 @@ class Block(nnx.Module):
         ``call``: a function from :func:`caller` that runs the block, or None. The other arguments are those of RingAttention.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        masks |= {"longest_path": longest_path}
         dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         if call is not None:
             return call(lambda block, x: block(x, positions, length, **masks, **dropout), self, x)

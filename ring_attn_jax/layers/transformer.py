@@ -119,6 +119,7 @@ class RingTransformer(nnx.Module):
         extents: jax.Array | None = None,
         key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
+        longest_path: int | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         mask: jax.Array | None = None,
@@ -128,8 +129,8 @@ class RingTransformer(nnx.Module):
 
         Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: return the input of the head [b s
         dim] instead, for :func:`loss` with ``head=model.head_weight`` or :func:`gather_token` of the last token. ``positions``,
-        ``length``, ``extents``, ``key_extents``, ``key_mask``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise
-        ValueError if ids have a wrong shape, or if ring_attention refuses an argument.
+        ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``: as in :class:`RingAttention`; ``shard_batch``
+        returns them. Raise ValueError if ids have a wrong shape, or if a layer refuses an argument.
 
         ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: layer i, counted from 0, draws as
         heads i * heads and up, independently of the other layers. ``dropout_offset``: as in ring_attention; (global index of the
@@ -140,6 +141,7 @@ class RingTransformer(nnx.Module):
         not accepted.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        masks |= {"longest_path": longest_path}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
         rows = Rows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:

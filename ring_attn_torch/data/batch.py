@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ring_attn_core.data.trees import batch_of_trees
+from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import check_rank
 from ring_attn_core.plan.balanced import layout_of_ids
 from ring_attn_core.plan.balanced_layout import BalancedLayout
@@ -39,6 +39,8 @@ class Shard(NamedTuple):
     """int32 [batch, tokens, 2]: queries that may see each key of a prefix tree; [0, 0) in padded slots. None without trees."""
     layout: BalancedLayout | None = None
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
+    longest_path: int | None = None
+    """The tokens of the longest path of the trees, for layers with a window. None without trees."""
 
 
 def shard_batch(
@@ -89,11 +91,12 @@ def shard_batch(
         raise ValueError("restart_positions=True counts positions from the start of each document: pass documents=...")
     if layout == "balanced":
         layout = _balanced(owner, ranks, tree)
-    key_extents = of_path = None
+    key_extents = of_path = longest = None
     if tree is not None:
         if documents is not None:
             raise ValueError("documents and tree were given: pass the tree alone, with a root (parent -1) for each document")
         key_extents, of_path, owner = (torch.from_numpy(x).to(ids.device) for x in batch_of_trees(tree, *ids.shape))
+        longest = longest_path(trees_of(*tree))
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = torch.where(key_mask, owner, -1)
@@ -114,7 +117,7 @@ def shard_batch(
         where = where - extents[..., 0]
     if of_path is not None:
         where = shard(of_path)
-    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt)
+    return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt, longest)
 
 
 def _balanced(owner: Tensor, ranks: int, tree: Any) -> BalancedLayout:

@@ -7,17 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
+from ring_attn_core.data.trees import tree_objection
 from ring_attn_core.kernels.backends import check_vendor
+from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.model.constructor import takes
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.runs import Band
 
 from ..attend.dropout import Dropout
 from ..attend.tiles import accumulation_dtype
 from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..ring.groups import group_name, local
+from ..ring.agreement import same_error
+from ..ring.groups import group_name, local, ring_of
 from .projections import Projections
 from .ring import LayerArguments, Ring
 
@@ -68,6 +72,7 @@ class RingAttention(Projections):
         extents: Tensor | None = None,
         key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
+        longest_path: int | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
         context: Tensor | None = None,
@@ -81,6 +86,11 @@ class RingAttention(Projections):
         s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every
         step; dropout applies if and only if it is passed; ``self.training`` is ignored. ``dropout_offset``: as in ring_attention.
 
+        ``longest_path``: the number of tokens of the longest path if ``key_extents`` are a tree's, ``shard.longest_path``. A
+        window counts positions of the row: one of at least ``longest_path`` tokens hides nothing on any path and is left out, and
+        a shorter one is refused. So are ALiBi slopes and masks that are not causal. Windows and slopes refuse ``key_extents``
+        without ``longest_path``.
+
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
         its positions. ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: if the queries see the whole
@@ -92,6 +102,8 @@ class RingAttention(Projections):
             if given is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
+        mask = self.mask_on_tree(key_extents is not None, longest_path)
+
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             offset = layer_offset(dropout_offset, 1, self.first_head) if self.first_head else dropout_offset
             dropout = None if dropout_seed is None else Dropout(dropout_seed, offset)
@@ -99,11 +111,19 @@ class RingAttention(Projections):
             kv_length = context_length
             if context is not None and context_length is None:
                 kv_length = k.shape[1] * self.ring.ranks
-            options = replace(self.options, length=length, kv_length=kv_length, dropout_rate=rate)
+            options = replace(self.options, mask=mask, length=length, kv_length=kv_length, dropout_rate=rate)
             arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), None, key_extents)
             return attention(q, k, v, arrays, dropout, options, group_name(self.ring.group))[0]
 
         return self.attended(attend, x, positions, context, context_positions)
+
+    def mask_on_tree(self, key_extents: bool, longest_path: int | None) -> Band:
+        """Return the mask of a call, causal on a tree. Raise ValueError, on every rank, if it would hide a token of a path."""
+        wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi)
+        if wrong is not None:
+            with same_error(ring_of(self.ring.group)):
+                raise ValueError(wrong)
+        return self.options.mask if longest_path is None else causal()
 
     @property
     def local_sinks(self) -> Tensor | None:

@@ -59,6 +59,7 @@ class Block(nn.Module):
         extents: Tensor | None = None,
         key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
+        longest_path: int | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
         call: Caller | None = None,
@@ -68,8 +69,10 @@ class Block(nn.Module):
         ``call``: a function from :func:`caller` that runs the block, or None. The other arguments are those of RingAttention.
         """
         if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
-            return call(self._again, x, positions, length, extents, key_extents, key_mask, dropout_seed, dropout_offset)
+            arrays = extents, key_extents, key_mask, longest_path, dropout_seed, dropout_offset
+            return call(self._again, x, positions, length, *arrays)
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        masks |= {"longest_path": longest_path}
         dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
 
@@ -80,6 +83,6 @@ class Block(nn.Module):
 
     def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
         """Call ``forward`` from positional arguments only: torch.utils.checkpoint saves no others as activations."""
-        names = "extents", "key_extents", "key_mask", "dropout_seed", "dropout_offset"
+        names = "extents", "key_extents", "key_mask", "longest_path", "dropout_seed", "dropout_offset"
         named: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return self.forward(x, positions, length, **named)

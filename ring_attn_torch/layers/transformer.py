@@ -116,6 +116,7 @@ class RingTransformer(nn.Module):
         extents: Tensor | None = None,
         key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
+        longest_path: int | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
         mask: Tensor | None = None,
@@ -124,9 +125,9 @@ class RingTransformer(nn.Module):
         """Return logits [b s vocab] in the compute dtype for token ids int [b s], this rank's shard in layout order.
 
         ``return_hidden``: return the input of the head [b s dim] instead, for :func:`loss` with ``head=model.head_weight`` or
-        :func:`gather_token` of the last token. ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``: as in
-        :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape or are outside the
-        vocabulary (on a GPU the latter is a device assertion), or if ring_attention refuses an argument.
+        :func:`gather_token` of the last token. ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``,
+        ``longest_path``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape
+        or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
 
         ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
         layer i, counted from 0, draws as heads i * heads and up, independently of the other layers. ``dropout_offset``: as in
@@ -139,6 +140,7 @@ class RingTransformer(nn.Module):
         Dropout counts the rows of all ranks consecutively.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
+        masks |= {"longest_path": longest_path}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
         rows = Rows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
