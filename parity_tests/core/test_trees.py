@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,17 @@ def test_the_drawings_on_top_of_the_files_are_true():
     assert packed.label_weights[0].tolist() == [2, 2, 1, 1, 0, 1, 0]
     assert packed.tree == (((-1, 0, 0),), ((2, 3, 2),))
     assert (packed.saved_tokens, packed.longest_path, packed.counts) == (2, 5, (4, 3))
+
+
+def test_the_other_masks_that_the_page_draws_are_their_key_extents():
+    page = (Path(__file__).parents[2] / "docs" / "trees.md").read_text()
+    lines = page.partition("## Other masks by key extents")[2].partition("```text\n")[2].partition("```")[0].splitlines()
+    drawn = np.array([line.split() for line in lines[1:7]]).reshape(6, 4, 6) == "x"
+    first, end = (np.array(line.split()[1:], int).reshape(4, 6) for line in lines[8:10])
+    query, key = np.arange(6)[:, None, None], np.arange(6)
+    causally = (np.array(lines[10].split()[1:]) == "causal()")[:, None]
+    np.testing.assert_array_equal(drawn, (query >= first) & (query < end) & ((query >= key) | ~causally))
+    assert tree_extents([-1, 0, 0], [2, 2, 2]).key_extents[0].tolist() == np.stack([first[1], end[1]], -1).tolist()
 
 
 def test_rows_of_a_batch_are_padded_with_keys_that_no_query_sees():
@@ -160,6 +172,15 @@ def test_arrays_are_trees_too_and_a_row_must_hold_its_tree():
         tree_extents([-1, 0], [2, 3], tokens=4)
 
 
+class Weight:
+    """A number that a framework differentiates by, which numpy cannot read."""
+
+    requires_grad = True
+
+    def __array__(self, *_: Any, **__: Any) -> np.ndarray:
+        raise RuntimeError
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -178,6 +199,10 @@ def test_arrays_are_trees_too_and_a_row_must_hold_its_tree():
         ({"rollouts": [[1, 2]], "weights": 1.0}, "weights must be a list with one entry for each of the 1 rollouts, got 1.0"),
         ({"rollouts": [[1, 2]], "weights": [[1.0]]}, r"weights\[0\] must be a number, or a list .*, 2 here, got float64 \[1\]"),
         ({"rollouts": [[1, 2]], "weights": [float("nan")]}, r"weights\[0\] holds a number that is not finite"),
+        (
+            {"rollouts": [[1, 2]], "weights": [Weight()]},
+            r"weights\[0\] requires a gradient, and weights are constants: pass .*detach",
+        ),
         ({"rollouts": [[1, 2]], "loss_masks": [True]}, r"loss_masks\[0\] must be a list with True .*, 2 here, got bool \[\]"),
         ({"rollouts": [[1, 2]], "loss_masks": [[0, 0.5]]}, r"loss_masks\[0\] must hold True or False"),
     ],

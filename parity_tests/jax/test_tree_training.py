@@ -76,7 +76,8 @@ def test_a_tree_that_does_not_fit_its_batch_is_refused(arguments, message):
         shard_batch(jnp.zeros((2, 7), int), "zigzag", 2, 0, **arguments)
 
 
-TREE = {"key_extents": jnp.asarray([[[0, 6], [1, 6], [2, 4], [3, 4], [4, 6], [5, 6]]]), "longest_path": 4}
+TREE: dict[str, Any] = {"key_extents": jnp.asarray([[[0, 6], [1, 6], [2, 4], [3, 4], [4, 6], [5, 6]]]), "longest_path": 4}
+TREE["positions"] = jnp.asarray([[0, 1, 2, 3, 2, 3]])
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a shorter window": ({"mask": sliding_window(2)}, TREE, "a window of 3 tokens, itself included, .* its longest path has 4"),
     "slopes": (
@@ -91,6 +92,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         "key_extents came to a layer with a window, .*: pass longest_path=shard.longest_path beside them",
     ),
     "slopes alone": ({"alibi": True}, TREE | {"longest_path": None}, "key_extents came to a layer with ALiBi slopes"),
+    "no positions": ({}, TREE | {"positions": None}, "a tree came without positions, .*: pass positions=shard.positions"),
     "no extents": ({}, TREE | {"key_extents": None}, "longest_path came without key_extents"),
     "no number": ({}, TREE | {"longest_path": 4.0}, "longest_path must be an int of at least 1, .* got 4.0"),
     "no path": ({}, TREE | {"longest_path": 0}, "longest_path must be an int of at least 1, .* got 0"),

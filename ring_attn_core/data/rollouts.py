@@ -214,6 +214,8 @@ def _values(name: str, given: Any, lists: list[np.ndarray], what: str) -> list[n
     for i, (x, tokens) in enumerate(zip(each, lists, strict=True)):
         array = _array(x)
         shapes = [tokens.shape] if name == "loss_masks" and given is not None else [tokens.shape, ()]
+        if array is None and getattr(x, "requires_grad", False):
+            raise ValueError(f"{name}[{i}] requires a gradient, and weights are constants: pass {name}[{i}].detach()")
         if array is None or array.dtype.kind not in "biuf" or array.shape not in shapes:
             raise ValueError(
                 f"{name}[{i}] must be {what}, {len(tokens)} here, got {in_words(x) if array is None else _short(array)}"

@@ -109,11 +109,12 @@ def longest_path(trees: Iterable[Tree]) -> int:
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
 
 
-def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool) -> str | None:
+def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_path: bool) -> str | None:
     """Return the reason why a layer cannot attend over the key extents of a tree, or None if it can.
 
     ``mask``: the band of the layer; on a tree the layer takes :func:`causal` instead. ``key_extents``: True if the call has them.
     ``longest``: the number of tokens of the longest path, None if it was not passed. ``alibi``: True if the layer has slopes.
+    ``of_path``: False if a rotary layer got no positions, which only the caller knows.
     """
     if longest is None:
         counting = "ALiBi slopes" if alibi else "a window" if mask.hi is not None or (mask.lo or 0) > 0 else None
@@ -132,6 +133,8 @@ def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool) -> 
         return (
             "a tree came to a layer with ALiBi slopes, which count positions of the row, not of the path: use a rotary embedding"
         )
+    if not of_path:
+        return "a tree came without positions, which count along the path from the root: pass positions=shard.positions"
     if mask.lo != 0:
         return f"a tree goes with causal layers, and this layer has mask={mask}: make it with mask=causal() or a window before"
     if mask.hi is not None and mask.hi + 1 < longest:

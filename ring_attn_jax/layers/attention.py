@@ -86,8 +86,8 @@ class RingAttention(Projections):
 
         ``longest_path``: the number of tokens of the longest path if ``key_extents`` are a tree's, ``shard.longest_path``. A
         window counts positions of the row: one of at least ``longest_path`` tokens hides nothing on any path and is left out, and
-        a shorter one is refused. So are ALiBi slopes and masks that are not causal. Windows and slopes refuse ``key_extents``
-        without ``longest_path``.
+        a shorter one is refused. So are ALiBi slopes, masks that are not causal, and a rotary layer without ``positions``.
+        Windows and slopes refuse ``key_extents`` without ``longest_path``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
@@ -100,7 +100,7 @@ class RingAttention(Projections):
             if given is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
-        mask = self.mask_on_tree(key_extents is not None, longest_path)
+        mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             rate = 0.0 if dropout_seed is None else self.config.dropout_rate
@@ -116,9 +116,9 @@ class RingAttention(Projections):
 
         return self.attended(attend, x, positions, context, context_positions)
 
-    def mask_on_tree(self, key_extents: bool, longest_path: int | None) -> Band:
-        """Return the mask of a call, causal on a tree. Raise ValueError if it would hide a token of a path."""
-        wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi)
+    def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
+        """Return the mask of a call, causal on a tree. Raise ValueError if positions of the row would count."""
+        wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:
             raise ValueError(wrong)
         return self.options.mask if longest_path is None else causal()

@@ -148,7 +148,7 @@ class RingTransformer(nnx.Module):
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask), rows.length
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
-        if positions is None:
+        if positions is None and longest_path is None:
             positions = self.ring.positions(ids.shape[1])
         x = self.embedded(ids)
         call = caller(self.activations)

@@ -151,7 +151,7 @@ class RingTransformer(nn.Module):
         ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes these only
         if ids.device.type == "cpu" and unwatched([ids]):
             check_ids(ids, self.config.vocab, self.ring)
-        if positions is None:
+        if positions is None and longest_path is None:
             positions = self.ring.positions(ids.shape[1], ids.device)
         x = self.embedded(ids)
         call = caller(self.activations)
