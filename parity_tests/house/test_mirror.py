@@ -52,6 +52,7 @@ ONLY_IN_TORCH = {
     "transformers/shards.py": "the same",
     "transformers/trainer.py": "the same",
     "transformers/trees.py": "the same",
+    "transformers/trl.py": "the same",
     "functional/block_masks.py": "masks of flex_attention, which is PyTorch's",
     "functional/flash.py": "the package flash_attn is PyTorch's",
     "functional/flex.py": "a signature of torch.nn.attention",

@@ -51,6 +51,9 @@ def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
         if not hasattr(gpu_triton, "create_array_parameter"):
             pytest.skip("needs jaxlib's plugin: pip install --no-deps jax-cuda12-plugin")
         pytest.importorskip("triton")
+    for package in ("trl", "datasets", "diffusers", "torchtitan"):
+        if re.search(rf"^(from|import) {package}\b", PROGRAMS[name], re.M):
+            pytest.importorskip(package)
     assert run_program(name, tmp_path, processes=2).strip(), "it prints nothing"
 
 

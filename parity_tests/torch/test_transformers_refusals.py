@@ -32,7 +32,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "a cache on one rank": ({"use_cache": True}, "pass cached tokens of different shape or value"),
     "an old cache": ({CACHE: "anything"}, f"{CACHE} is a str, of another kind, and a ring keeps a RingCache"),
     "weights": ({"output_attentions": True}, "output_attentions inside sequence_parallel: the weights of attention"),
-    "trl's head": ({"fused_lm_head": True}, "let Trainer.compute_loss compute it, not SFTTrainer's"),
+    "trl's head": ({"fused_lm_head": True}, "has no head of trl: call trl's add_fused_lm_head"),
     "routers": ({"output_router_logits": True}, "the routers' loss"),
     "last logits": ({"logits_to_keep": 1}, "logits_to_keep inside sequence_parallel: the last tokens are on one rank"),
     "generate without a cache": (

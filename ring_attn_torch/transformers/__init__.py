@@ -20,6 +20,7 @@ The files, in the order of a call:
     cache.py        the cache of generate, and a call that continues it
     models.py       the models that are refused, and why
     trainer.py      RingTrainer and RingTraining
+    trl.py          trl's Trainers, and its head of log-probabilities
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from .cache import RingCache, cache_name, cache_of, with_cache_renamed
 from .masks import NAME, ModelRing
 from .models import own_positions, text_config
 from .trees import check_tree
+from .trl import check_call
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
 """transformers' losses that are sums over tokens: those that predict the next token, and those that label the token itself."""
@@ -32,7 +33,6 @@ REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
     "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
     "logits_to_keep": "the last tokens are on one rank. Leave it out, or pass use_cache=True, for text",
-    "fused_lm_head": "trl's own head would make the loss of a shard: let Trainer.compute_loss compute it, not SFTTrainer's",
     "is_causal": "the config says who sees whom: leave it out",
 }
 LABELS = ("labels", "shift_labels", "label_weights")
@@ -122,6 +122,7 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
             f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
             f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
         )
+    check_call(model, given)
     if "logits_to_keep" in given and given.get("use_cache") is False:
         raise ValueError(
             f"{name} got use_cache=False and logits_to_keep inside sequence_parallel, as generate(use_cache=False) passes them, "

@@ -27,6 +27,9 @@ from ..training.loss import loss as loss_of
 from .models import row_head_remedy
 from .shards import GlobalBatch
 
+PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
+"""The fields of trl's output that have one number per token."""
+
 
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
     """Add the loss over all ranks' labels to the ``output`` of a call. With ``gather_logits`` make its logits global.
@@ -72,6 +75,25 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
     if factor > 1 and total.requires_grad:
         total.register_hook(lambda gradient: gradient * factor)
     return total
+
+
+def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
+    """Return the output of trl's head with global fields per token, in natural order, and the loss over all ranks' labels.
+
+    The fields have ``length - 1`` tokens if the call passed labels, ``length`` if it passed shift_labels, as on one device.
+    ``factor``: the factor of the loss's gradient. That of the fields, summed over the ranks, is as many times one device's as
+    there are ranks, like that of global logits.
+    """
+    assert batch.labels is not None
+    ring, end = batch.ring, batch.length - 1 if batch.shifted else batch.length
+    wide = lambda x: gather(x, group=ring.group, layout=ring.layout, length=batch.length)[:, :end]
+    fields = {name: x if x is None or name not in PER_TOKEN else wide(x) for name, x in vars(output).items()}
+    labels = labels_of(batch.labels, batch.ignore_index, 1, None, output.log_probs.dtype)
+    total = over_ranks(-output.log_probs.sum(), labels, ring.group, "mean" if batch.divisor is None else "sum")
+    loss = total if batch.divisor is None else total / batch.divisor
+    if factor > 1 and loss.requires_grad:
+        loss.register_hook(lambda gradient: gradient * factor)
+    return type(output)(**{**fields, "loss": loss})
 
 
 class ChunkedHead:

@@ -31,7 +31,7 @@ from ..ring.agreement import same_error, tell
 from ..ring.groups import group_name, group_of, is_dtensor
 from .attention import Checkpointing, ring_configs
 from .cache import CachedCall
-from .loss import ChunkedHead, with_loss
+from .loss import ChunkedHead, with_log_probs, with_loss
 from .masks import NAME, AccelerateHooks, ModelRing, during, running
 from .models import (
     MixingLayers,
@@ -186,7 +186,7 @@ class ModelHooks:
         self.accelerate.remove()
         call.scope.enter_context(during(call))
         call.begin(self.model)
-        if self.head is not None and not self.gather_logits and isinstance(call, GlobalBatch) and call.labels is not None:
+        if self.head and isinstance(call, GlobalBatch) and call.labels is not None and not (call.fused or self.gather_logits):
             call.scope.enter_context(self.head.summing(call, call.labels))
         return (), call.kwargs
 
@@ -203,7 +203,8 @@ class ModelHooks:
         if isinstance(call, CachedCall):
             return call.end()
         assert isinstance(call, GlobalBatch)
-        return with_loss(self.model, output, call, self.gather_logits, self.factor)
+        fused = with_log_probs(output, call, self.factor) if call.fused else None
+        return fused or with_loss(self.model, output, call, self.gather_logits, self.factor)
 
 
 def hooks_of(model: nn.Module) -> ModelHooks:

@@ -90,11 +90,14 @@ def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArgum
     if {"labels", "shift_labels"} & given.keys():
         whole.ignore_index, whole.divisor = given.get("ignore_index", -100), given.get("num_items_in_batch")
         labels = given["shift_labels" if "shift_labels" in given else "labels"].to(tokens.device)
-        if model.loss_function in SHIFTED and "shift_labels" not in given:
+        whole.shifted = model.loss_function in SHIFTED and "shift_labels" not in given
+        if whole.shifted:
             labels = F.pad(labels[:, 1:], (0, 1), value=whole.ignore_index)
         whole.labels = whole.filled(labels, whole.ignore_index)
         weights = move("label_weights")
         whole.label_weights = None if weights is None else whole.filled(weights, 0)
+        if given.get("fused_lm_head"):
+            whole.fused, whole.kwargs["shift_labels"] = True, whole.labels
     return whole
 
 
@@ -138,6 +141,10 @@ class GlobalBatch(RunningCall):
     """int64 [batch, local], the token that each token predicts, or ``ignore_index``; None: the call computes no loss."""
     label_weights: Tensor | None = None
     """The factor of each label's loss [batch, local]; None: 1."""
+    shifted: bool = False
+    """True if the labels were shifted here."""
+    fused: bool = False
+    """True if trl's head returns log-probabilities in place of logits."""
     ignore_index: int = -100
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""

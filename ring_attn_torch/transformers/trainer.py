@@ -23,6 +23,7 @@ from ring_attn_core.releases import warn_if_untried
 from .masks import ModelRing
 from .models import hugging_face_model, uses_all_weights
 from .parallel import check_entry, hooks_of, on_shards, ring_of_model
+from .trl import check_kind, is_sft, of_trl
 
 OLDEST = Version("5.20")
 """The first release of transformers whose Trainer counts the labels of a row once, however many ranks shard it."""
@@ -66,7 +67,9 @@ class RingTraining(Base):
         self._in_loss = False
         super().__init__(*args, **kwargs)
         check_trainer(self)
-        check_entry(self.model, self.ring, self.args.device.type)
+        self._tp_size = self.ring.ranks  # by which trl divides the tokens that it counted on every rank
+        for model in self._models():
+            check_entry(model, self.ring, self.args.device.type)
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, set to give all ranks of a ring the same rows."""
@@ -90,6 +93,11 @@ class RingTraining(Base):
             mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
             accelerator._prepare_device_mesh = lambda: mesh  # by which it distributes rows
 
+    def _models(self) -> list[nn.Module]:
+        """Return the model, and the reference model that trl's DPOTrainer compares it with."""
+        reference = getattr(self, "ref_model", None)
+        return [self.model] if reference is None else [self.model, reference]
+
     @contextmanager
     def _on_the_ring(self) -> Iterator[None]:
         """Enter ``sequence_parallel`` for the model. A nested entry, such as an evaluation during training, does nothing."""
@@ -99,7 +107,8 @@ class RingTraining(Base):
         _, _, loss_chunk = self._asked
         with ExitStack() as self._scope:
             try:
-                self._scope.enter_context(on_shards(self.model, self.ring, loss_chunk=loss_chunk, averaged=True))
+                for model in self._models():
+                    self._scope.enter_context(on_shards(model, self.ring, loss_chunk=loss_chunk, averaged=True))
                 yield
             finally:
                 self._scope = None
@@ -139,10 +148,10 @@ class RingTraining(Base):
         return self._next("compute_loss")(*args, **kwargs)
 
     def _next(self, name: str) -> Callable[..., Any]:
-        """Return the method of the next class in the MRO that defines it, or transformers' own in place of trl's."""
+        """Return the method of the next class in the MRO that defines it, or transformers' own in place of SFTTrainer's."""
         order = type(self).__mro__
         owner = next(kind for kind in order[order.index(RingTraining) + 1 :] if name in vars(kind))
-        return getattr(Trainer if of_trl(owner) else owner, name).__get__(self)
+        return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
         """Return the tensor parallel size, times the ring's ranks while the Trainer scales the loss by data parallel ranks."""
@@ -231,28 +240,17 @@ def check_arguments(args: TrainingArguments) -> None:
             "rows of several rings are gathered as tensors, each once: leave it False",
         ),
         "loss_type": (
-            getattr(args, "loss_type", "nll") not in ("nll", None),
-            'trl\'s other losses are made of what its own head returns: leave it "nll"',
+            isinstance(losses := getattr(args, "loss_type", None), str) and losses != "nll",  # DPOTrainer's are a list
+            'SFTTrainer\'s other losses are made of what its own head returns: leave it "nll"',
+        ),
+        "precompute_ref_log_probs": (
+            bool(getattr(args, "precompute_ref_log_probs", False)),
+            "the reference model would run before the ring is on: leave it False",
         ),
     }
     for name, (asked, why) in refused.items():
         if asked:
             raise ValueError(f"a Trainer on a ring cannot honour {name}={getattr(args, name, True)}: {why}")
-
-
-def check_kind(trainer: Any) -> None:
-    """Raise ValueError if a trl Trainer computes its loss from logits, as those for preferences and rewards do."""
-    for kind in type(trainer).__mro__:
-        if of_trl(kind) and kind.__name__ != "SFTTrainer" and {"compute_loss", "_compute_loss"} & vars(kind).keys():
-            raise ValueError(
-                f"a Trainer on a ring trains with the loss that the model computes from labels, and trl's {kind.__name__} makes "
-                "its own of the log-probabilities of whole rows, of which a rank has a shard: of trl's Trainers SFTTrainer runs"
-            )
-
-
-def of_trl(kind: type) -> bool:
-    """Return True if a class is defined in trl."""
-    return kind.__module__.partition(".")[0] == "trl"
 
 
 def check_trainer(trainer: Any) -> None:

@@ -1,0 +1,47 @@
+"""trl's Trainers on a ring: those that run, and trl's own head, which returns log-probabilities in place of logits.
+
+trl's ``add_fused_lm_head`` replaces a model's forward. Called with ``fused_lm_head=True`` it returns the log-probability of each
+label. On a ring it gets this rank's hidden states and labels, and ``with_log_probs`` of ``loss.py`` gathers its results.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+TRAINERS = ("SFTTrainer", "DPOTrainer")
+"""trl's Trainers that run on a ring."""
+
+
+def of_trl(kind: type) -> bool:
+    """Return True if a class is defined in trl."""
+    return kind.__module__.partition(".")[0] == "trl"
+
+
+def is_sft(kind: type) -> bool:
+    """Return True if a class is trl's SFTTrainer, whose loss is that of the model."""
+    return of_trl(kind) and kind.__name__ == "SFTTrainer"
+
+
+def check_kind(trainer: Any) -> None:
+    """Raise ValueError if a trl Trainer has a loss that was not tried on a ring, such as those of rollouts and rewards."""
+    for kind in type(trainer).__mro__:
+        if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
+            raise ValueError(
+                f"a Trainer on a ring cannot compute the loss of trl's {kind.__name__}: it runs {' and '.join(TRAINERS)}. For "
+                "another loss call the model inside sequence_parallel in a loop of your own, as examples/grpo_tree.py does"
+            )
+
+
+def check_call(model: nn.Module, given: dict[str, Any]) -> None:
+    """Raise ValueError if a call asks for trl's head and the model has none, or if the head has no labels to score."""
+    if not given.get("fused_lm_head"):
+        return
+    who = f"{type(model).__name__} got fused_lm_head=True"
+    if "fused_lm_head" not in getattr(getattr(model.forward, "__code__", None), "co_varnames", ()):
+        raise ValueError(f"{who}, and has no head of trl: call trl's add_fused_lm_head(model) before, or leave it out")
+    if not {"labels", "shift_labels"} & given.keys():
+        raise ValueError(f"{who} without labels, whose log-probabilities it returns: pass them")
+    for name in {"label_weights", "ignore_index"} & given.keys():
+        raise ValueError(f"{who} and {name}, which trl's head does not take: leave it out")
