@@ -21,6 +21,7 @@ PUBLIC = {
     "summary_attention",
     "sharded_summary_attention",
     "shard_batch",
+    "ring_backend",
     "RingAttention.__call__",
     "RingAttention.forward",
     "RingTransformer.__call__",

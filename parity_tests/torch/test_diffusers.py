@@ -1,0 +1,146 @@
+"""diffusers' models on rings of its context parallelism: outputs and gradients of one device, with masks and unequal shards."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+
+pytest.importorskip("diffusers")
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import ring_attn_torch.diffusers as backend
+
+diffusers: Any = importlib.import_module("diffusers")
+
+pytestmark = pytest.mark.slow
+
+
+def flux(tokens: int) -> tuple[Any, dict[str, Any]]:
+    """A small Flux, and its arguments: text and image tokens attend to one another."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 16, "num_attention_heads": 4}
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1, in_channels=4, joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=[4, 4, 8], **sizes
+    )
+    given = {
+        "hidden_states": torch.randn(2, tokens, 4),
+        "encoder_hidden_states": torch.randn(2, tokens // 2, 32),
+        "pooled_projections": torch.randn(2, 32),
+        "timestep": torch.tensor([1.0, 0.3]),
+        "img_ids": torch.randn(tokens, 3),
+        "txt_ids": torch.zeros(tokens // 2, 3),
+    }
+    return model, given
+
+
+def qwen(tokens: int) -> tuple[Any, dict[str, Any]]:
+    """A small Qwen-Image, whose text has padding."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "axes_dims_rope": (4, 6, 6)}
+    model = diffusers.QwenImageTransformer2DModel(
+        patch_size=2, in_channels=16, out_channels=4, joint_attention_dim=16, guidance_embeds=False, **sizes
+    )
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    mask[1, 5:] = False
+    given = {
+        "hidden_states": torch.randn(2, 16, 16),
+        "encoder_hidden_states": torch.randn(2, 8, 16),
+        "encoder_hidden_states_mask": mask,
+        "timestep": torch.tensor([1.0, 0.3]),
+        "img_shapes": [[(1, 4, 4)], [(1, 4, 4)]],
+    }
+    return model, given
+
+
+def ran(group: Any, make: Any, tokens: int, degrees: dict[str, Any]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """The output, and the sum over ranks of the gradients of a loss of it."""
+    torch.set_grad_enabled(True)
+    model, given = make(tokens)
+    if group is not None:
+        model.set_attention_backend("ring")
+        with patch("torch.accelerator.device_count", lambda: 1):  # by which diffusers divides, 0 on a CPU
+            model.enable_parallelism(config=diffusers.ContextParallelConfig(**degrees))
+    out = model(**given, return_dict=False)[0]
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    gradients = {}
+    for name, p in model.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        if group is not None:
+            dist.all_reduce(grad, group=group)
+        gradients[name] = grad.numpy().copy()
+    return out.detach().numpy(), gradients
+
+
+@pytest.mark.parametrize(
+    ("make", "tokens", "degrees"),
+    [
+        (flux, 24, {"ring_degree": 4}),
+        (flux, 24, {"ring_degree": 2, "ulysses_degree": 2}),
+        (qwen, 16, {"ring_degree": 4}),
+        (qwen, 16, {"ulysses_degree": 4}),
+    ],
+    ids=["flux", "flux, ulysses in a ring", "qwen, padded text", "qwen, ulysses"],
+)
+def test_a_model_on_a_ring_computes_what_one_device_computes(four: Any, make: Any, tokens: int, degrees: dict[str, Any]):
+    out, gradients = ran(None, make, tokens, {})
+    for got, got_gradients in four(4, ran, make, tokens, degrees):
+        assert got.shape == out.shape
+        assert np.abs(got - out).max() < 1e-5 * np.abs(out).max()
+        worst = {name: np.abs(got_gradients[name] - x).max() / max(np.abs(x).max(), 1) for name, x in gradients.items()}
+        assert {name: x for name, x in worst.items() if x > 1e-5} == {}
+
+
+def unequal(group: Any, masked: bool) -> dict[str, float]:
+    """How far out and gradients of shards of 6, 6, 5 and 5 tokens are from one device's, whose gather needs NCCL."""
+    torch.set_grad_enabled(True)
+    torch.manual_seed(1)
+    rank, ranks = group.rank(), group.size()
+    whole = [torch.randn(2, 22, 4, 8, requires_grad=True) for _ in range(3)]
+    mask = torch.rand(2, 22) < 0.7
+    weights = torch.randn(2, 22, 4, 8)
+    heads_first = [x.transpose(1, 2) for x in whole]
+    alone = F.scaled_dot_product_attention(*heads_first, attn_mask=mask[:, None, None] if masked else None).transpose(1, 2)
+    (alone * weights).sum().backward()
+    mine = lambda x: x.detach().tensor_split(ranks, 1)[rank].clone()
+    shards = [mine(x).requires_grad_() for x in whole]
+    config = diffusers.ContextParallelConfig(ring_degree=ranks, ring_anything=True)
+    config._flattened_mesh = type("Mesh", (), {"get_group": lambda _: group})()  # type: ignore[assignment]
+    parallel = type("Parallel", (), {"context_parallel_config": config})
+    bias = torch.zeros(2, 22).masked_fill(~mask, -torch.inf)
+    out: Any = backend.ring_backend(*shards, attn_mask=mine(bias) if masked else None, _parallel_config=parallel)
+    (out * mine(weights)).sum().backward()
+    off = {"out": (out - mine(alone)).abs().max()}
+    for name, x, shard in zip("qkv", whole, shards, strict=True):
+        off[name] = (shard.grad - mine(x.grad)).abs().max()  # type: ignore[operator, arg-type]
+    return {name: x.item() for name, x in off.items()}
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_shards_of_unequal_lengths_are_exact(four: Any, masked: bool):
+    for off in four(4, unequal, masked):
+        assert {name: x for name, x in off.items() if x > 1e-5} == {}
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "causal": ({"is_causal": True}, "is_causal=True, and a shard of text and image tokens has no order"),
+    "dropout": ({"dropout_p": 0.1}, "takes no dropout, got dropout_p=0.1"),
+    "a mask by query": ({"attn_mask": torch.ones(2, 1, 6, 6) > 0}, r"takes attn_mask \[2, 6\] .* got \[2, 1, 6, 6\]"),
+    "a bias": ({"attn_mask": torch.full((2, 6), 0.5)}, "no other biases"),
+    "keys of another length": ({"key": torch.ones(2, 5, 2, 8)}, "6 queries and 5 keys on this rank: cross-attention"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_what_a_ring_cannot_honour_is_refused_by_name(name: str):
+    given, message = CALLS[name]
+    x = torch.ones(2, 6, 2, 8)
+    config: Any = type("Parallel", (), {"context_parallel_config": diffusers.ContextParallelConfig(ring_degree=2)})
+    with pytest.raises(ValueError, match=message):
+        backend.ring_backend(**{"query": x, "key": x, "value": x, "_parallel_config": config} | given)
