@@ -76,7 +76,10 @@ def philox2x32(counter: Words, key: Any, multiply: Multiply, word: Callable[[int
 
 
 def stream(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callable[[int], Any] = int) -> Any:
-    """Return the Philox key of a batch row and head; ``seed`` is the pair of its 32-bit words."""
+    """Return the 32-bit Philox key of a batch row and head, made from the seed.
+
+    ``seed``: the lower and upper 32 bits of the seed. ``batch``, ``head``: global indices.
+    """
     return philox4x32((head * 0, head * 0, head, batch), seed, multiply, word)[0]
 
 
@@ -91,22 +94,25 @@ def place_of_key(pos: Any) -> tuple[Any, Any]:
 
 
 def number(word: Any, turn: Any) -> Any:
-    """Return the upper 16 bits of a word rotated left by ``turn`` bytes."""
+    """Return a 16-bit random number: the upper half of ``word`` after it is rotated left by ``turn`` bytes."""
     return (word << turn * 8 | word >> (32 - turn * 8) % 32) >> 16 & HALF
 
 
 def threshold(rate: float) -> int:
-    """Return the 16-bit threshold of the dropout mask: numbers below it are dropped."""
+    """Return the 16-bit threshold of the dropout mask: a probability is dropped if its random number is below the threshold."""
     return min(round(rate * 2**16), HALF)
 
 
 def rescale(rate: float) -> float:
-    """Return the factor that rescales kept probabilities: 1 / P(a number is kept)."""
+    """Return the factor by which kept probabilities are multiplied: 1 / P(a probability is kept)."""
     return 2**16 / (2**16 - threshold(rate))
 
 
 def check_draw(seed: Any, first_batch: Any, first_head: Any) -> None:
-    """Raise ValueError if ``seed`` does not fit int64, or the first batch row or head is not in 0 .. 2^32 - 1."""
+    """Raise ValueError if ``seed`` does not fit a signed 64-bit integer, or an index is not in 0 .. 2^32 - 1.
+
+    ``first_batch``, ``first_head``: global index of the first local batch row and head. Arrays are not checked.
+    """
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed must fit in 64 bits with a sign, got {seed}: take it modulo 2**63")
     for name, x in (("first batch row", first_batch), ("first head", first_head)):
@@ -120,7 +126,9 @@ def seed_words(seed: Any) -> tuple[Any, Any]:
 
 
 def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any, offset: tuple[int, int] = (0, 0)) -> Any:
-    """Return the dropout mask as numpy bool [batch, heads, queries, keys], True if kept. Every backend must draw the same mask.
+    """Return the dropout mask as numpy bool [batch, heads, queries, keys]; True keeps a probability.
+
+    This is the reference: every backend must compute the same mask.
 
     ``q_pos`` [queries] and ``k_pos`` [keys] are global positions; ``offset`` is the global index of the first batch row and head.
     """

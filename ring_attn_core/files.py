@@ -76,7 +76,7 @@ def _check_mode(path: str | Path, mode: int) -> None:
 
 
 def read_bytes(path: str | Path) -> bytes:
-    """Return all bytes of a regular file; the errors are those of ``open_file``."""
+    """Return all bytes of a regular file. Raise the same errors as ``open_file``."""
     with open_file(path) as file:
         return file.read()
 
@@ -109,7 +109,7 @@ def read_at(file: OpenFile, offset: int, count: int) -> bytes:
 
 
 def sample(file: OpenFile, samples: int = SAMPLES) -> str:
-    """Return a digest of a file's size and of ``samples`` blocks, spread evenly over the file.
+    """Return a SHA-256 digest of a file's size and of ``samples`` blocks of BLOCK bytes, spread evenly over the file.
 
     A file that is not larger than these blocks is digested whole.
     """

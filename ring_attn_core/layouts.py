@@ -40,12 +40,15 @@ LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zig
 
 
 def slots(layout: object) -> int:
-    """Return the number of runs of each rank, which is the number of equal slots of a shard."""
+    """Return the number of runs of a rank. A shard is divided into as many slots of equal size, one for each run."""
     return len(named(layout)(0, 1, 0))
 
 
 def padded_local(layout: object, ranks: int, length: int) -> int:
-    """Return the smallest shard size in tokens with which ``ranks`` equal shards, with padding, hold ``length`` tokens."""
+    """Return the smallest shard size, in tokens, such that ``ranks`` equal shards hold ``length`` tokens.
+
+    The size is a multiple of the layout's number of runs; the unused tokens are padding.
+    """
     runs = slots(layout)
     check_ranks(ranks)
     check_length(length)
@@ -90,7 +93,9 @@ def named(layout: object) -> Layout:
 
 
 def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: object) -> int:
-    """Return ``length``, or if it is None the number of tokens in ``ranks`` shards of ``shape`` [batch, tokens, ...].
+    """Return the global number of tokens: ``length``, or ``ranks`` times the tokens of a shard if ``length`` is None.
+
+    ``shape``: the shape of a shard, [batch, tokens, ...].
 
     Raise ValueError if ``shape`` has fewer than 2 dimensions, or if its token dimension is not the shard size for ``length``.
     """

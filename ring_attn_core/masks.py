@@ -32,7 +32,7 @@ def full() -> Band:
 def causal(offset: int = 0) -> Band:
     """Return the mask in which a query sees the keys at or before ``q_pos + offset``.
 
-    ``offset`` counts token positions; for queries at the end of longer keys (bottom-right alignment) it is
+    ``offset`` counts token positions. If the queries are the last tokens of the keys (bottom-right alignment), ``offset`` is
     ``kv_length - length``.
     """
     return Band(lo=-_integer("offset", offset))

@@ -1,3 +1,3 @@
-"""Another import path of ``alibi_slopes``, which is defined in ``model/alibi.py``."""
+"""Re-export of ``alibi_slopes`` from ``model/alibi.py``."""
 
 from .model.alibi import alibi_slopes as alibi_slopes

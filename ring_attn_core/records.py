@@ -1,4 +1,4 @@
-"""Decorators that cache records and their hashes, because each call looks them up."""
+"""Decorators that cache frozen records and their hashes, because every call of an op looks records up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ HASH = "_hash"
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """Cache the records that ``make`` returns in an LRU cache of 4096, keyed by the arguments and their types.
+    """Cache the records that ``make`` returns in an LRU cache of 4096 entries.
+
+    The key of an entry is the arguments and their types.
 
     If an argument cannot be hashed, call ``make`` directly, so that the record's own checks raise the error.
     """

@@ -34,7 +34,7 @@ def warn_if_untried(package: str, first_rank: bool = True) -> None:
 
 
 def untried(package: str, installed: str) -> str | None:
-    """Return a warning if the release is not in TRIED, else None."""
+    """Return the text of a warning if release ``installed`` of ``package`` is not in TRIED, else None."""
     number = re.match(r"(\d+)\.(\d+)", installed)
     if number is not None and (int(number[1]), int(number[2])) in TRIED[package]:
         return None

@@ -1,7 +1,8 @@
-"""Runs (the token positions of a rank), bands (masks), and rows (the integers by which a kernel reads both).
+"""Runs (a rank's token positions), bands (masks), and rows (the integers that describe two runs and their band to a kernel).
 
 A *run* is an arithmetic progression of token positions. A *band* is a mask that depends only on the lag ``q_pos - k_pos``.
-Between two runs of equal stride a band stays a band in local indices, so kernels do not depend on the layout.
+Between two runs of equal stride, a band of positions is also a band of local indices. Therefore kernels do not depend on the
+layout.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """The mask ``lo <= q_pos - k_pos <= hi``; ``None`` leaves that side open.
+    """The mask ``lo <= q_pos - k_pos <= hi``; ``None`` means no limit on that side.
 
     Make one with :func:`~ring_attn_core.masks.full`, :func:`~ring_attn_core.masks.causal` or
     :func:`~ring_attn_core.masks.sliding_window`.
@@ -43,7 +44,7 @@ class Band:
         return (self.lo is None or lag >= self.lo) and (self.hi is None or lag <= self.hi)
 
     def onto(self, q: Run, k: Run) -> Band:
-        """Return this band in local indices: the visible ``i - j`` of query ``i`` of run ``q`` and key ``j`` of run ``k``.
+        """Convert this band from positions to local indices: query ``i`` of run ``q`` and key ``j`` of run ``k``.
 
         With ``d = q.start - k.start`` and the common stride ``s``: ``ceil((lo - d) / s) <= i - j <= floor((hi - d) / s)``.
         Raise ValueError if the strides differ.
@@ -62,7 +63,10 @@ class Band:
         return Band(lo, hi)
 
     def clamped(self, farthest: int) -> Band:
-        """Return the same mask with both sides clamped to ``farthest``, so that they fit int32. No lag exceeds ``farthest``."""
+        """Return the same mask with ``lo`` and ``hi`` clamped to ``-farthest`` .. ``farthest``, so that they fit int32.
+
+        The absolute value of every lag must be below ``farthest``.
+        """
         side = lambda x: None if x is None else min(max(x, -farthest), farthest)
         return Band(side(self.lo), side(self.hi))
 
@@ -113,7 +117,7 @@ class Row(NamedTuple):
 
 
 def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int = 0) -> Row:
-    """Return the :class:`Row` of two runs ``(base, length, start, stride)``.
+    """Return the :class:`Row` of a query run and a key run, each a tuple ``(base, length, start, stride)``.
 
     The numbers of a run may be Python ints or arrays that broadcast (numpy, jnp, torch): in JAX the rank, and therefore every
     field, is traced.

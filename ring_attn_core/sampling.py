@@ -82,7 +82,7 @@ class Sampling:
 def check_drawn(logits: Any, choice: SamplingParameters, requests: Any, positions: Any) -> None:
     """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
 
-    Raise it also if ``positions`` is missing at a temperature above 0.
+    Raise ValueError also if ``positions`` is missing at a temperature above 0.
     """
     shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))
     if len(shape) != 2 or not shape[1] or "float" not in dtype:
@@ -107,7 +107,9 @@ def number_words(numbers: Any) -> Any:
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
-    """Return 32 random bits for each (request, position, token). ``philox``: ``multiply`` and ``word`` of ``philox4x32``.
+    """Return 32 random bits for each (request, position, token) triple.
+
+    ``philox``: the keyword arguments ``multiply`` and ``word`` of ``philox4x32``.
 
     The arguments are integers below 2^32 that broadcast. The Philox key of a (request, position) pair is one word, so the
     probability that any two of n pairs share a key is about n^2 / 2^33.

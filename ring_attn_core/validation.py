@@ -39,7 +39,10 @@ def as_number(x: Any) -> Any:
 
 
 def hold_numbers(record: Any, names: Iterable[str]) -> None:
-    """Replace NumPy scalars in the named fields of a frozen record by Python numbers, so that it compares and hashes alike."""
+    """Replace NumPy scalars in the named fields of a frozen record by Python numbers.
+
+    Records with equal numbers then compare and hash alike.
+    """
     for name in names:
         value = getattr(record, name)
         if value is None or isinstance(value, int | str):  # before type(), which torch.compile does not trace for every int
