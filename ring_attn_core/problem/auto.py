@@ -39,9 +39,9 @@ class Choice(NamedTuple):
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
     """Choose the strategy that "auto" takes for a call.
 
-    It is the ring if no keys travel, if the machine is unknown (``machine`` is None), or if the model does not cover the call.
-    Else it is the fastest candidate within the limits ROOM (memory) and GAIN (time). ``backend``: the call's option. ``device``:
-    kind of the device.
+    The choice is "ring" if no keys travel, if the machine is unknown (``machine`` is None), or if the cost model does not cover
+    the call. Otherwise the choice is the fastest candidate within the limits ROOM (memory) and GAIN (time). ``backend``: the
+    call's option. ``device``: kind of the device.
     """
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:
@@ -63,7 +63,7 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 
 
 def candidates(load: Load) -> Iterator[Strategy]:
-    """Yield the strategies that can run a call, the ring first. Groups of ranks are the machine's hosts."""
+    """Yield the strategies that can run a call, "ring" first. The ranks of a host form a group."""
     all_of_them: tuple[Strategy, ...] = ("ring", "direct", "two_way", "gather", "ulysses")
     if load.hosts > 1 and load.host_ranks > 1:
         all_of_them += (Ulysses(ranks=load.host_ranks), TwoLevel(ranks=load.host_ranks))

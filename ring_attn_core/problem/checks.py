@@ -88,26 +88,30 @@ def check_array(array: OptionalArray, q_shape: tuple[int, ...], k_shape: tuple[i
 
 
 def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_length: int) -> None:
-    """Raise ValueError if an extent is reversed or leaves the keys; ignore the extents of padded queries.
+    """Raise ValueError if an extent (first, end) has first > end or reaches beyond the keys; ignore extents of padded queries.
 
-    ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64; ``q_runs``: its runs (base, length, start, stride).
-    Without this check, kernels clip an extent that leaves the keys, and treat a reversed extent as empty.
+    ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64. ``q_runs``: the runs of the shard, (base, length,
+    start, stride). ``kv_length``: number of keys of the sequence. Kernels do not check extents: they clip an extent that reaches
+    beyond the keys, and treat a reversed extent as empty.
     """
     _check_intervals("extents", extents, q_runs, ("query", "key", "kv_length"), kv_length)
 
 
 def check_key_extents(key_extents: Any, k_runs: Iterable[tuple[int, int, int, int]], length: int) -> None:
-    """Raise ValueError if a key extent is reversed or leaves the queries; arguments as in ``check_extents``."""
+    """Raise ValueError if a key extent (first, end) has first > end or reaches beyond the ``length`` queries.
+
+    Arguments as in ``check_extents``, with queries and keys exchanged.
+    """
     _check_intervals("key_extents", key_extents, k_runs, ("key", "query", "length"), length)
 
 
 def _check_intervals(
     name: str, extents: Any, runs: Iterable[tuple[int, int, int, int]], words: tuple[str, str, str], most: int
 ) -> None:
-    """Raise ValueError if an interval is reversed or leaves 0 .. ``most``.
+    """Raise ValueError if an interval (first, end) has first > end or is not within 0 .. ``most``.
 
-    ``words`` for the message: the owner of an interval ("query"), the unit that the interval counts ("key"), and the name of
-    ``most``.
+    ``words``: three words for the message, such as "query" (the token with the interval), "key" (the tokens in the interval) and
+    "kv_length" (the name of ``most``).
     """
     of, others, limit = words
     for base, length, start, stride in runs:
@@ -123,7 +127,9 @@ def _check_intervals(
 
 
 def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
-    """Return the runs of a query block [b s h d] and a key block [b t g d]. None means the whole block, from position 0.
+    """Return the position runs of a query block and a key block, each of shape [batch, tokens, heads, head_dim].
+
+    A run of None means the whole block, from position 0.
 
     Raise ValueError if an argument is not a Run or the strides differ. If start and length are ints, not traced, also raise it if
     the start is negative, the end is beyond 2^30, or the block is shorter than the run.
@@ -154,7 +160,7 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
 
 def _number(name: str, field: str, x: Any) -> Any:
-    """Convert an integer to an int; return a traced integer unchanged. Raise ValueError if ``x`` is neither."""
+    """Convert an integer to an int; return a traced integer unchanged. Raise ValueError if ``x`` is not an integer."""
     if isinstance(x, int):
         return x
     try:
@@ -204,7 +210,7 @@ def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) 
 
 
 def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """Raise ValueError if ``pair`` is not a pair (out, lse) of arrays. ``taken``: the beginning of the message."""
+    """Raise ValueError if ``pair`` is not a pair (out, lse) of arrays. ``taken``: first words of the error message."""
     if not isinstance(pair, tuple | list) or len(pair) != 2:
         raise ValueError(f"{taken}, as attend_block returns them, got {in_words(pair)} for a pair")
     for name, x in zip(("out", "lse"), pair, strict=True):

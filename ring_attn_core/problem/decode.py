@@ -49,7 +49,7 @@ class Decode:
 
     @property
     def factor(self) -> float:
-        """Return the factor of q . k: ``scale``, by default ``head_dim ** -0.5``."""
+        """Return the factor by which q . k is multiplied: ``scale``, or ``head_dim ** -0.5`` if ``scale`` is None."""
         return self.q_shape[-1] ** -0.5 if self.scale is None else float(self.scale)
 
     @property
@@ -58,7 +58,7 @@ class Decode:
         return self.dtypes[1] == FP8
 
     def alike(self) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks, by name: all except a rank's number of slots."""
+        """Return by name the values that must be equal on all ranks. The number of cache slots may differ between ranks."""
         arrays = tuple(
             (array.name, array.shape[:1] if array.name == "k_positions" else array.shape, array.dtype) for array in self.arrays
         )

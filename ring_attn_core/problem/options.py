@@ -1,4 +1,4 @@
-"""The arguments of a call that are not arrays, as one record with defaults, checks and a form as text."""
+"""The options of a call, which are all arguments except arrays: a record with defaults, checks and a text form."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Options:
     """The options of one call of ``ring_attention`` or ``attend_block``, with a field for each public argument.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
-    ``dropout_offset``: two ints, with -1 in place of a value that is an array on a device; only PyTorch compares it between
-    ranks. Raise ValueError if a value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
+    ``dropout_offset``: two ints; -1 stands for a value that is an array on a device. Only PyTorch compares it between ranks.
+    Raise ValueError if a value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
     """
 
     layout: str | BalancedLayout = "zigzag"
@@ -71,13 +71,16 @@ class Options:
 
     @property
     def counts(self) -> list[int]:
-        """Return the numbers that may change between calls of a compiled program: lengths, mask sides, dropout offset."""
+        """Return the numbers that may change between calls of a compiled program: lengths, mask bounds and dropout offset.
+
+        NO_COUNT stands for None.
+        """
         counts = self.length, self.kv_length, self.mask.lo, self.mask.hi
         return [*(NO_COUNT if count is None else count for count in counts), *self.dropout_offset]
 
     @property
     def text(self) -> str:
-        """Return the options without ``counts`` as a text, because an op's schema cannot hold records.
+        """Return all options except ``counts`` as text, because the schema of a PyTorch op cannot hold records.
 
         ``read`` builds the record from ``text`` and ``counts`` again. torch.compile must be able to trace each line of this
         property.

@@ -53,7 +53,7 @@ class Problem:
 
     @cached_property
     def steps(self) -> RingPlan:
-        """Return the plan of the ring's steps: ``plan``, or that of the joined shards if the strategy joins shards."""
+        """Return the plan of the chosen strategy's steps, made by ``plan_of_steps``."""
         return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2])
 
     @property
@@ -63,7 +63,7 @@ class Problem:
 
     @property
     def travel(self) -> Strategy:
-        """Return the strategy's name or record; for "auto", the strategy that it takes."""
+        """Return the chosen strategy, a name or record: the option ``strategy``, or for "auto" the result of ``choice``."""
         return self.choice.strategy if self.options.strategy == "auto" else self.options.strategy
 
     @cached_property
@@ -73,9 +73,9 @@ class Problem:
 
     @cached_property
     def load(self) -> Load:
-        """Return the sizes on which the time depends.
+        """Return the sizes of the call on which its time depends.
 
-        With extents the pairs are the mask's, because ranks do not know each other's document lengths.
+        Visible pairs are counted from the mask without the extents, because ranks do not know each other's document lengths.
         """
         (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
         extents = any(array.name in ("extents", "key_extents") for array in self.arrays)
@@ -84,7 +84,7 @@ class Problem:
 
     @property
     def scale(self) -> float:
-        """Return the factor of q . k: the option ``scale``, by default ``head_dim ** -0.5``."""
+        """Return the factor by which q . k is multiplied: the option ``scale``, or ``head_dim ** -0.5`` if it is None."""
         return self.q_shape[-1] ** -0.5 if self.options.scale is None else float(self.options.scale)
 
     def check(self) -> RingPlan:

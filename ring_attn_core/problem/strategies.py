@@ -1,4 +1,4 @@
-"""The strategies of sending keys: names, records, the plans of their steps, and reasons why one cannot run a call.
+"""The strategies by which ranks send keys: their names, records and step plans, and reasons why a strategy cannot run a call.
 
 The code of the strategies is in ``ring/strategies/`` of both packages; CONTRIBUTING.md says how to add one.
 """
@@ -33,26 +33,33 @@ def check_strategy(strategy: Any) -> None:
 
 
 def read_strategy(text: str) -> Strategy:
-    """Return the strategy for which ``str`` returns ``text``."""
+    """Parse the text of a strategy, such as ``ring`` or ``Ulysses(ranks=2)``. This is the inverse of ``str``."""
     found = re.fullmatch(r"(\w+)\(ranks=(\d+)\)", text)
     makes = {record.__name__: record for record in RECORDS.values()}
     return makes[found[1]](ranks=int(found[2])) if found else text
 
 
 def name_of(strategy: Strategy) -> str:
-    """Return the name of the strategy. For "auto" return "ring", which it takes without a known machine (``auto.py``)."""
+    """Return the name of the strategy.
+
+    Return "ring" for "auto", because "auto" takes "ring" on an unknown machine (``auto.py``).
+    """
     is_record = not isinstance(strategy, str)
     name = next(name for name, record in RECORDS.items() if type(strategy) is record) if is_record else str(strategy)
     return "ring" if name == "auto" else name
 
 
 def chosen(strategy: Strategy, plan: RingPlan) -> str:
-    """Return the name of the strategy that runs a call with this plan: "ring" if no keys travel."""
+    """Return the name of the strategy that runs a call: "ring" if ``plan`` moves no keys, else the name of ``strategy``."""
     return name_of(strategy) if plan.travels else "ring"
 
 
 def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int) -> RingPlan:
-    """Return the plan of the steps: ``plan``, or the plan of the shards that the strategy joins before the first step."""
+    """Return the plan that the strategy's steps follow.
+
+    The strategies "direct" and "two_level" have plans of their own. Under "gather" and "ulysses" the steps run on joined shards
+    (JoinedPlan). All other strategies follow ``plan``.
+    """
     name, own = chosen(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
     if name == "direct":
         return DirectPlan(**own)
@@ -99,5 +106,5 @@ def _of_hosts(strategy: Strategy, size: int, ranks: int) -> str | None:
 
 
 def group_of(strategy: Strategy, ranks: int) -> int:
-    """Return the number of ranks in a group of the strategy: that of its record, or all ranks without a record."""
+    """Return the number of ranks in a group: ``ranks`` of the strategy's record, or all ranks if the strategy is a name."""
     return ranks if isinstance(strategy, str) else strategy.ranks

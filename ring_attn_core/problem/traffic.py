@@ -24,7 +24,7 @@ class Traffic(NamedTuple):
         return Traffic(self.messages + other.messages, self.bytes + other.bytes)
 
     def times(self, count: int) -> Traffic:
-        """Return the traffic of ``count`` equal transfers."""
+        """Return this traffic multiplied by ``count``."""
         return Traffic(self.messages * count, self.bytes * count)
 
 
@@ -59,7 +59,7 @@ class Sizes:
 
     @property
     def keys(self) -> int:
-        """Return the number of keys in a batch row."""
+        """Return the number of keys of a batch row that are sent."""
         return (self.problem.k_shape[1] if self.slice is None else self.slice) * self.shards
 
     @property
@@ -69,18 +69,18 @@ class Sizes:
 
     @property
     def of_keys(self) -> int:
-        """Return the bytes of the key mask and of the key extents."""
+        """Return the bytes of the key mask (1 bit a key) and of the key extents (8 bytes a key), if the call has them."""
         b, names = self.problem.k_shape[0], {array.name for array in self.problem.arrays}
         return b * -(-self.keys // 8) * ("key_mask" in names) + b * self.keys * 8 * ("key_extents" in names)
 
     @property
     def of_queries(self) -> int:
-        """Return the bytes of the extents of the queries."""
+        """Return the bytes of the extents of the queries: 8 for each query, or 0 if the call has no extents."""
         return self.problem.q_shape[0] * self.problem.q_shape[1] * 8 * any(x.name == "extents" for x in self.problem.arrays)
 
 
 def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
-    """Return the traffic that ``rank`` sends in the forward and in the backward of ``problem``."""
+    """Return the traffic that ``rank`` sends as a pair (forward, backward)."""
     if problem.strategy == "direct":
         return _direct(problem, rank)
     of = {"ring": _ring, "two_way": _two_way, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level}
@@ -88,9 +88,11 @@ def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of key slices to their readers, and of the gradients back. JAX pads slices to the longest.
+    """Return the traffic of "direct" as (forward, backward). JAX pads the slices of a shift to equal length.
 
-    ``rank`` sends the gradients of the slices that it received.
+    The forward sends slices of keys. The backward sends these slices again, and the gradients of the received slices.
+
+    ``rank`` is the sending rank.
     """
     plan, even = problem.steps, problem.framework == "jax"
     assert isinstance(plan, DirectPlan)
@@ -108,9 +110,11 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 
 
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of a ring: keys in the forward, keys and their gradients in the backward.
+    """Return the traffic of "ring" as (forward, backward).
 
-    A message holds several shards if the strategy has joined them.
+    Each hop sends keys, and in the backward also their gradients. If needed, a last hop sends the gradients to their owner.
+
+    With joined shards, a message holds the keys of all of them.
     """
     plan = problem.steps
     shares = plan.shares
@@ -121,7 +125,10 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
 
 
 def _two_way(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of a ring in which a rank keeps the gradients of its own keys from its own queries."""
+    """Return the traffic of "two_way" as (forward, backward).
+
+    Each hop sends a key shard, and in the backward also its gradients.
+    """
     sizes, hops = Sizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(hops)
@@ -150,7 +157,7 @@ def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:
 
 
 def _two_level(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of the hops inside hosts and between them."""
+    """Return the traffic of "two_level" as (forward, backward), inside hosts and between hosts."""
     plan, sizes = problem.steps, Sizes(problem, 0, problem.k_shape[2])
     assert isinstance(plan, TwoLevelPlan)
     rings = plan.inner_rings
