@@ -13,8 +13,8 @@ Documents of 4, 12, 3, 8 and 5 tokens over 4 ranks of 8 tokens, under a causal m
 A causal query costs one pair for each token up to it in its document. The documents, sorted by mean cost, form one sequence of
 tokens. Each rank in turn takes tokens from both ends: as many costly tokens as give it the mean of the remaining cost, and cheap
 tokens for the rest. This follows the alias method for sampling a distribution (Walker 1974). Most documents stay whole, and a
-document on one rank costs no traffic (D). A long document is cut from its end to its beginning, each time a rank has its share:
-one rank holds the queries that see all of it, the next ranks hold queries that see less.
+document on one rank costs no traffic (D). A long document is cut into parts for several ranks, from its end to its beginning: the
+first of these ranks holds the last queries, which see the most keys.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class RankWork(NamedTuple):
 
 
 def work_of(packed: PackedDocuments, rank: tuple[Run, ...]) -> RankWork:
-    """Return the work of a rank that holds the runs ``rank``."""
+    """Return the visible pairs of the queries in the runs ``rank``, and how many keys these queries read from other ranks."""
     seen = packed.seen(rank)
     own = sum(count_inside(run, seen) for run in rank)
     return RankWork(sum(map(packed.cost, rank)), sum(end - first for first, end in seen) - own)
@@ -164,7 +164,7 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, ranks: int) -> int:
-        """Return the number of a rank's ``local`` tokens to take from the costly end, for an equal share of the cost.
+        """Return how many of a rank's ``local`` tokens come from the costly end, so that its cost is 1 / ``ranks`` of the rest.
 
         ``ranks``: number of ranks that still have no tokens.
         """
@@ -182,7 +182,7 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return the distances of a cut before token ``cut`` to the nearest edges of a document or item, backward and forward."""
+        """Return the distances from a cut before token ``cut`` to the nearest document or item edges, backward and forward."""
         index, offset = self.at(cut)
         if not offset:
             return (0,)
@@ -235,7 +235,7 @@ def _deal(
 
 
 def _chunks(edges: list[int], chunk: int) -> list[int]:
-    """Return the edges of items: the documents' edges, after joining neighbours of together at most ``chunk`` tokens."""
+    """Join neighbouring documents of together at most ``chunk`` tokens into items, and return the edges of the items."""
     kept = edges[:1]
     for edge, following in pairwise([*edges[1:], edges[-1] + chunk + 1]):
         if following - kept[-1] > chunk:

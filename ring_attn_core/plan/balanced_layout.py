@@ -19,8 +19,8 @@ class BalancedLayout:
     """The token positions of each rank, as computed by :func:`balanced_layout`. It is plain data, equal on every rank.
 
     ``runs``: for each rank the (start, length) of its runs of consecutive positions, in order of position; the lengths of each
-    rank add up to ``seq_local``. ``length``: the true tokens; positions from ``length`` on are padding. Raise ValueError if the
-    runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once.
+    rank add up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding. Raise
+    ValueError if the runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
@@ -69,7 +69,7 @@ class BalancedLayout:
         return tuple(run for run in kept if run.length)
 
     def padded_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Return (base, length, start, stride) of each run of a rank, and empty runs until there are ``most_runs``.
+        """Return each run of a rank as (base, length, start, stride), followed by empty runs up to ``most_runs`` runs.
 
         A plan needs equally many runs on every rank. ``base``: offset in the shard. ``length``: true tokens, 0 in an added run.
         """

@@ -2,7 +2,7 @@
 
 Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order of ``ring/strategies/`` of both packages.
 All transfers of a call share one queue, like those of a process group in PyTorch, even if some of them cross between hosts. The
-plan gives the visible pairs, the shapes give the bytes, and a ``Machine`` gives the rates of both.
+plan gives the visible pairs, the shapes give the bytes, and a ``Machine`` gives the rates of computation and transfer.
 """
 
 from __future__ import annotations
@@ -50,7 +50,11 @@ class Pass:
         self.rate = load.backward_rate(machine) if self.backward else load.forward_rate(machine)
 
     def seconds(self, work: Work, continued: bool, slower: float = 1.0) -> float:
-        """Return the time of a step's launches. ``continued``: its state comes from an earlier step or goes to a later one."""
+        """Return the predicted time of a step's kernels, in seconds.
+
+        ``continued``: whether the online-softmax state comes from an earlier step or goes to a later step. ``slower``: factor of
+        the time of the backward's matrix products.
+        """
         machine, load = self.machine, self.load
         of_query = machine.backward_step if self.backward else machine.forward_step
         of_query += machine.forward_state if continued and not self.backward else 0.0
@@ -59,18 +63,21 @@ class Pass:
         return products + of_query * load.q * work.queries * load.v_dim / 128
 
     def work(self, shift: int) -> Work:
-        """Return the work of the slowest sampled rank at a shift."""
+        """Return the most pairs and the largest query share of any sampled rank at a shift."""
         return self.of_shifts(dict.fromkeys(self.load.sample, shift))
 
     def of_shifts(self, shifts: dict[int, int]) -> Work:
-        """Return the work of the slowest of some ranks; ``shifts`` maps each rank to its shift."""
+        """Return the most pairs and the largest query share of some ranks; ``shifts`` maps each rank to its shift."""
         load = self.load
         queries = max(load.queries(rank, shift) for rank, shift in shifts.items())
         return Work(max(load.area(rank, shift) for rank, shift in shifts.items()), queries / max(load.plan.seq_local, 1))
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
-    """Return the predicted time of a strategy. ``group``: ranks per group of "ulysses", or per host of "two_level"."""
+    """Return the predicted forward and backward time of the strategy ``name``, in seconds.
+
+    ``group``: ranks per group of "ulysses", or per host of "two_level".
+    """
     passes = []
     for backward in (False, True):
         run = Pass(load, machine, backward)
@@ -98,7 +105,12 @@ def _ring(run: Pass, group: int) -> None:
 
 
 def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: bool, slower: float = 1.0) -> None:
-    """Schedule a ring: each step sends its keys on. A backward step first waits for its keys' gradients from the step before."""
+    """Schedule the steps of a ring; each step sends its keys to the next rank while it computes.
+
+    A backward step first waits for the gradients of its keys from the previous rank. ``works``: the work of each step. ``kv``:
+    elements of the keys that travel. ``crosses``: whether hops cross between hosts. ``home``: whether a last hop returns the
+    gradients.
+    """
     line, load = run.line, run.load
     travelling: float | None = None
     for number, each in enumerate(works):
@@ -113,7 +125,10 @@ def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: b
 
 
 def _two_way(run: Pass, group: int) -> None:
-    """Schedule two ways round in turn: keys and gradients of one way travel during a step of the other way."""
+    """Schedule "two_way": alternate between the two directions of the ring.
+
+    Keys and gradients of one direction travel while the GPU computes a step of the other direction.
+    """
     line, load = run.line, run.load
     crosses = load.hosts > 1
     ways = [list(way) for way in load.plan.ways if way]
@@ -214,7 +229,7 @@ def _ulysses(run: Pass, group: int) -> None:
 
 
 def _group_pairs(run: Pass, shift: int, group: int) -> int:
-    """Return the visible pairs between all queries of a group and all keys of the group ``shift`` ranks before it."""
+    """Return the most visible pairs between the queries of any sampled group and the keys ``shift`` ranks before that group."""
     load, plan = run.load, run.load.plan
     if group == plan.ranks:
         return plan.mask.area(plan.length, plan.kv_length)
@@ -224,7 +239,10 @@ def _group_pairs(run: Pass, shift: int, group: int) -> int:
 
 
 def _two_level(run: Pass, group: int) -> None:
-    """Schedule "two_level": while keys go round this host, send them and the previous host's gradient sums to the next host."""
+    """Schedule "two_level": run a ring inside each host while its keys cross to the next host.
+
+    In the backward, the gradient sums of the previous inner ring also cross to the next host.
+    """
     line, load, plan = run.line, run.load, run.load.plan
     levels = TwoLevelPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)}, host_ranks=group)
     left: float | None = None

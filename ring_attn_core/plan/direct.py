@@ -1,4 +1,4 @@
-"""The plan of the strategy "direct": for every pair of ranks, the part of the owner's keys that the reader's queries may see.
+"""The plan of the strategy "direct": the slices of keys that each rank (the owner) sends to each other rank (the reader).
 
 At shift s the owner ``rank`` sends a slice of each of its key runs to the reader ``rank + s``. A slice is the shortest stretch of
 a run that holds all keys visible to the reader's queries, by the mask and, if known, the documents.
@@ -30,7 +30,10 @@ class Slice(NamedTuple):
     end: int
 
     def tokens(self, owner: int, even: bool = False) -> int:
-        """Return the number of tokens that ``owner`` sends; with ``even`` the longest slice's, unless its own slice is empty."""
+        """Return the number of tokens that ``owner`` sends.
+
+        With ``even``, every nonempty slice is sent with the length of the longest slice, so that sizes are static.
+        """
         return self.longest if even and self.lengths[owner] else self.lengths[owner]
 
     @property

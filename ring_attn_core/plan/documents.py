@@ -64,7 +64,7 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, documents: Any, mask: Any = None, pair_cost: PairCost | None = None) -> PackedDocuments:
-        """Return the record of the arguments that users pass.
+        """Check the arguments of a caller, and return them as a record.
 
         ``mask``: a Band, or a mapping of Bands to costs; None is ``causal()``. Raise ValueError if a length, a mask or a cost is
         invalid.

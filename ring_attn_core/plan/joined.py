@@ -1,4 +1,4 @@
-"""The plan of a ring whose ranks compute on joined shards of several ranks: of queries, of keys, or of both."""
+"""The plan of the strategies "gather" and "ulysses", whose ranks compute on the joined shards of a group of ranks."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Runs = tuple[tuple[tuple[int, int, int, int], ...], ...]
 class JoinedPlan(RingPlan):
     """The plan of a ring in which each rank computes on the joined shards of a group of consecutive ranks, in rank order.
 
-    ``q_shards``, ``k_shards``: number of ranks in a group of queries and of keys; both divide ``ranks``. The runs of all ranks of
-    a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions are those of single shards.
-    ``shares``: the heads that each rank of a group computes; None: all heads.
+    ``q_shards``, ``k_shards``: number of query shards and of key shards that are joined; both divide ``ranks``. The runs of all
+    ranks of a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions are those of single
+    shards. ``shares``: the heads that each rank of a group computes; None: all heads.
     """
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan
@@ -26,7 +26,7 @@ class JoinedPlan(RingPlan):
 
     @cached_property
     def q_runs(self) -> Runs:
-        """Return ``[ranks][runs]`` as ``RingPlan.q_runs`` does, but with offsets in the joined shards."""
+        """Return each rank's query runs as ``RingPlan.q_runs`` does, but with offsets in the joined shards."""
         return _joined(super().q_runs, self.q_shards, self.seq_local)
 
     @cached_property
@@ -49,7 +49,10 @@ class JoinedPlan(RingPlan):
 
 
 def _joined(runs: Runs, shards: int, local: int) -> Runs:
-    """Return for each rank the runs of its group of ``shards`` ranks; their shards of ``local`` tokens are in rank order."""
+    """Return for each rank the runs of all ranks of its group, with offsets in the joined shard.
+
+    A group has ``shards`` consecutive ranks with ``local`` tokens each.
+    """
     groups = [runs[first : first + shards] for first in range(0, len(runs), shards)]
     joined = [tuple((i * local + base, *run) for i, each in enumerate(group) for base, *run in each) for group in groups]
     return tuple(joined[rank // shards] for rank in range(len(runs)))  # type: ignore[arg-type]

@@ -105,22 +105,22 @@ class Load:
         return each * (d + e), each * (3 * d + 2 * e)
 
     def ideal(self, machine: Machine) -> Seconds:
-        """Return the time of a rank's mean work in one launch, without any transfer."""
+        """Return the time, in seconds, of a rank's mean work if a single launch computed it and nothing was sent."""
         mean = sum(self.area(rank, shift) for rank in self.sample for shift in self.plan.shifts) / len(self.sample)
         forward, backward = self.operations(mean)
         return Seconds(forward / self.forward_rate(machine), backward / self.backward_rate(machine))
 
     def forward_rate(self, machine: Machine) -> float:
-        """Return the operations per second of the forward, fewer for narrow heads.
+        """Return the floating-point operations per second of the forward. The rate falls linearly below a head dim of 128.
 
-        For heads of 64, 0.69 and 0.81 of the full rate were measured; this function returns 0.67 of it.
+        Measurements with a head dim of 64 gave 0.69 and 0.81 of the full rate; this function returns 0.67 of the full rate.
         """
         return machine.forward_rate * min(1.0, (self.head_dim + 64) / 192)
 
     def backward_rate(self, machine: Machine) -> float:
-        """Return the operations per second of the backward, as ``forward_rate``, and 5/7 of that for wide heads.
+        """Return the floating-point operations per second of the backward. It falls with the head dim as ``forward_rate`` does.
 
-        Wide heads need two passes, which compute 7 products instead of 5.
+        Head dims above 128 need two passes with together 7 matrix products instead of 5.
         """
         passes = 5 / 7 if max(self.head_dim, self.v_dim) > 128 else 1.0
         return machine.backward_rate * min(1.0, (self.head_dim + 64) / 192) * passes

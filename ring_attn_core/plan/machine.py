@@ -24,12 +24,12 @@ class Machine:
 
     ``forward_rate``, ``backward_rate``: operations of attention on long shards with heads of 128 and elements of 2 bytes (4 on a
     CPU). A visible pair takes 4 operations per head and dim forward, 10 backward. ``forward_step``, ``backward_step``: time of a
-    step, besides its products, per query and head that see a key; ``forward_state``: additional time for the state if there are
-    other steps. ``links``: pairs (number of ranks of a host, bytes that each rank sends to another rank while it receives equally
-    many). ``collective``: bytes that a rank receives in an all-gather or all-to-all within a host. ``network``: bytes that a rank
-    sends to another host. ``latency``, ``network_latency``: time before the first byte. ``host_forward``, ``host_backward``,
-    ``host_send``, ``host_copy``: the host's time to start a step, a transfer or a copy. ``copies``: bytes moved by copies in a
-    rank's memory. ``memory``: size of a rank's memory.
+    step without its matrix products, for each (query, head) pair that sees a key; ``forward_state``: additional time for the
+    online-softmax state if there are several steps. ``links``: pairs (number of ranks of a host, bytes that each rank sends to
+    another rank while it receives equally many). ``collective``: bytes that a rank receives in an all-gather or all-to-all within
+    a host. ``network``: bytes that a rank sends to another host. ``latency``, ``network_latency``: time before the first byte.
+    ``host_forward``, ``host_backward``, ``host_send``, ``host_copy``: the host's time to start a step, a transfer or a copy.
+    ``copies``: bytes moved by copies in a rank's memory. ``memory``: size of a rank's memory.
     """
 
     name: str
@@ -64,7 +64,10 @@ class Machine:
                 raise ValueError(f"{name} must be a finite number {'above' if name in RATES else 'of at least'} 0, got {value!r}")
 
     def link(self, ranks: int) -> float:
-        """Return the rate of a link between ``ranks`` ranks of a host, measured with that many ranks or the next more."""
+        """Return the rate of a link, in bytes per second, if ``ranks`` ranks of a host send at once.
+
+        Use the measurement with ``ranks`` ranks, else with the next larger number of ranks, else the last measurement.
+        """
         return next((rate for of, rate in self.links if of >= ranks), self.links[-1][1])
 
     def to_json(self) -> str:
@@ -94,7 +97,7 @@ RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "cop
 
 
 def slowest(machines: Sequence[Machine]) -> Machine:
-    """Return a machine with the worst of each number in ``machines``, because a ring waits for its slowest rank.
+    """Return a machine with the worst value of each field in ``machines``, because a ring waits for its slowest rank.
 
     The result does not depend on the order of ``machines``, so ranks with the same records get the same result.
     """

@@ -1,4 +1,4 @@
-"""The records of measured machines, files in the user's cache folder, and the ranks of each host.
+"""Files that hold the records of measured machines, in the user's cache folder; and the number of ranks on each host.
 
 ``ring-attn doctor --measure`` writes a file for each framework and kind of device; ``strategy="auto"`` on GPUs reads it.
 """
@@ -20,7 +20,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Hardware(NamedTuple):
-    """The hardware of a ring. ``machine``: its record, None without one. ``host_ranks``: as in ``Problem``."""
+    """The hardware of a ring: the record of its machine (None: not measured), and ``host_ranks`` as in ``Problem``."""
 
     machine: Machine | None = None
     host_ranks: int = 0
@@ -35,7 +35,7 @@ def path_of(framework: str, device: str) -> Path:
 
 
 def save(machine: Machine, framework: str) -> Path:
-    """Write a record: to a file beside it, which is then renamed, so that no reader sees a part. Return its path.
+    """Write a record atomically and return its path: write a temporary file beside it, then rename the temporary file.
 
     Raise ValueError if the file cannot be written.
     """
@@ -63,7 +63,7 @@ def stored(framework: str, device: str) -> Machine | None:
 
 
 def host() -> str:
-    """Return a name of this host that no other one has: its network name, and on Linux the id of its last boot."""
+    """Return a unique name of this host: its network name and, on Linux, the id of its last boot."""
     try:
         return f"{platform.node()} {_BOOT.read_text().strip()}"
     except OSError:
@@ -71,7 +71,10 @@ def host() -> str:
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:
-    """Return the number of consecutive ranks on each host, from the host of each rank; 0 if hosts differ in it."""
+    """Return the number of consecutive ranks on each host; 0 if the hosts have different numbers.
+
+    ``hosts``: the name of each rank's host.
+    """
     size = next((rank for rank, each in enumerate(hosts) if each != hosts[0]), len(hosts))
     groups = [set(hosts[first : first + size]) for first in range(0, len(hosts), size)]
     each_alone = len(set(hosts)) == len(groups) and all(len(group) == 1 for group in groups)

@@ -145,7 +145,10 @@ class RingPlan:
 
     @property
     def q_slot(self) -> int:
-        """Return the tokens per query slot, an equal part of the shard. In a balanced layout, the whole shard is one slot."""
+        """Return the number of tokens of a query slot.
+
+        A shard has equal slots; in a balanced layout the whole shard is one slot.
+        """
         return self.seq_local if isinstance(self.order, BalancedLayout) else self.seq_local // layouts.slots(self.order)
 
     @property
@@ -234,7 +237,10 @@ class RingPlan:
 
     @property
     def ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shifts of the two ways round the ring, each shift on its shorter way, nearest ranks first."""
+        """Return the shifts in each of the two directions round the ring, nearest first.
+
+        Each shift takes its shorter direction.
+        """
         near = tuple(shift for shift in self.shifts[1:] if 2 * shift <= self.ranks)
         return near, self.shifts[: len(near) : -1]
 
@@ -245,5 +251,5 @@ class RingPlan:
 
     @property
     def home(self) -> int:
-        """Return the hop by which gradients of k/v go from the rank of the last step to their owner; 0 if they are there."""
+        """Return the number of ranks that gradients of k/v travel from the rank of the last step to their owner; may be 0."""
         return -self.shifts[-1] % self.ranks

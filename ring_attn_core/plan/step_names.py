@@ -35,6 +35,6 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
 
 
 def in_units(size: int) -> str:
-    """Return a number of bytes in the largest unit in which it is at least 1."""
+    """Format a number of bytes in the largest binary unit in which it is at least 1, such as ``32 MiB``."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{size / (1 << 10 * power):.4g} {UNITS[power]}"

@@ -44,7 +44,9 @@ class TwoLevel:
 
 
 class InnerRing(NamedTuple):
-    """The steps on the keys of the host ``outer`` hosts away, at the shifts ``inner`` inside a host, in increasing order.
+    """The steps of one inner ring.
+
+    ``outer``: number of hosts that the keys have crossed. ``inner``: the shift of each step inside a host, in increasing order.
 
     ``crossing``: number of hosts that the keys cross next, during these steps; 0 in the last inner ring.
     """
@@ -60,7 +62,7 @@ class InnerRing(NamedTuple):
 
     @property
     def gradient_hops(self) -> int:
-        """Return the number of hops that gradients make inside a host, back to the owner's place included."""
+        """Return the number of hops that gradients make inside a host, including the last hop to their owner's place."""
         return len(self.inner) - 1 + (self.inner[-1] > 0)
 
 
@@ -79,7 +81,10 @@ class TwoLevelPlan(RingPlan):
 
     @cached_property
     def inner_rings(self) -> tuple[InnerRing, ...]:
-        """Return the inner rings with a step at which some rank may see a key, that of the own host first."""
+        """Return the inner rings that contain a step at which some rank may see a key.
+
+        The ring on the own host's keys is first.
+        """
         n = self.host_ranks
         needed = {
             outer: tuple(inner for inner in range(n) if (not outer and not inner) or self._seen(outer, inner))
