@@ -34,7 +34,11 @@ def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
 
 
 def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], row: int) -> None:
-    """Raise ValueError if a rank has too few slots for a request's ``counts`` cached and ``held`` new tokens."""
+    """Raise ValueError if a rank has too few slots for a request.
+
+    ``counts``, ``held``: numbers of the request's cached and new tokens on each rank. ``row``: index of the request, for the
+    message.
+    """
     for rank, (count, more) in enumerate(zip(counts, held, strict=True)):
         if spec.window is None and count + more > spec.slots:
             raise ValueError(
@@ -101,7 +105,10 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-    """Raise ValueError if k or v have other shapes or dtypes than the cache. ``tokens``: (requests, tokens of each)."""
+    """Raise ValueError if k or v have other shapes or dtypes than the cache.
+
+    ``tokens``: (requests, new tokens of each request).
+    """
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
         expected = (*tokens, sizes.kv_heads, dim)

@@ -43,7 +43,7 @@ def earlier(ranks: int) -> list[list[int]]:
 
 
 def turns(counts: Any, levels: Any, earlier: Any) -> Any:
-    """Return the append rank of each empty slot, [batch, ranks, slots]: the number of new tokens appended before its own.
+    """Return the append rank of each empty slot, [batch, ranks, slots]: how many new tokens come before the slot's token.
 
     ``counts`` [batch, ranks]: tokens that each rank holds. ``levels`` [batch, ranks, slots]: slot indices, not less than the
     rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. Arrays of numpy, torch or jnp.
@@ -78,5 +78,8 @@ def owners(layout: str, ranks: int, local: int) -> list[int]:
 
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
-    """Return the number of tokens that each rank holds of the first ``length`` of a chunk. They come first in its shard."""
+    """Return how many of the first ``length`` tokens of a chunk each rank holds.
+
+    These tokens come first in the rank's shard.
+    """
     return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]

@@ -16,7 +16,10 @@ LARGEST = 448.0
 
 @dataclass(frozen=True)
 class CacheSizes:
-    """The sizes of one cached token: k [layers, kv_heads, head_dim] and v [layers, kv_heads, v_dim]. ``v_dim`` None: head_dim."""
+    """The sizes of one cached token: k [layers, kv_heads, head_dim] and v [layers, kv_heads, v_dim].
+
+    A ``v_dim`` of None means ``head_dim``.
+    """
 
     layers: int
     kv_heads: int
