@@ -118,7 +118,10 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[FoldedBatches, ...]:
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return an equivalent pattern that fits int32. ``most``: the larger of the numbers of tokens and heads, at least 1."""
+    """Return an equivalent (segment, dilation) pair that fits int32.
+
+    ``most``: the larger of the numbers of tokens and heads, at least 1.
+    """
     # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
@@ -127,9 +130,9 @@ def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
 class HeadPart(NamedTuple):
     """The heads of an array that a pattern uses (kept heads), and their head groups (classes).
 
-    Take heads ``first`` to ``end`` (exclusive), repeat each ``repeat`` times and drop the first ``skip``: ``kept`` heads are
-    left. There are ``spread * together`` classes. Kept head j goes to the ``together`` classes from ``j % spread * together`` on,
-    as head ``j // spread`` of their folded batches.
+    Take heads ``first`` to ``end`` (exclusive). Repeat each head ``repeat`` times. Drop the first ``skip`` of these heads; the
+    next ``kept`` heads are the kept heads. There are ``spread * together`` classes. Kept head j becomes head ``j // spread`` in
+    each of ``together`` consecutive classes, of which the first is class ``j % spread * together``.
     """
 
     first: int
@@ -142,7 +145,7 @@ class HeadPart(NamedTuple):
 
     @property
     def padded(self) -> int:
-        """Number of kept heads, rounded up so that all classes have the same number."""
+        """Number of kept heads, rounded up so that all classes have the same number of heads."""
         return -(-self.kept // self.spread) * self.spread
 
 
@@ -172,11 +175,11 @@ class FoldedBatches:
 
     @property
     def shift(self) -> int:
-        """The offset of the tokens that class 0 keeps: their ``p % dilation``."""
+        """The value of ``p % dilation`` for the token positions p that class 0 keeps."""
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
-        """Return how many tokens before its shard a rank's first slot begins, 0 to dilation - 1."""
+        """Return the number of tokens by which a rank's first slot begins before its shard, 0 to dilation - 1."""
         return (rank * self.local - self.shift) % self.dilation
 
     @cached_property
