@@ -1,4 +1,4 @@
-"""The activation settings of a transformer block: which arrays its forward keeps for its backward."""
+"""Activation settings of a transformer block: the arrays that its forward stores for its backward."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def write_record(record: Any) -> str:
 
 
 def read_record(kind: type[Record], text: str) -> Record:
-    """Return the record of type ``kind`` that ``write_record`` wrote.
+    """Read a record of type ``kind`` from the JSON that ``write_record`` wrote.
 
     Raise ValueError if ``text`` is not a JSON object, a key is missing, or a key is not a field; the message names the key.
     """

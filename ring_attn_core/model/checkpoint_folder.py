@@ -51,7 +51,7 @@ class CheckpointFolder:
         return sorted(step for step, path in self._named() if self._is_complete(path))
 
     def holds(self, step: int | None) -> bool:
-        """Return whether the step has a complete checkpoint, after waiting for up to LAG seconds; True if ``step`` is None."""
+        """Return whether the step has a complete checkpoint; poll for up to LAG seconds. Return True if ``step`` is None."""
         return step is None or self._is_complete(self.where(step)) or seen(self.where(step) / RUN)
 
     def begin(self, step: int) -> Path:

@@ -72,7 +72,7 @@ class AttentionConfig(AttentionFields):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(AttentionConfig):
-    """The config of dilated or summary attention, without the features of RingAttention that these lack."""
+    """The config of dilated or summary attention. Features of RingAttention that these layers lack have fixed values."""
 
     o_bias: bool = field(default=False, init=False)
     sinks: bool = field(default=False, init=False)
@@ -152,7 +152,7 @@ class TransformerConfig(AttentionFields):
 
     @classmethod
     def from_json(cls, text: str) -> TransformerConfig:
-        """Return the config that ``to_json`` wrote; a field that the text leaves out has its default.
+        """Read a config from the JSON that ``to_json`` wrote. A field that is missing in the text gets its default.
 
         Raise ValueError if ``text`` is not a JSON object, a key is not a field (the message names it), or values do not fit.
         """

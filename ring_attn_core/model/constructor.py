@@ -38,5 +38,5 @@ def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]]
 
 
 def part(record: type[Record], of: Any) -> Record:
-    """Return a ``record`` (a dataclass) whose fields have the values of the attributes of ``of`` with the same names."""
+    """Make a ``record`` (a dataclass) from the attributes of ``of`` that have the names of the record's fields."""
     return record(**{x.name: getattr(of, x.name) for x in fields(record) if hasattr(of, x.name)})  # type: ignore[arg-type]

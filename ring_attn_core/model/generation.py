@@ -46,7 +46,7 @@ class Generation:
 
     @classmethod
     def of(cls, config: TransformerConfig, dtype: str, prompts: Any, new: Any, **options: Any) -> Generation:
-        """Return the record of a call. Raise ValueError if an argument does not fit.
+        """Check the arguments of a call and return its record. Raise ValueError if an argument is invalid.
 
         ``dtype``: the model's compute dtype. ``options``: temperature, top_k, top_p, seed, stop, chunk, cache_dtype.
         """
@@ -83,7 +83,7 @@ class Generation:
 
     @property
     def ends(self) -> list[int]:
-        """Return the most tokens of each request that the cache holds: all but its last token, which is never cached."""
+        """Return the largest number of cached tokens of each request. The last token of a request is never cached."""
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:

@@ -4,7 +4,7 @@ Weights, their gradients and AdamW's two moments, all in ``param_dtype``, are sh
 ``compute_dtype`` with gathered weights in that dtype. The peak is the memory in use for the whole step plus the largest temporary
 use.
 
-Symbols    T tokens a GPU, d dim, h heads, g kv_heads, e head_dim, f hidden, V vocab, L depth, N gpus, P weights, B of them in a
+Symbols    T tokens a GPU, d dim, h heads, g kv_heads, e head_dim, f hidden, V vocab, L depth, N gpus, P weights, B weights of a
            block, w bytes of param_dtype, c bytes of compute_dtype, 4 of float32
 Source     counted from the tensors that autograd of this library's PyTorch layers saves; a test compares them with the formula
 """
@@ -102,7 +102,7 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the activations that a block keeps even if it recomputes the others."""
+    """Return the activations that a block stores under every activation setting, even if it recomputes all others."""
     c = compute_bytes(config)
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),

@@ -1,4 +1,4 @@
-"""The progress of a run, which checkpoints of both packages store beside the arrays, with its checks."""
+"""The progress of a training run, and its checks. Checkpoints of both packages store the progress beside the arrays."""
 
 from __future__ import annotations
 
@@ -52,7 +52,9 @@ def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[s
 
 
 def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> ResumePoint:
-    """Return the progress in ``found``, the JSON of ``described`` that was read from ``where``.
+    """Return the progress stored in a checkpoint.
+
+    ``found``: the JSON that ``described`` made. ``where``: the place from which it was read, for messages.
 
     Raise ValueError if a value is missing or not of its type, or if the model's config differs; the message names the fields.
     """
@@ -97,7 +99,7 @@ def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
 
 
 def check_next(step: int, steps: list[int], folder: Path) -> None:
-    """Raise ValueError if ``step`` is not after every step in ``steps``, which have checkpoints."""
+    """Raise ValueError if ``step`` is not greater than each step in ``steps``, the steps with a checkpoint."""
     if steps and step <= max(steps):
         raise ValueError(
             f"step {step} is not after step {max(steps)}, of which {folder} has a checkpoint: resume from it, delete it to go "
@@ -112,7 +114,7 @@ def check_keep(keep: int) -> None:
 
 
 def _packed(x: Any) -> Any:
-    """Return ``x`` in a form that keeps dicts with numbers as keys in JSON.
+    """Convert ``x`` to a form in which JSON preserves dicts with numbers as keys.
 
     Raise TypeError if a key is not a text, a number or None.
     """
@@ -129,7 +131,7 @@ def _packed(x: Any) -> Any:
 
 
 def _unpacked(x: Any) -> Any:
-    """Return the value from which ``_packed`` made ``x``, with lists in place of tuples."""
+    """Convert ``x`` back to the argument of ``_packed``; tuples become lists."""
     if isinstance(x, list):
         return [_unpacked(each) for each in x]
     if not isinstance(x, dict):

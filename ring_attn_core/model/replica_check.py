@@ -41,13 +41,16 @@ Table = Mapping[str, Sequence[Replica]]
 
 
 def as_told(tables: Iterable[Any]) -> list[Table]:
-    """Return tables received as JSON with their lists turned back into ``Replica``."""
+    """Convert the lists in tables received as JSON back to ``Replica`` records."""
     copy = lambda holder, *rest: Replica((holder[0], holder[1]), *rest)
     return [{name: [copy(*each) for each in copies] for name, copies in table.items()} for table in tables]
 
 
 class RankDifference(ValueError):
-    """An error on some ranks only, or a difference between ranks; it may pass if a file system shows changes late."""
+    """An error on only some ranks, or a difference between ranks.
+
+    A retry may succeed, because a file system may show changes late.
+    """
 
 
 def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
@@ -111,7 +114,10 @@ def digest(data: Any) -> str:
 
 
 def essence(table: Table) -> str:
-    """Return a digest of the copies in a table, holders left out. If the digest is equal in all tables, one needs checking."""
+    """Return a digest of a table's replicas without their holders.
+
+    If the digests of all tables are equal, it is enough to check one table.
+    """
     return digest(repr(sorted({(name, *copy[1:]) for name, copies in table.items() for copy in copies})).encode())
 
 

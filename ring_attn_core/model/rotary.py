@@ -68,11 +68,11 @@ class NTK:
 class YaRN:
     """YaRN (Peng et al., arXiv:2309.00071): divides low frequencies by ``factor``, and scales the scores up.
 
-    ``original``: tokens of the context that the model was trained for. Pairs that rotate at least ``fast`` times in it keep their
-    frequency, frequencies of pairs that rotate at most ``slow`` times are divided by ``factor``, and between them the share falls
-    linearly in i. ``truncate``: round these two i outwards, as in the authors' code. ``attention_factor`` multiplies cosines and
-    sines, so its square multiplies each score; None: ``0.1 ln(factor) + 1`` (equation 22), or
-    ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)`` with ``mscale`` and ``mscale_all``, as in DeepSeek's models.
+    ``original``: tokens of the context that the model was trained for. Pairs that rotate at least ``fast`` times within these
+    tokens keep their frequency. The frequency of pairs that rotate at most ``slow`` times is divided by ``factor``. Between these
+    limits, kept_i falls linearly in i. ``truncate``: round these two i outwards, as in the authors' code. ``attention_factor``
+    multiplies cosines and sines, so its square multiplies each score; None: ``0.1 ln(factor) + 1`` (equation 22), or ``(0.1
+    mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)`` with ``mscale`` and ``mscale_all``, as in DeepSeek's models.
     """
 
     factor: float
@@ -102,9 +102,9 @@ class YaRN:
 class Llama3:
     """The scaling of Llama 3.1 and later: as YaRN, but linear in the frequency, and without an attention factor.
 
-    ``original``: tokens of the context that the model was trained for. Pairs that rotate more than ``high`` times in it keep
-    their frequency, frequencies of pairs that rotate less than ``low`` times are divided by ``factor``, and between them the
-    share grows linearly in f_i.
+    ``original``: tokens of the context that the model was trained for. Pairs that rotate more than ``high`` times within these
+    tokens keep their frequency. The frequency of pairs that rotate less than ``low`` times is divided by ``factor``. Between
+    these limits, kept_i grows linearly in f_i.
     """
 
     factor: float
@@ -147,7 +147,9 @@ class Rotary:
 
 
 def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
-    """Return the rotary embedding of the arguments ``rotary`` and ``rotary_base`` (its short form); None: no positions.
+    """Return the rotary embedding for the arguments ``rotary`` and ``rotary_base``; None if both are None.
+
+    ``rotary_base=b`` is short for ``rotary=Rotary(b)``.
 
     Raise ValueError if ``rotary`` is not a Rotary, or if ``base`` contradicts it.
     """
@@ -213,7 +215,7 @@ def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
 
 
 def attention_factor(rotary: Rotary) -> float:
-    """Return the factor of cosines and sines: 1, except for YaRN."""
+    """Return the factor that multiplies cosines and sines; it is 1 except for YaRN."""
     scaling = rotary.scaling
     if not isinstance(scaling, YaRN):
         return 1.0

@@ -69,7 +69,7 @@ class WeightFolder(NamedTuple):
 
 
 class Naming(NamedTuple):
-    """The naming conventions of a kind of folder: ``save_weights``' or Hugging Face's."""
+    """The naming conventions of a folder that ``save_weights`` or Hugging Face wrote."""
 
     config: Callable[[WeightFolder], TransformerConfig]
     renamed: Callable[[str], str]
@@ -109,7 +109,7 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 
 
 def current(folder: str | Path) -> Path:
-    """Return the folder, or the old folder that it was replacing when a save was killed between its two renames.
+    """Return the path of the complete weights: ``folder``, or its predecessor if a save was killed between its two renames.
 
     If neither exists, look again for a moment, because two saves in quick succession may hide both from one look. Raise
     ValueError if neither appears.
