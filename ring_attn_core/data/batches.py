@@ -82,7 +82,7 @@ class Batches:
         """The number of the batch at which an iteration begins, and of the one that the latest iteration yields next."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
-        """Yield every ``every``-th batch from ``start + offset`` to the end."""
+        """Yield the batches ``start + offset``, ``start + offset + every``, and so on, to the end."""
         self.reader.check()
         start = self.start
         self.given = start

@@ -60,7 +60,10 @@ class Hulls:
         self.counts = np.zeros((rows, queries), np.int64)
 
     def add(self, start: int, visible: Any) -> None:
-        """Add the queries from ``start`` on. ``visible``: bool [rows, some queries, keys]. Blocks come in ascending order."""
+        """Add a block of queries that begins at query ``start``. Blocks come in ascending order.
+
+        ``visible``: the mask of the block, bool [rows, queries of the block, keys].
+        """
         import numpy as np
 
         some = slice(start, start + visible.shape[1])
@@ -91,7 +94,7 @@ class Hulls:
         return MaskParts(full(), self.extents, self.key_extents) if both else None
 
     def _band(self, key_mask: Any) -> Band | None:
-        """Return a band that together with ``key_mask`` equals the mask, with open sides if possible, or None."""
+        """Return a band whose intersection with ``key_mask`` is the mask, without limits if possible; None if there is none."""
         import numpy as np
 
         seeing, row = self.counts > 0, np.arange(self.counts.shape[1])
@@ -110,7 +113,7 @@ class Hulls:
     def _fits(self, key_mask: Any, first: Any, end: Any) -> bool:
         """Return whether each query sees all keys of ``key_mask`` in its interval ``first .. end - 1``.
 
-        Comparing their numbers is enough, because a query sees no other keys.
+        Comparing the numbers of keys is enough, because a query sees no keys outside its interval.
         """
         import numpy as np
 
@@ -139,7 +142,10 @@ class Hulls:
 
 
 def parts_of(visible: Any) -> MaskParts | None:
-    """Return the parts of a numpy mask, bool [rows, queries, keys] in natural order. None as in ``Hulls.parts``."""
+    """Convert a numpy mask, bool [rows, queries, keys] in natural order, to arguments of ``ring_attention``.
+
+    Return None if the mask is not the intersection of its hulls.
+    """
     hulls = Hulls(*visible.shape)
     for some in _blocks(visible.shape[1], visible.shape[0] * visible.shape[2]):
         hulls.add(some.start, visible[:, some])

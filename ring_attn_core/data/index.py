@@ -36,10 +36,12 @@ class ShardSpan(NamedTuple):
 
 
 def reads(pieces: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
-    """Yield the spans that a rank reads for one packed row: the parts of its pieces that lie in ``runs``.
+    """Yield the spans that a rank reads for one packed row.
 
-    A run of stride 1 reads one more token, the label of its last one, if the piece continues. A run of another stride reads its
-    labels separately, because they are tokens of other ranks.
+    A span is the part of a piece (a document's tokens in the row) that lies in one of ``runs``, the runs of the rank.
+
+    With stride 1, a span reads one more token, the label of its last token, if the piece continues. With another stride, a span
+    reads its labels separately, because they are tokens of other ranks.
     """
     pieces, slot = tuple(pieces), 0
     for run in runs:
@@ -81,7 +83,7 @@ class Index:
         return [contexts.pieces(order[row] if row < len(order) else row) for row in wanted]
 
     def _contexts(self, epoch: int) -> tuple[Contexts, Sequence[int]]:
-        """Return the packed rows of an epoch and the order in which full ones are used. A row that is not full stays last."""
+        """Return the packed rows of an epoch and the order of the full rows. A row that is not full stays last."""
         if self._epoch is None or self._epoch[0] != epoch:
             of, key = self._settings, (self._settings.seed, epoch)
             documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
@@ -100,7 +102,7 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``. Raise ValueError if the state belongs to other data or settings.
 
-    ``data``: the digests that a state of these documents may hold; this release's digest comes first.
+    ``data``: the accepted digests of the documents; the digest of this release comes first.
     """
     found: Any = state
     if isinstance(state, str | bytes):

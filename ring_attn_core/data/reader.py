@@ -70,7 +70,7 @@ class Reader:
                 raise vanished(path, error) from error
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [count] and the labels [labelled] of a span."""
+        """Return the token ids [count] and the labels [labelled] of a span. The label of a token is the id of the next token."""
         if read.stride == 1:
             tokens = self._tokens(read.piece.document, read.first, max(read.count, read.labelled + 1), 1)
             return tokens[: read.count], tokens[1 : 1 + read.labelled]

@@ -83,7 +83,7 @@ class _Row:
         """The slot of the token before each slot's token, -1 for a root: one array for each rollout."""
 
     def shared(self, tokens: np.ndarray) -> int:
-        """Return the number of slots that a rollout would share with the last one added."""
+        """Return the number of slots that a rollout would share with the last added rollout."""
         import numpy as np
 
         most = min(len(self.last), len(tokens))
@@ -202,7 +202,10 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
 
 
 def _values(name: str, given: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
-    """Return float64 values, one for each token of each rollout; default 1."""
+    """Return the caller's values as float64 arrays, with one value for each token of each rollout.
+
+    ``given``: the values of each rollout, or None for 1.
+    """
     import numpy as np
 
     each = [1.0] * len(lists) if given is None else given

@@ -91,6 +91,6 @@ class DatasetSettings:
         return self.batch_size * self.replicas
 
     def runs(self) -> tuple[Run, ...]:
-        """Return the runs of the rank; if ``rank`` is None, those of all ranks in order."""
+        """Return the runs of the rank, or the runs of all ranks in order if ``rank`` is None."""
         wanted = range(self.ranks) if self.rank is None else [int(self.rank)]
         return tuple(run for rank in wanted for run in named(self.layout)(rank, self.ranks, self.length // self.ranks))

@@ -21,7 +21,7 @@ LONGEST = 10_000
 
 
 def described(files: Sequence[File]) -> Documents:
-    """Return the documents of these files. Raise ValueError if one is not an array of token ids."""
+    """Return the documents of these files. Raise ValueError if a file is not an array of token ids."""
     documents, digest, former = [], sha256(), sha256()
     for file in files:
         try:
@@ -79,7 +79,7 @@ def _short(error: Exception) -> str:
 
 
 def _ends(document: Document, opened: BinaryIO) -> bytes:
-    """Return the first and last bytes of the tokens, as an older release hashed them."""
+    """Return the first and the last bytes of a document's tokens; an older release hashed only these."""
     size = document.tokens * int(document.dtype[-1])
     count = min(ENDS, size)
     return read_at(opened, document.offset, count) + read_at(opened, document.offset + size - count, count)

@@ -148,9 +148,10 @@ def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_
 def trees_of(parents: Any, lengths: Any) -> tuple[Tree, ...]:
     """Return the tree of each row.
 
-    ``parents``, ``lengths``: integers of one row, or a list of such rows: for each segment, in depth-first order, the index of
-    its parent in the row, -1 for a root, and its number of tokens. Raise ValueError if a parent comes after its child, segments
-    are not in depth-first order, a segment is empty, or the two do not fit together.
+    ``parents``, ``lengths``: lists with one integer for each segment of a row, in depth-first order, or lists of such lists for
+    several rows. A parent is the index of a segment in the row, or -1 for a root. A length is a number of tokens. Raise
+    ValueError if a parent comes after its child, segments are not in depth-first order, a segment is empty, or ``parents`` and
+    ``lengths`` have different sizes.
     """
     rows = _rows("parents", parents), _rows("lengths", lengths)
     if len(rows[0]) != len(rows[1]):
