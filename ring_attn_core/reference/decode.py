@@ -26,8 +26,8 @@ class DecodeFeatures(NamedTuple):
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
     """Return (out, lse) over the global cache in float64; in extended precision if q is float64.
 
-    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h]. ``features``: see DecodeFeatures. Slots that no
-    query sees have no effect.
+    Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h], with b batch, n queries, t slots, h/g query/kv
+    heads, d/e head dim of q and k / of v. ``features``: see DecodeFeatures. Slots that no query sees have no effect.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention((q, k, v), (q_positions, k_positions), DecodeFeatures(**features), working, lambda x: x)
@@ -36,7 +36,7 @@ def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, 
 def plain(
     q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, dtype: str, **features: Any
 ) -> tuple[Array, Array]:
-    """Return what ``exact`` returns, as plain single-device attention computes it in ``dtype``.
+    """Compute the results of ``exact`` with the rounding of plain single-device attention in ``dtype``.
 
     Sums and softmax are in float32 (in float64 for "float64"); probabilities and out are rounded once.
     """
@@ -45,11 +45,11 @@ def plain(
 
 
 def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, window: int | None) -> tuple[Array, Array]:
-    """Return whether each query sees each slot, bool [b n t], and the lag of each pair, int [b n t].
+    """Return whether each query sees each slot, bool [batch, queries, slots], and the lags, int of the same shape.
 
-    The lag is the position of the query less that of the key. With ``tree_mask`` bool [b n n] the n queries are nodes of a tree,
-    stored in slots with consecutive positions; for the lag, a node's position is that of node 0 plus its depth. The depth of a
-    node is the number of its ancestors, the other nodes that it sees.
+    The lag is the position of the query minus the position of the key. With ``tree_mask``, bool [batch, queries, queries], the
+    queries are nodes of a tree, stored in slots with consecutive positions. The lag then uses the position of node 0 plus the
+    depth of the node as the node's position. The depth of a node is the number of its ancestors, the other nodes that it sees.
     """
     i, j = (x.astype(np.int64) for x in (q_positions[:, :, None], k_positions[:, None, :]))
     if tree_mask is None:

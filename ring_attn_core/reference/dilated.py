@@ -20,7 +20,7 @@ from .oracle import BLOCK, Array, Attention, rounding
 
 
 class DilatedFeatures(NamedTuple):
-    """The arguments of ``dilated_attention`` that change the result. ``key_mask``: bool [b s]."""
+    """The arguments of ``dilated_attention`` that change the result. ``key_mask``: bool [batch, tokens]."""
 
     segments: Sequence[int]
     dilations: Sequence[int]
@@ -34,9 +34,9 @@ class DilatedFeatures(NamedTuple):
 def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures) -> Attention:
     """Return dilated attention of global arrays and its gradients in float64; in extended precision if q is float64.
 
-    Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h]; query head h reads kv head
-    h // (heads / kv_heads).
-    A query that sees no key in any pattern has out 0, lse -inf and no gradient.
+    Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b batch, s tokens, h/g query/kv heads, d/e
+    head dim of q and k / of v. Query head h reads kv head h // (heads / kv_heads). A query that sees no key in any pattern has
+    out 0, lse -inf and no gradient.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     at_once = lambda counts: counts.sum(0, keepdims=True)
@@ -44,7 +44,7 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
 
 def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures, dtype: str) -> Attention:
-    """Return what ``exact`` returns, as a single device computes it in ``dtype``, rounded as in ``oracle.plain``.
+    """Compute the results of ``exact`` as a single device does in ``dtype``, rounded as in ``oracle.plain``.
 
     Compute one attention for each pattern, round its out, and weight the outs by their softmax denominators.
     """

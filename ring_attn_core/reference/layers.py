@@ -26,7 +26,7 @@ EPS = 1e-6
 
 
 class LayerSettings(NamedTuple):
-    """The settings that the weights do not tell: head dim, mask, and rotary base (None: no rotary embedding)."""
+    """Settings that cannot be read from the weights: head dim, mask, and rotary base (None: no rotary embedding)."""
 
     head_dim: int
     mask: Band
@@ -42,14 +42,17 @@ class Layers:
         self.rounded = rounding(dtype or "float64")
 
     def layer(self, weights: Mapping[str, Array], x: Array, dout: Array) -> Arrays:
-        """Return ``out``, ``dx`` and the gradient of each weight, named "d" + weight name. ``dout``: [b s dim]."""
+        """Return ``out``, ``dx`` and the gradient of each weight, named "d" + weight name. ``dout``: [batch, tokens, dim]."""
         weights, x, dout = self._cast(weights), self._of(x), self._of(dout)
         out = self._attention(weights, "", x)
         dx, gradients = self._attention_backward(weights, "", x, dout)
         return {"out": out, "dx": dx} | {"d" + name: gradient for name, gradient in gradients.items()}
 
     def transformer(self, weights: Mapping[str, Array], ids: Array, labels: Array) -> Arrays:
-        """Return logits [b s vocab], the mean loss over labels >= 0, and the gradient of each weight, named "d" + weight name."""
+        """Return the logits, the loss and the gradient of each weight, named "d" + weight name.
+
+        Logits are [batch, tokens, vocab]. The loss is the mean over labels >= 0.
+        """
         weights = self._cast(weights)
         depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
         embed, entered, x = weights["embed.weight"], [], weights["embed.weight"][ids]
@@ -133,7 +136,10 @@ class Layers:
         return self.rounded(dout @ weight), self.rounded(np.tensordot(dout, x, ((0, 1), (0, 1))))
 
     def _turned(self, x: Array, sign: int = 1) -> Array:
-        """Apply the rotary embedding to x [b s h d], or its inverse if ``sign`` is -1. Angles are in float64."""
+        """Apply the rotary embedding to x [batch, tokens, heads, head_dim], or its inverse if ``sign`` is -1.
+
+        Angles are in float64.
+        """
         if self.sizes.rotary_base is None:
             return x
         half = x.shape[-1] // 2

@@ -19,7 +19,10 @@ Array = np.ndarray
 
 
 class Attention(NamedTuple):
-    """The results ``out`` [b s h e] and ``lse`` [b s h] (natural log), with the gradients of q, k, v and sinks [h]."""
+    """The results ``out`` and ``lse`` (natural log), with the gradients of q, k, v and sinks.
+
+    Shapes: out [batch, queries, heads, v_dim], lse [batch, queries, heads], sinks [heads].
+    """
 
     out: Array
     lse: Array
@@ -51,7 +54,8 @@ class Features(NamedTuple):
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
     """Return attention and its gradients in float64; in extended precision if q is float64.
 
-    Shapes: q [b s h d], k [b t g d], v [b t g e]; query head h reads kv head h // (heads / kv_heads); ``features``: see Features.
+    Shapes: q [b s h d], k [b t g d], v [b t g e], with b batch, s/t queries/keys, h/g query/kv heads, d/e head dim of q and k /
+    of v. Query head h reads kv head h // (heads / kv_heads). ``features``: see Features.
 
     s_ij = scale q_i . k_j, then s = softcap tanh(s / softcap), then s + slope (k_pos - q_pos), if i sees j;
     lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j over the j that dropout keeps,
@@ -77,7 +81,7 @@ def visible(
     key_mask: Array | None = None,
     key_extents: Array | None = None,
 ) -> Array:
-    """Return whether each query sees each key, bool [b or 1, queries, keys]. ``queries``, ``keys``: global positions."""
+    """Return whether each query sees each key, bool [batch or 1, queries, keys]. ``queries``, ``keys``: global positions."""
     i, j = np.array(queries)[:, None], np.array(keys)
     seen = np.ones((1, len(queries), len(keys)), bool)
     if mask.lo is not None:
@@ -182,7 +186,10 @@ def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]
 
 
 def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
-    """Return the dropout factor of each probability, 0 or ``rescale(rate)``, [b g r queries keys]; [1] without dropout."""
+    """Return the dropout factor of each probability, 0 or ``rescale(rate)``.
+
+    Shape: [batch, kv heads, query heads per kv head, queries, keys]; [1] without dropout.
+    """
     if not features.dropout_rate:
         return np.ones(1)
     b, g, r = groups

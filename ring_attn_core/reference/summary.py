@@ -14,7 +14,10 @@ from .oracle import Array, rounding
 
 
 class SummaryAttended(NamedTuple):
-    """The results ``out`` [b s h e] and ``lse`` [b s h] (natural log), with the gradients of q, k, v and pool."""
+    """The results ``out`` and ``lse`` (natural log), with the gradients of q, k, v and pool.
+
+    Shapes: out [batch, tokens, heads, v_dim], lse [batch, tokens, heads].
+    """
 
     out: Array
     lse: Array
@@ -45,7 +48,7 @@ def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
 
 
 def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: SummaryFeatures, dtype: str) -> SummaryAttended:
-    """Return what ``exact_summary`` returns, as a single device computes it in ``dtype``.
+    """Compute the results of ``exact_summary`` as a single device does in ``dtype``.
 
     Sums and softmax are in float32 (in float64 for "float64"); results and summaries are rounded.
     """

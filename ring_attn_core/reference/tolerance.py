@@ -37,7 +37,7 @@ def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
 
 
 def bound_of_sinks(plain: Attention, exact: Attention, given: Mapping[str, np.ndarray], dtype: str) -> float:
-    """Return the allowed relative error of the gradient of sinks. ``given``: sinks [h], dout and dlse.
+    """Return the allowed relative error of the gradient of sinks. ``given``: the sinks [heads], and the gradients dout and dlse.
 
     The gradient has few numbers, so the plain computation may be accurate by chance and ``bound`` too strict. Each number is a
     sum over queries. If the errors of its terms are independent and as large as the plain computation's plus a rounding, the
