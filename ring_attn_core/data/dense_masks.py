@@ -94,7 +94,7 @@ class Hulls:
         return MaskParts(full(), self.extents, self.key_extents) if both else None
 
     def _band(self, key_mask: Any) -> Band | None:
-        """Return a band whose intersection with ``key_mask`` is the mask, without limits if possible; None if there is none."""
+        """Return a band whose intersection with ``key_mask`` is the mask, without limits if possible, else None."""
         import numpy as np
 
         seeing, row = self.counts > 0, np.arange(self.counts.shape[1])
