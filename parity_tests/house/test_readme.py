@@ -100,6 +100,16 @@ def test_grpo_on_a_tree_is_grpo_on_its_rollouts_one_by_one():
     assert max(errors) < 1e-5
 
 
+@pytest.mark.exhaustive
+def test_grpo_of_trl_learns_on_a_ring_as_on_one_process():
+    pytest.importorskip("trl")
+    program = str(ROOT / "examples" / "grpo_trl.py")
+    one, two = (re.findall(r"[\d.]+", run(program, "torch", processes=n).rpartition("rewards")[2]) for n in (1, 2))
+    assert len(one) == 10
+    assert one == two
+    assert float(one[-1]) > float(one[0]) + 0.5
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_make_target_it_names_exists(page):
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
