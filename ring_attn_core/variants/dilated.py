@@ -118,10 +118,7 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[FoldedBatches, ...]:
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return an equivalent (segment, dilation) pair that fits int32.
-
-    ``most``: the larger of the numbers of tokens and heads, at least 1.
-    """
+    """Return an equivalent pattern that fits int32. ``most``: the larger of the numbers of tokens and heads, at least 1."""
     # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
