@@ -201,7 +201,7 @@ PASSES = "forward", "backward"
 
 
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
-    """Select a backend, compile its kernels, and return its call; None for blockwise or a vendor's backend.
+    """Select a backend, compile its kernels, and return the launch parameters; None for "blockwise" or a vendor's backend.
 
     ``anywhere``: as in ``call.call_of``. ``passes``: the passes whose kernels are compiled. If a kernel cannot run, or spills far
     more registers than when it was measured, "auto" warns and takes the next backend. For Hopper's kernels "auto" decides about
@@ -268,7 +268,7 @@ def _left_to_portable(problem: Problem) -> frozenset[str]:
 
 
 def _new_to_hopper(problem: Problem) -> str | None:
-    """Return the warning that Triton is untried, if that alone makes "auto" skip Hopper's kernels; else None."""
+    """Return a warning if "auto" skips Hopper's kernels only because this release of Triton is untested; else None."""
     return _untried() if _hopper(problem) is None else None
 
 

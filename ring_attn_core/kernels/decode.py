@@ -22,7 +22,7 @@ MOST_ROWS = 64
 @hashed_once
 @dataclass(frozen=True)
 class DecodeCall:
-    """The parameters that all launches of one decoding call share; ``given`` names its optional arrays.
+    """The parameters that all launches of one decoding call share. ``given``: names of the call's optional arrays.
 
     ``fp8``: k and v have one byte per element. ``tiles_asked``, ``splits_asked``: replacements of the computed values, for
     comparison.

@@ -93,7 +93,9 @@ class Output:
 @hashed_once
 @dataclass(frozen=True)
 class Launch:
-    """A launch of ``grid`` programs; ``arguments`` and ``constants`` are by parameter, and any other parameter is None.
+    """A launch of ``grid`` programs.
+
+    ``arguments`` and ``constants`` are named by kernel parameter; every other parameter of the kernel is None.
 
     The kernel's last arrays are ``outputs``, in that order, followed by ``scratch``. The launcher allocates each scratch array,
     fills it with zeros, passes it as an input and as an output, and drops it after the launch.

@@ -141,7 +141,7 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
 
 
 def _add_stage(*of: Any) -> tuple[str, str] | None:
-    """Serve as Triton's compilation hook: return a cache key without arguments, else change the stages.
+    """Serve as Triton's compilation hook: return a cache key if called without arguments, else change the stages.
 
     The arguments are (backend, stages, options, ...).
     """

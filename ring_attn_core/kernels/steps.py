@@ -62,7 +62,7 @@ def _takes(call: RingCall, name: str) -> bool:
 
 
 def zeroes_queries(call: RingCall) -> bool:
-    """Return whether the kernels of the backward put 0 in place of fully masked queries and their dout, which may hold NaN."""
+    """Return whether the kernels of the backward zero fully masked queries and their dout, which may hold NaN."""
     return _takes(call, "backward")
 
 

@@ -294,9 +294,9 @@ def consumer(args, shared, work, sizes: gl.constexpr):
 class RunOfQueries(NamedTuple):
     """A run of queries, with the interval of queries that see each key of the program.
 
-    ``begin``, ``width``: queries ``begin .. begin + width`` see a key by the band; with extents ``begin`` is the key's index in
-    the tile. ``first_query``, ``queries``: with key extents, the first query that sees a key, and the number of them. ``bias``:
-    the ALiBi bias of the keys. ``stream``: the Philox key of the head's dropout mask.
+    Without extents, the band lets queries ``begin .. begin + width`` see a key. With extents, ``begin`` is the key's index in the
+    tile. With key extents, queries ``first_query .. first_query + queries - 1`` may see a key. ``bias``: the ALiBi bias of the
+    keys. ``stream``: the Philox key of the head's dropout mask.
     """
 
     begin: Any

@@ -30,7 +30,7 @@ TURN_SPACING = gl.constexpr(launches.TURN_SPACING)
 
 @gluon.jit
 def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
-    """Add each step's dq to the sums of its query tile by TMA, once the turn has come to the program's key tile."""
+    """Add each step's dq to the sums of its query tile by TMA, after all earlier key tiles have added theirs."""
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, sizes.BLOCK_K) * sizes.K_RUNS * sizes.G)
     words = args.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS
@@ -64,7 +64,7 @@ def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
-    """Return (turn, turns): the key tiles that add to a query tile before the program's tile, and all that add to it."""
+    """Return the number of key tiles that add to a query tile before the program's tile, and the number of all that add to it."""
     turn = 0
     turns = 0
     for k_run in range(sizes.K_RUNS):
@@ -106,7 +106,7 @@ def wait_for_turn(at, turn):
 
 @gluon.jit
 def next_turn(at, by):
-    """Wait until this program's addition is complete, then add ``by`` to the query tile's turn."""
+    """Wait until this program's addition is complete, then add ``by`` to the query tile's turn counter."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     increment = gl.full([32], 0, gl.int32, EACH) + by

@@ -116,7 +116,7 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def bring_queries(source, at, full, tiles, stage, clean, cleaned, of_lse2, shared, TAIL: gl.constexpr):
-    """Load a tile of q or dout by TMA, and zero its rows of infinite lse2 unless it is ``clean``.
+    """Load a tile of q or dout by TMA. Unless ``clean``, zero the rows of fully masked queries, whose lse2 is infinite.
 
     ``cleaned``: number of tiles that this program has zeroed so far. ``of_lse2``: the stage of lse2.
     """
@@ -153,7 +153,7 @@ def zero_fully_masked(tiles, stage, lse2):
 
 @gluon.jit
 def seen_of_tile(args, work, sizes: gl.constexpr, token, inside):
-    """Return a word for each query: the first key of the tile that it sees, and from bit 8 on their number."""
+    """Return a word for each query: the first visible key of the tile (low 8 bits) and the number of visible keys (above)."""
     at = args.key_ranges + (work.batch * sizes.K_RUNS + work.k_run).to(gl.int64) * 2 * args.S + token
     begin = gl.load(at, mask=inside, other=0)
     end = gl.load(at + args.S, mask=inside, other=0)
@@ -164,7 +164,7 @@ def seen_of_tile(args, work, sizes: gl.constexpr, token, inside):
 
 @gluon.jit
 def bias_of_queries(args, work, sizes: gl.constexpr, q_run, head, i):
-    """Return the ALiBi bias of queries and the tile's first key, in base 2."""
+    """Return the ALiBi bias between each query and the tile's first key, in base 2."""
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     slope = gl.load(args.alibi_slopes + head).to(gl.float32) * LOG2E
     return slope * (row.k_start - row.q_start + row.stride * (work.n0 - i)).to(gl.float32)

@@ -140,7 +140,9 @@ def queries_of_keys(j, args, work, row):
 
 @gluon.jit
 def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Count the key tiles of a run that a query tile visits; return (all, before the program's tile, whether it visits that).
+    """Count the key tiles of a run that a query tile visits.
+
+    Return (the number of all, the number before the program's tile, whether the query tile visits the program's tile).
 
     ``adder`` calls this function one tile ahead, so ``tile`` may be -1; that result is not used. Each lane reads one interval.
     """

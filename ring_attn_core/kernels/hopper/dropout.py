@@ -21,7 +21,10 @@ from .register_layouts import accumulator
 
 @constexpr_function
 def counters_of_tile(width):
-    """Return the layout of Philox counters [32, width / 4] of 64 queries: a thread serves its elements of an ``accumulator``."""
+    """Return the layout of Philox counters [32, width / 4] of 64 queries.
+
+    Each thread computes the counters of the elements that it holds in an ``accumulator``.
+    """
     keys = [[0, 4 << bit] for bit in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(keys, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, width // 4])
 
@@ -52,7 +55,10 @@ The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other
 
 @gluon.jit
 def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
-    """Return the dropout mask, bool [64, WIDTH], True for kept, of queries ``i`` from ``m0`` on and keys from ``n0`` on."""
+    """Return the dropout mask, bool [64, WIDTH keys]; True keeps a probability.
+
+    ``i``: local indices of the 64 queries, from ``m0`` on. ``n0``: local index of the first key.
+    """
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_tile(WIDTH)
@@ -72,7 +78,10 @@ def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: 
 def kept_of_keys(
     stream, threshold, m0, n0, q_start, k_start, stride, KEYS: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
 ):  # fmt: skip
-    """Return the dropout mask, bool [KEYS, WIDTH queries], True for kept, of queries from ``m0`` on and keys from ``n0`` on."""
+    """Return the dropout mask, bool [KEYS, WIDTH queries]; True keeps a probability.
+
+    ``m0``, ``n0``: local index of the first query and of the first key.
+    """
     LAYOUT: gl.constexpr = accumulator(WIDTH, KEYS // 16)
     if ALIGNED:
         COUNTERS: gl.constexpr = counters_of_keys(WIDTH, KEYS)

@@ -250,7 +250,7 @@ def hopper_forward(
 
 
 class WarpgroupQueries(NamedTuple):
-    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, local indices ``i``, and the ``end`` of their steps."""
+    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, indices ``i``, and ``end``, the step after the last."""
 
     q: Any
     i: Any

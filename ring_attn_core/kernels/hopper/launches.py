@@ -119,7 +119,10 @@ def _descriptors(call: RingCall, tiles: HopperConfig, d: Columns, e: int) -> dic
 def parts(
     of: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: Columns, pitch: int = 0
 ) -> dict[str, Argument]:
-    """Return the TMA descriptors of tiles of ``rows`` rows, one for each part of the columns, by parameter (as q_tail_BSHD)."""
+    """Return TMA descriptors for tiles of ``rows`` rows, one descriptor for each part of the columns.
+
+    The result maps kernel parameters, such as ``q_tail_BSHD``, to descriptors.
+    """
     made: dict[str, Argument] = {}
     for part, width in (("", columns_of.main), ("_tail", columns_of.tail)):
         if width:
@@ -128,7 +131,7 @@ def parts(
 
 
 def heads_together(call: RingCall) -> int:
-    """Return the number of query heads processed at a time: those of the key heads whose k and v fit into L2_SHARE."""
+    """Return the number of query heads processed at a time: all that read key heads whose k and v together fit into L2_SHARE."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)

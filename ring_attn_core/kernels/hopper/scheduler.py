@@ -169,7 +169,10 @@ def announce(work, shared):
 
 @gluon.jit
 def announced(taken, shared):
-    """Wait for the query tile announced after ``taken`` others, and return it; the caller releases WORK_READ."""
+    """Wait for the next announced query tile, and return it.
+
+    ``taken``: number of earlier announcements. The caller releases WORK_READ.
+    """
     mbarrier.wait(shared.work_full.index(0), taken & 1)
     return QueryWork(
         read_number(shared.work, 0), read_number(shared.work, 1), read_number(shared.work, 2), read_number(shared.work, 3),
@@ -179,7 +182,10 @@ def announced(taken, shared):
 
 @gluon.jit
 def survey(args, batch, q_run, m0, sizes: gl.constexpr):
-    """Count the key tiles of a query tile; return (their number, the first run that has any, the token of the first tile)."""
+    """Count the key tiles of a query tile.
+
+    Return (number of key tiles, first run that has a key tile, token at which the first key tile begins).
+    """
     count = 0
     first_run = 0
     first_token = 0
@@ -244,8 +250,8 @@ def next_place(place, t, tiles, args):
 def run_of(args, shared, loads, work, sizes: gl.constexpr, number, i, GROUP: gl.constexpr):
     """Return the key run with index ``number``, with the intervals of keys that the queries ``i`` of a warpgroup see.
 
-    If shared memory has room for the extents of the queries, they arrive there with the ``loads``-th load of q. Else this
-    function reads them from global memory.
+    If shared memory has room for the queries' extents, the producer stores the extents there with the ``loads``-th load of q.
+    Otherwise this function reads the extents from global memory.
     """
     pair = work.q_run * sizes.K_RUNS + number
     row = load_row(args.rows, pair)

@@ -421,7 +421,10 @@ def visit_keys(
 
 @gluon.jit
 def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Scale the sums of some columns, add those of earlier steps, and store them; 16-bit results pass through ``tile``."""
+    """Scale the sums of some columns of dq, add the dq of earlier steps, and store the result.
+
+    Results in 16 bits pass through the shared-memory ``tile``.
+    """
     COLUMNS: gl.constexpr = x.shape[1]
     DTYPE: gl.constexpr = args.dq.dtype.element_ty
     x *= args.scale

@@ -89,7 +89,10 @@ def _widths(call: RingCall) -> dict[str, int]:
 
 
 def _arguments(call: RingCall, portable: Launch, q_rows: int, k_rows: int, *lists: str) -> dict[str, Argument]:
-    """Return a portable launch's arguments, with TMA descriptors of ``q_rows`` queries and ``k_rows`` keys, and the ``lists``."""
+    """Return a portable launch's arguments, with TMA descriptors in place of q, dout, k and v.
+
+    ``q_rows``, ``k_rows``: queries and keys of a tile. ``lists``: names of additional arrays from ``extent_lists``.
+    """
     d, e, both = in_parts(call.head_dim), in_parts(call.v_dim), call.head_dim + call.v_dim
     keys, values = ("kv", "kv") if call.packed else ("k", "v")
     k_pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)

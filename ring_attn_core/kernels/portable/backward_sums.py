@@ -67,7 +67,7 @@ def delta(
 def extent_bounds(
     extents_ptr, rows_ptr, bounds_ptr, S, RUNS: tl.constexpr, ROW: tl.constexpr, LENGTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Store four numbers of a tile's extents: the least first, the greatest end, the greatest first, the least end.
+    """Store four bounds of a tile's extents (first, end): the least first, greatest end, greatest first, and least end.
 
     The tiles hold queries, or with key extents keys. ROW: number of consecutive ``runs.Row`` that belong to one run. LENGTH:
     index of the field with the run's length.

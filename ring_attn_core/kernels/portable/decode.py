@@ -224,7 +224,7 @@ def in_half(q_tile):
 def from_bits(tile):
     """Convert float8_e4m3fn bytes to float16 by bit operations.
 
-    The exponent bias of float8_e4m3fn is 8 less, and 0x7F in the lower 7 bits is NaN.
+    The exponent bias of float8_e4m3fn is 8 less than that of float16. A byte with 0x7F in its lower 7 bits is NaN.
     """
     bits = tile.to(tl.int16)
     moved = ((bits & 128) << 8) | ((bits & 127) << 7)
@@ -251,7 +251,10 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return the first visible slot in first .. last - 1, or without FORWARD the end of the visible slots, in steps of SCAN."""
+    """Return the first visible slot in first .. last - 1; without FORWARD, return the end of the last visible slots.
+
+    Whole groups of SCAN slots are skipped, so the result may lie up to SCAN - 1 slots too early or, without FORWARD, too late.
+    """
     at = first if FORWARD else last
     unseen = first < last
     while unseen:
@@ -280,7 +283,7 @@ def merge_pairs(
     BLOCK_S: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Merge S partial results (out, lse) of one row of [B, N, H]: average ``out`` with weights exp(lse).
+    """Merge S partial results (out, lse) of one (batch row, query, head): average ``out`` with weights exp(lse).
 
     A sink, if passed, adds exp(sink) to the sum of weights. Store the result in ``merged_RE``, packed like the inputs; if
     ``merged_RE`` is None, store it in ``out_RE`` and ``lse_R``.

@@ -35,7 +35,10 @@ def dropout_streams(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
 
 @triton.jit
 def kept_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Return a tile's dropout mask, True for kept, of queries ``i`` from ``m0`` on and keys ``j`` from ``n0`` on."""
+    """Return a tile's dropout mask; True keeps a probability.
+
+    ``i``, ``j``: local indices of queries and keys, starting at ``m0`` and ``n0``.
+    """
     q_pos, k_pos = row.q_start + row.stride * i, row.k_start + row.stride * j
     q_first, k_first = row.q_start + row.stride * m0, row.k_start + row.stride * n0
     stream = tl.load(args.dropout + batch * sizes.H + head)
@@ -57,7 +60,7 @@ def kept(
     ALIGNED: tl.constexpr,
     BY_KEYS: tl.constexpr,
 ):
-    """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] BY_KEYS, True for kept.
+    """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] if BY_KEYS; True keeps a probability.
 
     Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``. ALIGNED: the positions are
     consecutive and start at multiples of 16. One counter then serves a thread's adjacent probabilities: eight, or with BY_KEYS

@@ -19,7 +19,7 @@ INTERVALS = 14
 def extent_bounds(call: RingCall, block_q: int) -> Launch:
     """Return the launch that computes the bounds of the extents in each tile of ``block_q`` queries.
 
-    The output ``bounds`` is int32 [b, q tiles, 4].
+    The output ``bounds`` is int32 [batch, q tiles, 4].
     """
     arguments = {
         "extents_ptr": Array("extents", "int32"),
@@ -52,7 +52,7 @@ def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 def key_bounds(call: RingCall, block_k: int) -> Launch:
     """Return the launch that computes the bounds of the extents in each tile of ``block_k`` keys.
 
-    The output ``key_bounds`` is int32 [b, k tiles, 4].
+    The output ``key_bounds`` is int32 [batch, k tiles, 4].
     """
     arguments = {
         "extents_ptr": Array("key_extents", "int32"),
@@ -88,7 +88,10 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 
 @lru_cache(maxsize=4096)
 def key_ranges(call: RingCall) -> Launch:
-    """Return the launch that finds the keys of each run of keys that each query sees: ``key_ranges`` int32 [b, k_runs, 2, s]."""
+    """Return the launch that finds the keys that each query sees in each run of keys.
+
+    The output ``key_ranges`` is int32 [batch, k_runs, 2, queries].
+    """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": Array("extents", "int32"),

@@ -136,7 +136,7 @@ def intervals(
 
 @triton.jit
 def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
-    """Return whether each key tile is in ``part``: visible to some query, and with a mask (0) or without one (1).
+    """Return whether each key tile is visible to some query and belongs to ``part``: 0 with a mask, 1 without a mask.
 
     ``first``, ``last``: positions of the first and the last query. Without WHOLE, every visible tile belongs to part 0.
     """

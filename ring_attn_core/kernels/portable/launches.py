@@ -67,9 +67,12 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def delta(call: RingCall, out_dtype: str) -> Launch:
-    """Return the launch that computes ``lse2`` and ``delta`` [b h s] for the backward; ``out_dtype`` is the dtype of out.
+    """Return the launch that computes ``lse2`` and ``delta`` [batch, heads, tokens] for the backward.
 
-    If the call has a rest, the third output is ``factor`` [b h s]; multiply dout and delta by it.
+    ``out_dtype``: dtype of out.
+
+    If the state has a ``rest`` (the rounding error of lse), the third output is ``factor`` [batch, heads, tokens]; multiply dout
+    and delta by ``factor``.
     """
     tiles = call.tiles("delta")
     shape = call.batch, call.heads, call.seq_local
@@ -93,7 +96,9 @@ def delta(call: RingCall, out_dtype: str) -> Launch:
 
 @lru_cache(maxsize=4096)
 def unpack_key_mask(batch: int, kv_local: int) -> Launch:
-    """Return the launch that unpacks ``key_mask_bits``: outputs ``key_mask`` [b t] f32 and ``key_mask_spans`` [b spans] int32.
+    """Return the launch that unpacks ``key_mask_bits``.
+
+    Outputs: ``key_mask`` f32 [batch, tokens] and ``key_mask_spans`` int32 [batch, spans].
 
     A span is ``MASK_SPAN`` keys. Its flag is 1 if the key mask hides any of these keys, so kernels skip the mask for other spans.
     """
@@ -112,7 +117,7 @@ def unpack_key_mask(batch: int, kv_local: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dropout_streams(batch: int, heads: int) -> Launch:
-    """Return the launch that computes the dropout streams (Philox keys), ``dropout`` [b h], from ``dropout_seed``."""
+    """Return the launch that computes the Philox keys ``dropout`` [batch, heads] from ``dropout_seed``."""
     arguments = {
         "dropout_seed_ptr": Array("dropout_seed", "uint32"),
         "dropout_BH": Array("dropout", "uint32"),
@@ -219,7 +224,10 @@ def of_decode(call: DecodeCall) -> Iterator[Launch]:
 
 @lru_cache(maxsize=4096)
 def decode(call: DecodeCall) -> Launch:
-    """Return the launch of attention over the splits of a cache; it stores out and lse in ``pairs`` [splits, b, n, h, e + 1]."""
+    """Return the launch of attention over the splits of a cache.
+
+    It stores out and lse in ``pairs`` [splits, batch, queries, heads, v_dim + 1].
+    """
     tiles, given, log2e = call.tiles, call.given, math.log2(math.e)
     optional = lambda name, dtype="float32": Array(name, dtype) if name in given else None
     of_keys, cap = "uint8" if call.fp8 else call.dtype, call.softcap
@@ -263,9 +271,12 @@ def decode(call: DecodeCall) -> Launch:
 
 @lru_cache(maxsize=4096)
 def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
-    """Return the launch that merges ``pairs`` [s, b, n, h, e + 1] of all splits, or of ``ranks`` ranks.
+    """Return the launch that merges the (out, lse) of all splits, or of ``ranks`` ranks.
 
-    ``final``: merge the sinks too, and output ``out`` [b n h e] in q's dtype and ``lse`` [b n h]. Else output ``merged``, packed.
+    The input is ``pairs`` [splits or ranks, batch, queries, heads, v_dim + 1].
+
+    ``final``: merge the sinks too, and output ``out`` [batch, queries, heads, v_dim] in q's dtype and ``lse`` [batch, queries,
+    heads]. Otherwise output ``merged``, with out and lse packed as in ``pairs``.
     """
     b, n, h, e = call.batch, call.queries, call.heads, call.v_dim
     arguments = {
