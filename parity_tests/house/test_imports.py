@@ -35,7 +35,7 @@ HOUSE = (
 """The floors of the house, from the top: a room uses itself and the floors below it, and no other room of its floor."""
 
 ROOMS = (
-    ("transformers", "diffusers"),
+    ("transformers", "diffusers", "torchtitan"),
     ("inference", "training"),
     ("layers",),
     ("variants",),

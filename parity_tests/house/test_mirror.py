@@ -42,6 +42,7 @@ ONLY_IN_TORCH = {
     "layers/recompute.py": "in JAX a policy of jax.checkpoint",
     "layers/offload.py": "in JAX a policy of jax.checkpoint, and XLA schedules the copies",
     "diffusers.py": "diffusers' models are PyTorch's",
+    "torchtitan.py": "torchtitan's models are PyTorch's",
     "transformers/__init__.py": "Hugging Face's models are PyTorch's",
     "transformers/arguments.py": "the same",
     "transformers/attention.py": "the same",

@@ -67,6 +67,7 @@ FORWARDED = {
     "the_call": "the fields of RingCall",
     "run": "the fields of compare's Case",
     "asked": "the fields of compare's Case",
+    "RingInnerAttention.forward": "those of torchtitan's other inner attentions",
     "_add_stage": "what Triton hands to its hook",
 }
 """What takes ``*arguments`` or ``**keywords`` of any kind, and whose they are."""

@@ -1,0 +1,130 @@
+"""torchtitan's models with RingInnerAttention on a cp axis: losses and gradients of its FlexAttention's masks on one process."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torchtitan")
+try:
+    titan: Any = importlib.import_module("ring_attn_torch.torchtitan")
+except ImportError as error:  # of a part of torchtitan that needs more packages
+    pytest.skip(str(error), allow_module_level=True)
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+pytestmark = pytest.mark.slow
+BATCH, TOKENS, VOCAB = 2, 32, 64
+ENDS = torch.tensor([0, 5, 18, 19, TOKENS])
+
+
+def model_of(window: tuple[int, int]) -> Any:
+    """torchtitan's debug model of Llama 3, small, with our inner attention."""
+    llama: Any = importlib.import_module("torchtitan.models.llama3")
+    config = llama.llama3_configs["debugmodel"](attn_backend="flex")
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = titan.RingInnerAttention.Config(window_size=window)
+    torch.manual_seed(0)
+    model = config.build()
+    model.init_states()
+    return model
+
+
+def dense(window: tuple[int, int], documents: bool) -> torch.Tensor:
+    lag = torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)
+    mask = (lag >= 0) if window[0] < 0 else (lag >= 0) & (lag <= window[0])
+    of = torch.bucketize(torch.arange(TOKENS), ENDS[1:], right=True)
+    return mask & (of[:, None] == of) if documents else mask
+
+
+def steps(group: Any, window: tuple[int, int], documents: bool, layout: str) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The losses of ten steps of SGD, and the weights then; without ``group`` by torch's attention and a dense mask."""
+    torch.set_grad_enabled(True)
+    model = model_of(window)
+    inner = [layer.attention.inner_attention for layer in model.layers.values()]
+    for module in inner:
+        module.layout = layout
+    if group is None:
+        mask = dense(window, documents)
+
+        def attend(q: Any, k: Any, v: Any, **others: Any) -> Any:
+            q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True, scale=others["scale"]).transpose(1, 2)
+
+        for module in inner:
+            module.forward = attend
+    else:
+        cp: Any = importlib.import_module("torchtitan.distributed.context_parallel")
+        mesh = dist.device_mesh.DeviceMesh.from_group(group, "cpu")
+        cp.apply_cp_to_forward(inner, mesh)
+    place = torch.arange(TOKENS)
+    if documents:
+        place = place - ENDS[torch.bucketize(place, ENDS[1:], right=True)]
+    positions = place.expand(BATCH, -1)
+    losses = []
+    for step in range(10):
+        ids = torch.randint(VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
+        arrays, given = (ids[:, :-1], ids[:, 1:]), {}
+        if group is not None:
+            (*arrays, mine), masks = titan.cp_shard(mesh, arrays, positions, layout)
+            given = {"positions": mine, "attention_masks": masks if documents else None}
+        else:
+            given = {"positions": positions, "attention_masks": None}
+        loss = F.cross_entropy(model(arrays[0], **given).flatten(0, 1).float(), arrays[1].flatten(), reduction="sum")
+        loss = loss / (BATCH * TOKENS)
+        loss.backward()
+        told = loss.detach().clone()
+        if group is not None:
+            dist.all_reduce(told, group=group)
+            for p in model.parameters():
+                dist.all_reduce(p.grad, group=group)
+        losses.append(told.item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.05 * p.grad
+                p.grad = None
+    return losses, {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("window", "documents", "layout"),
+    [((-1, 0), False, "zigzag"), ((-1, 0), True, "zigzag"), ((6, 0), True, "contiguous")],
+    ids=["causal", "documents", "window, documents"],
+)
+def test_ten_steps_on_a_cp_axis_are_those_of_one_process(four: Any, window: Any, documents: bool, layout: str):
+    losses, weights = steps(None, window, documents, layout)
+    for got, got_weights in four(4, steps, window, documents, layout):
+        assert np.abs(np.array(got) - losses).max() < 1e-5
+        worst = {name: float(np.abs(got_weights[name] - x).max() / max(np.abs(x).max(), 1)) for name, x in weights.items()}
+        assert {name: x for name, x in worst.items() if x > 1e-5} == {}
+
+
+def test_lse_is_handed_to_an_out_transform_as_gpt_oss_needs_it():
+    inner = titan.RingInnerAttention.Config().build()
+    q = torch.randn(1, 6, 2, 8)
+    sinks = torch.tensor([0.3, -1.0])
+    got = inner(q, q, q, out_transform=lambda out, lse: out * torch.sigmoid(lse - sinks)[..., None].to(out.dtype))
+    scores = torch.einsum("bihd,bjhd->bhij", q, q) / 8**0.5
+    scores = scores.masked_fill(torch.ones(6, 6).triu(1) > 0, -torch.inf)
+    with_sink = torch.cat([scores, sinks[None, :, None, None].expand(1, 2, 6, 1)], -1).softmax(-1)[..., :-1]
+    assert (got - torch.einsum("bhij,bjhd->bihd", with_sink, q)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"attention_masks": "a BlockMask"}, "takes attention_masks of ring_attn_torch.torchtitan.Documents"),
+        ({"is_causal": False}, "takes no score_mod and no is_causal=False"),
+    ],
+)
+def test_what_the_ring_cannot_honour_is_refused_by_name(given: dict[str, Any], message: str):
+    inner = titan.RingInnerAttention.Config().build()
+    q = torch.randn(1, 6, 2, 8)
+    with pytest.raises(ValueError, match=message):
+        inner(q, q, q, **given)

@@ -1,0 +1,176 @@
+"""torchtitan's inner attention over a ring: for its ``cp`` axis, with windows, documents and sinks.
+
+Example:
+
+    from ring_attn_torch.torchtitan import RingInnerAttention, RingDocuments
+
+    for layer in config.layers:                                    # of a model's config
+        layer.attention.inner_attention = RingInnerAttention.Config(window_size=(-1, 0))
+    class MyTrainer(RingDocuments, Trainer): pass                  # only for packed documents
+
+torchtitan's ``apply_cp_to_forward`` accepts this inner attention as a ScaledDotProductAttention and passes DTensors, which
+name the mesh. Its load balancer "headtail" makes the shards of the layout "zigzag", and None those of "contiguous".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from ring_attn_core.masks import causal, sliding_window
+from ring_attn_core.runs import Band
+from ring_attn_core.validation import missing_package
+
+if find_spec("torchtitan") is None:
+    raise missing_package(__name__, "torchtitan")
+
+from torchtitan.models.common.attention import ScaledDotProductAttention  # type: ignore[import-not-found]
+
+from .call.signature import ring_attention
+from .data.extents import document_extents
+from .data.layout import to_layout
+
+Base: Any = object
+if TYPE_CHECKING:
+    from torchtitan.trainer import Trainer as Base  # type: ignore[import-not-found]
+
+LAYOUTS = {"headtail": "zigzag", None: "contiguous"}
+"""Our layout of each of torchtitan's load balancers."""
+
+__all__ = ["Documents", "RingDocuments", "RingInnerAttention", "cp_shard"]
+
+
+class Documents(NamedTuple):
+    """The documents of this rank's queries, as ``attention_masks`` of the inner attention."""
+
+    extents: Tensor
+    """int32 [batch, local, 2], the interval of the global key positions of each query's document."""
+    layout: str
+    """The layout of the shards."""
+
+
+class RingInnerAttention(ScaledDotProductAttention):
+    """An inner attention of torchtitan, whose keys go round the ring of the ``cp`` axis."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ScaledDotProductAttention.Config):
+        """``window_size``: as VarlenAttention's, the numbers of tokens before and after the query; -1 is unlimited.
+
+        ``layout``: that of the load balancer, for calls without documents. ``softcap``, ``strategy``: as in ring_attention.
+        """
+
+        window_size: tuple[int, int] = (-1, 0)
+        softcap: float | None = None
+        strategy: str = "ring"
+        layout: str = "zigzag"
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.mask = _band(*config.window_size)
+        self.softcap, self.strategy, self.layout = config.softcap, config.strategy, config.layout
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        attention_masks: Documents | None = None,
+        scale: float | None = None,
+        out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
+        **others: Any,
+    ) -> Tensor:
+        """Return attention [batch, local, heads, head_dim] of this rank's queries.
+
+        ``out_transform``: a function of (out, lse), such as gpt-oss's, which applies its sinks. lse is [batch, local, heads].
+        Raise ValueError if attention_masks are another backend's, if score_mod is set or if is_causal is False.
+        """
+        if attention_masks is not None and not isinstance(attention_masks, Documents):
+            raise ValueError(
+                f"RingInnerAttention takes attention_masks of ring_attn_torch.torchtitan.Documents, as RingDocuments and "
+                f"cp_shard make them, got a {type(attention_masks).__name__}"
+            )
+        if others.get("score_mod") is not None or others.get("is_causal") is False:
+            raise ValueError(
+                "RingInnerAttention takes no score_mod and no is_causal=False: set softcap or window_size in its Config"
+            )
+        mesh = q.device_mesh if isinstance(q, DTensor) else None
+        q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q, k, v))
+        if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
+            raise ValueError(
+                "RingInnerAttention got no DTensors, so the model has no cp axis: set context_parallel_degree above 1 (or call "
+                "apply_cp_to_forward in a loop of your own), or take another inner attention"
+            )
+        ring: dict[str, Any] = {"group": mesh, "layout": self.layout}
+        if attention_masks is not None:
+            ring |= {"extents": attention_masks.extents, "layout": attention_masks.layout}
+        score = {"mask": self.mask, "softcap": self.softcap, "scale": scale}
+        lse = out_transform is not None
+        result: Any = ring_attention(q, k, v, **score, **ring, strategy=self.strategy, return_lse=lse)
+        return result if out_transform is None else out_transform(*result)
+
+
+class RingDocuments(Base):
+    """A mixin for torchtitan's Trainer: documents, which begin where positions are 0, attend to themselves alone.
+
+    Use it as ``class MyTrainer(RingDocuments, Trainer)``.
+    """
+
+    def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+        """Return the Trainer's shards, with the documents of ``positions`` as attention_masks.
+
+        Raise ValueError if the load balancer is "ptrr".
+        """
+        positions, parallelism = input_dict.get("positions"), self.config.parallelism
+        inputs, labels, others = super().post_dataloading_process(input_dict, labels)
+        if positions is not None:
+            mesh = self.parallel_dims.get_mesh("cp") if self.parallel_dims.cp_enabled else None
+            balancer = parallelism.context_parallel_load_balancer if mesh is not None else None
+            if balancer not in LAYOUTS:
+                raise ValueError(f'context_parallel_load_balancer is {balancer!r}, and a ring has "headtail" and None')
+            others["attention_masks"] = documents_of(positions.to(inputs.device), mesh, LAYOUTS[balancer])
+        return inputs, labels, others
+
+
+def documents_of(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> Documents:
+    """Return this rank's Documents of the global ``positions`` [batch, length], in which each document begins with 0."""
+    return Documents(_own(document_extents((positions == 0).cumsum(1)), mesh, layout), layout)
+
+
+def cp_shard(
+    cp_mesh: DeviceMesh, inputs: tuple[Tensor, ...], positions: Tensor, layout: str = "zigzag"
+) -> tuple[tuple[Tensor, ...], Documents]:
+    """Return this rank's shards of ``inputs`` and, as the last, of ``positions``, and its Documents, in a loop of your own.
+
+    ``inputs``: global arrays [batch, length, ...], such as ids and labels, the same on every rank. ``positions``: [batch,
+    length], 0 at the first token of each document. Raise ValueError if the layout cannot split the length equally.
+    """
+    length, ranks = positions.shape[1], cp_mesh.size()
+    parts = ranks * (2 if layout == "zigzag" else 1)
+    if length % parts:
+        raise ValueError(f"{length} tokens cannot be split into {parts} equal parts of layout={layout!r}: pad them first")
+    shards = tuple(_own(x, cp_mesh, layout) for x in (*inputs, positions))
+    return shards, documents_of(positions, cp_mesh, layout)
+
+
+def _own(x: Tensor, mesh: DeviceMesh | None, layout: str) -> Tensor:
+    """Return this rank's shard of a global array [batch, length, ...]."""
+    if mesh is None:
+        return x
+    return to_layout(x, layout, mesh.size()).chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
+
+
+def _band(before: int, after: int) -> Band:
+    """Return the mask of VarlenAttention's window_size. Raise ValueError if a number is below -1."""
+    if min(before, after) < -1:
+        raise ValueError(f"window_size must be two numbers of tokens, or -1 for no limit, got {(before, after)}")
+    if before < 0:
+        return Band() if after < 0 else causal(after)
+    return sliding_window(before, after) if after >= 0 else Band(hi=before)
