@@ -30,13 +30,19 @@ class HostState:
         return not any(self.lengths)
 
     def appended(self, rows: Iterable[int], tokens: int) -> None:
-        """Raise the bounds of these requests by ``tokens``, for a step that places tokens on the device. Forget the counts."""
+        """Increase the length bounds of these requests by ``tokens``, and mark the counts as unknown.
+
+        Call this method for a step that places tokens on the device.
+        """
         self.counts = None
         for row in rows:
             self._grow(row, tokens)
 
     def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
-        """Raise ``reached`` for the ``tokens`` that a step is about to write. It stays raised if the step fails."""
+        """Set ``reached`` to at least the lengths after a step that is about to write ``tokens``.
+
+        ``reached`` stays increased if the step fails.
+        """
         for row, more in zip(rows, tokens, strict=True):
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)
 

@@ -35,7 +35,7 @@ NEITHER = (
 
 
 class MaskParts(NamedTuple):
-    """A mask as arguments of ``ring_attention``, in natural order. A query sees the keys that all of them permit."""
+    """A mask as arguments of ``ring_attention``, in natural order. A query sees the keys that all of these arguments permit."""
 
     band: Band
     extents: Any = None

@@ -160,7 +160,7 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: str | None, rank
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
     """Assign each rollout to a row. Return the row and the slots of each rollout, and all rows.
 
-    A rollout goes to the row with room in which it adds the fewest tokens, or to a new row; the first row wins a tie.
+    A rollout goes to the row with enough room to which it adds the fewest tokens, or to a new row; the first row wins a tie.
     """
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)

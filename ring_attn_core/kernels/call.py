@@ -21,12 +21,12 @@ BEYOND = 2**30
 class RingCall:
     """The parameters that all launches of one ring share; ``given`` names the optional arrays.
 
-    Shapes are those of a step's shards, which a strategy may join. ``packed``: keys travel, and k and v are one array [batch,
-    tokens, kv_heads, head_dim + v_dim] with float32 gradients; otherwise k and v are two arrays. ``aligned``: one dropout counter
-    serves eight probabilities. ``clean``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some
-    queries, padding included, may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``:
-    the launcher can pass TMA descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes
-    ("forward", "backward") listed in ``portable``. ``tiles_asked``: tiles that replace those of ``choose_tiles``, for comparison.
+    Shapes describe a step's shards, which a strategy may join. ``packed``: keys travel, and k and v are one array [batch, tokens,
+    kv_heads, head_dim + v_dim] with float32 gradients; otherwise k and v are two arrays. ``aligned``: one dropout counter serves
+    eight probabilities. ``clean``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries,
+    padding included, may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``: the
+    launcher can pass TMA descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes ("forward",
+    "backward") listed in ``portable``. ``tiles_asked``: tiles that replace the result of ``choose_tiles``, for comparison.
     """
 
     batch: int
@@ -70,7 +70,7 @@ class RingCall:
         return not self.given.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:
-        """Return the tiles of a kernel: ``tiles_asked``, or those of ``choose_tiles``."""
+        """Return the tiles of a kernel: ``tiles_asked`` if set, else the result of ``choose_tiles``."""
         if self.tiles_asked is not None:
             return self.tiles_asked
         return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)

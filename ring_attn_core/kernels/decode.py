@@ -53,7 +53,7 @@ class DecodeCall:
 
     @property
     def tiles(self) -> TileConfig:
-        """Return the tiles: ``tiles_asked`` if set, else those of ``decode_tiles``."""
+        """Return the tiles: ``tiles_asked`` if set, else the result of ``decode_tiles``."""
         if self.tiles_asked is not None:
             return self.tiles_asked
         return decode_tiles(self.rows, max(padded(self.head_dim), padded(self.v_dim)), self.dtype, self.fp8, self.capability)
@@ -65,7 +65,7 @@ class DecodeCall:
 
     @property
     def splits(self) -> int:
-        """Return the number of splits: ``splits_asked`` if set, else that of ``count_splits``."""
+        """Return the number of splits: ``splits_asked`` if set, else the result of ``count_splits``."""
         if self.splits_asked is not None:
             return self.splits_asked
         programs = self.batch * self.kv_heads * self.row_tiles

@@ -1,8 +1,8 @@
 """Bindings of the CUDA driver for kernels, by ctypes: load a binary, encode a TMA descriptor, start a launch.
 
-Names are those of the CUDA driver API. Triton's own launcher needs a C compiler, and at each launch it queries the driver about
-each pointer and encodes each descriptor. In PyTorch ``attend/launch.py`` starts launches through ``bound_launch.py``, which
-caches the encoded descriptors.
+Functions have their names in the CUDA driver API. Triton's own launcher needs a C compiler, and at each launch it queries the
+driver about each pointer and encodes each descriptor. In PyTorch ``attend/launch.py`` starts launches through
+``bound_launch.py``, which caches the encoded descriptors.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[s
 
 
 def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | None:
-    """Return (address register, constant) if a descriptor is the sum of both; None if it is computed in another way."""
+    """Return (address register, constant) if a descriptor is computed as the sum of the two, else None."""
     operation, operands = definitions.get(register, ("", []))
     if operation != "or.b64" or not operands[1].isdecimal() or int(operands[1]) % 2**32:
         return None

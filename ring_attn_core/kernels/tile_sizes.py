@@ -180,9 +180,15 @@ class WideConfig:
 def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
     """Return the tiles of the two-pass Hopper backward for padded heads of 64, 128, 192 or 256, and a shard's tokens.
 
-    TFLOP/s on one H200, bf16, causal. 16/16 heads of 192, values of 128, 16,384 tokens: 511 (448 with k and v from shared
-    memory). 32/8 heads of 128, tiles of 64 / 128 queries for dk and dv: 16 x 1,024 tokens 355 / 340, 8 x 2,048 419 / 396, 4 x
-    4,096 443 / 436; 64/8 heads, 4 x 4,096 432 / 459.
+    Measured on one H200 with bf16 and a causal mask. Q/K heads means Q query heads and K key heads. With 16/16 heads, head_dim
+    192, v_dim 128 and 16,384 tokens, the backward reaches 511 TFLOP/s, or 448 if products read k and v from shared memory. With
+    head_dim 128, by the queries per tile in the pass of dk and dv:
+
+        heads    sequences x tokens    TFLOP/s    64 queries    128 queries
+        32/8     16 x 1,024                          355            340
+        32/8      8 x 2,048                          419            396
+        32/8      4 x 4,096                          443            436
+        64/8      4 x 4,096                          432            459
     """
     if head_dim > 192:
         return WideConfig(128, 64, 2, 1 if v_dim > 192 else 2, 64, 2, False, False)  # limited by shared memory
@@ -196,16 +202,25 @@ def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
 def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, extents: bool = False) -> int:
     """Return the number of passes of the Hopper backward: 1 or 2.
 
-    ``head_dim``, ``v_dim``: padded. ``query_heads``: query heads per key head. ``tokens``: keys of a shard. One pass computes 5
-    products, but its key tiles add to dq in turns, and its sums of wide heads do not fit into registers. Two passes compute 7
-    products, and no program waits for another. TFLOP/s in one / two on one H200, bf16, heads of 128, causal: 32/8 heads, 16 x
-    1,024 tokens 285 / 355, 8 x 2,048 320 / 419, 4 x 4,096 402 / 443, 2 x 8,192 480 / 460, 16,384 522 / 459; 64/8, 16 x 1,024 279
-    / 366, 4 x 4,096 403 / 459, 8,192 463 / 472; 16/16, 16 x 1,024 306 / 309, 4 x 4,096 478 / 410. 4 x 4,096, 32/8 heads of 64:
-    354 / 324.
+    ``head_dim``, ``v_dim``: padded. ``query_heads``: query heads per key head. ``tokens``: keys of a shard. ``extents``: the call
+    has extents of queries, so its rows probably hold documents.
 
-    ``extents``: the call has extents of queries, so its rows probably hold documents. On one H100, 16,384 tokens, 64/8 heads,
-    documents of 1,024 tokens 252 / 305, 2,048 303 / 364, 4,096 388 / 396, 16,384 488 / 397; 65,536 tokens of log-normal
-    documents (median 1,340) 321 / 350. 32/8 heads: 250 / 282, 307 / 351, 395 / 391, 510 / 405; 343 / 357.
+    One pass computes 5 products. But its key tiles add to dq one after the other, and its sums of wide heads do not fit into
+    registers. Two passes compute 7 products, and no program waits for another program. TFLOP/s in one pass / two passes, with
+    bf16, a causal mask and head_dim 128; Q/K heads means Q query heads and K key heads. One H200, by sequences x tokens:
+
+        heads    16 x 1,024   8 x 2,048   4 x 4,096   2 x 8,192   1 x 8,192   1 x 16,384
+        32/8     285 / 355    320 / 419   402 / 443   480 / 460               522 / 459
+        64/8     279 / 366                403 / 459               463 / 472
+        16/16    306 / 309                478 / 410
+        32/8                              354 / 324   (head_dim 64)
+
+    One H100, by tokens per document, in rows of 16,384 tokens. The last column has 65,536 tokens in documents of log-normal
+    lengths with a median of 1,340:
+
+        heads    1,024       2,048       4,096       16,384      log-normal
+        64/8     252 / 305   303 / 364   388 / 396   488 / 397   321 / 350
+        32/8     250 / 282   307 / 351   395 / 391   510 / 405   343 / 357
     """
     if head_dim != v_dim or head_dim > 128:
         return 2
@@ -216,10 +231,15 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, exte
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:
     """Return (block_q, block_k) of the plain backends; ``score_rows`` is batch x query heads, the scores per pair (i, j).
 
-    A tile's scores should stay in the caches between the passes over them. Forward and backward take, in ms on one AMD EPYC core
-    at 4,096 tokens, causal, head_dim 64, float32, with tiles of 128 / 256 / 512: 8 heads 785 / 785 / 867 in PyTorch, 769 / 753 /
-    1048 in JAX; 32 heads 3308 / 3444 / 5063 and 3347 / 3775 / 4576; 2 heads 227 / 198 / 217 and 149 / 151 / 209. Very many heads
-    get shorter query tiles, so that the scores of a tile stay at or below 16 Mi elements.
+    A tile's scores should stay in the CPU caches from one operation to the next. Milliseconds of forward and backward on one AMD
+    EPYC core with 4,096 tokens, a causal mask, head_dim 64 and float32, for tiles of 128 / 256 / 512 tokens:
+
+        heads    PyTorch              JAX
+        2         227 /  198 /  217    149 /  151 /  209
+        8         785 /  785 /  867    769 /  753 / 1048
+        32       3308 / 3444 / 5063   3347 / 3775 / 4576
+
+    Calls with very many heads get shorter query tiles, so that a tile has at most 16 Mi scores.
     """
     known = isinstance(score_rows, int)  # False for a symbolic batch of jax.export, which may be of any size
     block = 256 if known and score_rows <= 16 else 128

@@ -84,7 +84,7 @@ class SparseConfig(AttentionConfig):
 class TransformerConfig(AttentionFields):
     """The config of a RingTransformer, with a field for each argument; the same in both frameworks and in JSON.
 
-    If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are those of :class:`AttentionConfig`. ``windows`` and
+    If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are as in :class:`AttentionConfig`. ``windows`` and
     ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: number of a rank's
     tokens that the MLP processes at a time, None for all. ``published``: metadata of a published model; it affects neither the
     computation nor comparisons of configs. Raise ValueError if sizes do not fit or a number is outside its range.

@@ -155,7 +155,7 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
     """Return the Hugging Face config of a model equivalent to ``config``.
 
-    ``length``: the longest sequence that transformers should allow, in tokens; None: that of the config, or 131072. Raise
+    ``length``: the longest sequence that transformers should allow, in tokens; None: the config's value, or 131072. Raise
     ValueError if none of the four architectures supports the config; the message names the settings.
     """
     windows = _checked_windows(config)

@@ -27,7 +27,7 @@ STEP = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The training settings, besides the model, on which memory depends.
+    """The training settings that determine memory, besides the model.
 
     ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: tokens of one GPU in all batch rows.
     ``activations``: as in RingTransformer. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss process at once; None:

@@ -52,7 +52,7 @@ class Slice(NamedTuple):
         return all(first + tokens == begin if tokens and more else tokens == more for first, tokens, begin, more in sent)
 
     def joined(self, after: Slice) -> Slice:
-        """Return one slice that covers this slice and the slice ``after``, which begins at its end."""
+        """Return one slice that covers this slice and ``after``, a slice that begins at the end of this slice."""
         return Slice(self.firsts, tuple(map(sum, zip(self.lengths, after.lengths, strict=True))), after.end)
 
 

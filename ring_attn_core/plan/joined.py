@@ -16,8 +16,8 @@ class JoinedPlan(RingPlan):
     """The plan of a ring in which each rank computes on the joined shards of a group of consecutive ranks, in rank order.
 
     ``q_shards``, ``k_shards``: number of query shards and of key shards that are joined; both divide ``ranks``. The runs of all
-    ranks of a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions are those of single
-    shards. ``shares``: the heads that each rank of a group computes; None: all heads.
+    ranks of a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions refer to single shards.
+    ``shares``: the heads that each rank of a group computes; None: all heads.
     """
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan

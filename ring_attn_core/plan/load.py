@@ -1,4 +1,4 @@
-"""The sizes of a call on which its time depends: the pairs of ranks and steps, and the bytes of a shard."""
+"""The sizes that determine the time of a call: the pairs of ranks and steps, and the bytes of a shard."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Seconds(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """The sizes of a call on which its time depends.
+    """The sizes that determine the time of a call.
 
     ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
     host, 0 if unknown. ``share``: visible pairs divided by the mask's pairs, below 1 for packed documents of known lengths.

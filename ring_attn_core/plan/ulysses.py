@@ -33,8 +33,8 @@ class HeadShares(NamedTuple):
     """The split of ``heads`` query heads and ``kv_heads`` key heads between the ``ranks`` ranks of a group, in order.
 
     Rank i of the group computes ``heads / ranks`` query heads from ``i * heads / ranks`` on, and gets the key heads that these
-    read. A key head that several ranks read goes to each of these ranks; if its query heads are split unevenly, it goes to a rank
-    more than once.
+    query heads read. If several ranks read a key head, each of these ranks gets a copy. If the query heads of a key head are
+    split unevenly, a rank gets several copies.
     """
 
     heads: int
@@ -48,7 +48,10 @@ class HeadShares(NamedTuple):
 
     @property
     def k_local(self) -> int:
-        """Return the number of key heads that a rank gets; each of these is read by equally many of the rank's query heads."""
+        """Return the number of key heads that a rank gets.
+
+        Each of these key heads is read by equally many of the rank's query heads.
+        """
         return self.q_local // gcd(self.heads // self.kv_heads, self.q_local)
 
     @property

@@ -21,8 +21,8 @@ from .strategies import Strategy, check_fit, chosen, plan_of_steps
 class Problem:
     """One call of ``ring_attention`` on one rank, hashable and independent of the framework.
 
-    Shapes are those of the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``,
-    v ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
+    Shapes describe the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``, v
+    ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
     ``arrays``: the optional arrays of the call, in the order of the signature. ``capability``: compute capability of the NVIDIA
     GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
     descriptors. ``machine``: the machine's record for the cost model, None if it was not measured. ``host_ranks``: number of
@@ -73,7 +73,7 @@ class Problem:
 
     @cached_property
     def load(self) -> Load:
-        """Return the sizes of the call on which its time depends.
+        """Return the sizes that determine the time of the call.
 
         Visible pairs are counted from the mask without the extents, because ranks do not know each other's document lengths.
         """

@@ -57,7 +57,7 @@ def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked:
 
 
 def who_sees_what(length: int, asked: SummaryFeatures) -> tuple[Array, Array]:
-    """Return which tokens and summaries each query sees, and which tokens each summary pools.
+    """Return two masks: the tokens and summaries that each query sees, and the tokens that each summary pools.
 
     The first is bool [length, length + blocks * summaries], with the tokens before the summaries; the second is bool
     [blocks * summaries, length].

@@ -176,7 +176,7 @@ class FoldedBatches:
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
-        """Return the number of tokens by which a rank's first slot begins before its shard, 0 to dilation - 1."""
+        """Return the number of tokens from the start of a rank's first slot to the start of its shard, 0 to dilation - 1."""
         return (rank * self.local - self.shift) % self.dilation
 
     @cached_property
@@ -209,7 +209,7 @@ class FoldedBatches:
         """The folding of k and v.
 
         A class holds one copy of each key head that its query heads read. If the query heads of a key head do not spread evenly
-        over the classes, it holds one copy for each of these query heads.
+        over the classes, a class holds one copy for each of its query heads.
         """
         first, end = self.first // self.share, -(-(self.first + self.heads) // self.share)
         whole = self.first % self.share == 0 and self.heads % self.share == 0
@@ -270,7 +270,7 @@ class FoldedBatches:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The shifts at which any rank sees keys. Only the first and last segment of a shard reach beyond it."""
+        """The shifts at which any rank sees keys. Only the first and last segment of a shard reach beyond the shard."""
         shifts = {0}
         for rank in range(self.ranks):
             start, end = rank * self.local, min((rank + 1) * self.local, self.length)

@@ -90,7 +90,7 @@ class SummaryOptions:
 
     @property
     def width(self) -> int:
-        """Number of tokens that one summary is pooled from: a whole block, or an equal part of it with ``"mean"``."""
+        """Number of tokens pooled into one summary: a whole block, or with ``"mean"`` an equal part of the block."""
         return self.block // self.summaries if self.pooling == "mean" else self.block
 
     @property
@@ -158,7 +158,7 @@ class SummaryPlan:
 
     @property
     def near(self) -> Options:
-        """The options of the local attention. Its window limits how far keys travel; extents cut it at the start of a block."""
+        """The options of the local attention: its window limits how far keys travel, and extents cut it at block starts."""
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 

@@ -78,7 +78,7 @@ def keys_of_program(together, args, sizes: gl.constexpr):
 def survey(args, work, sizes: gl.constexpr):
     """Return ``work`` with the fields ``first``, ``last``, ``visited`` and ``steps`` filled in.
 
-    Without extents they follow from the band; with extents, ``extent_lists`` has computed them.
+    Without extents, these fields follow from the band; with extents, ``extent_lists`` has computed them.
     """
     gl.static_assert(sizes.Q_RUNS <= 2)
     steps = 0

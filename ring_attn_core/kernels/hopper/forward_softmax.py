@@ -132,7 +132,7 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
 
 @gluon.jit
 def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr):
-    """Return the weights in 16 bits, with dropout applied, as left operand of the product with the step's values.
+    """Apply dropout to the tile's softmax weights and round them to 16 bits, as left operand of the product with the values.
 
     If values that no query sees may hold NaN, zero them in shared memory.
     """

@@ -192,7 +192,7 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
     """Return the arguments for q (and dout) in query tiles and k and v in key tiles, each a pointer or a TMA descriptor.
 
-    ``own``: "q" or "kv"; a program loads only one tile of these arrays.
+    ``own``: the arrays, "q" or "kv", of which a program loads only one tile.
     """
     together = call.head_dim + call.v_dim
     by_tma = tiles.tma and tma_fits(call)
@@ -344,7 +344,7 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
 
 
 def _clean(call: RingCall) -> int:
-    """Return the code of how kernels zero unused keys, which may hold NaN: 0 not, 1 by ``tl.where``, 2 by a bitwise AND.
+    """Return how kernels zero unused keys, which may hold NaN: 0 (not), 1 (by ``tl.where``) or 2 (by a bitwise AND).
 
     ``loads.keep_seen`` zeroes them. GPUs older than Hopper need the AND.
     """
