@@ -92,7 +92,8 @@ class OpenFile(Protocol):
 def read_at(file: OpenFile, offset: int, count: int) -> bytes:
     """Return ``count`` bytes from ``offset``, or fewer at the end of the file.
 
-    Threads and forked processes may share ``file``, except on Windows, because ``pread`` does not move the file offset.
+    Threads and forked processes may share ``file``, because ``pread`` does not move the file offset. Windows has no ``pread``, so
+    there they may not.
     """
     parts = []
     while count > 0:

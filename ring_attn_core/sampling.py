@@ -27,7 +27,10 @@ LEAST = 2.0**-126
 
 
 class SamplingParameters(NamedTuple):
-    """Sampling parameters clamped to float32 and int32. None: unused; a ``temperature`` of None means greedy decoding."""
+    """Sampling parameters within the ranges of float32 and int32.
+
+    None means that a parameter is not used; a ``temperature`` of None means greedy decoding.
+    """
 
     temperature: Any
     top_k: Any

@@ -87,7 +87,7 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
 
 def check_step_rows(rows: Any, batch: int) -> list[int]:
-    """Return ``rows`` checked by ``check_rows``. Raise ValueError also if it is empty."""
+    """Return ``rows`` checked by ``check_rows``. Raise ValueError also if ``rows`` is empty."""
     given = check_rows("rows", rows, batch)
     if not given:
         raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")

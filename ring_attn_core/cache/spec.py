@@ -123,7 +123,7 @@ class CacheSpec:
         return self.ranks * self.slots if self.room is None else self.room
 
     def fingerprint(self) -> tuple[tuple[str, Any], ...]:
-        """Return by name the values that all ranks must have in common."""
+        """Return by name the values that must be equal on all ranks."""
         own = asdict(self)
         return tuple((own.pop("sizes") | own).items())
 

@@ -58,8 +58,8 @@ class DescriptorFormat(NamedTuple):
 class LaunchBuffer:
     """A buffer for the parameters of one start of a kernel, with a pointer to each parameter.
 
-    The buffer may be reused as soon as the start returns. The driver also takes a buffer without pointers, but then no TMA
-    descriptors.
+    The buffer may be reused as soon as the start returns. The pointers are needed because the driver takes TMA descriptors only
+    by pointer.
     """
 
     def __init__(self, size: int, offsets: Sequence[int]) -> None:

@@ -117,7 +117,7 @@ class Launch:
 
     @cached_property
     def zeros(self) -> dict[str, Output]:
-        """Return the scratch arrays, by the names of the zero-filled inputs that they overwrite."""
+        """Return the scratch arrays that overwrite a zero-filled input, by the name of that input."""
         return {x.over: x for x in self.scratch if x.over}
 
     @cached_property

@@ -61,9 +61,10 @@ def choose_tiles(
 ) -> TileConfig:
     """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head dimensions at a compute capability.
 
-    ``features``: optional arrays of the call and "softcap"; "softcap" and "dropout_seed" (dropout) take registers. Times are in
-    ms on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, with the runner-up in brackets. GPUs with TMA use
-    it. Products in float32 are unrolled, so larger tiles would take minutes to compile.
+    ``features``: optional arrays of the call and "softcap"; "softcap" and "dropout_seed" (dropout) take registers. The comments
+    beside the numbers give milliseconds on one H200 with bf16, a causal mask, 16,384 tokens, and 16 heads of 128 or 32 heads of
+    64; the second-best choice is in brackets. GPUs with TMA read tiles by TMA. Products in float32 are unrolled, so larger tiles
+    would take minutes to compile.
     """
     width = max(head_dim, v_dim)
     tma = capability >= 90
@@ -141,8 +142,8 @@ class HopperConfig:
 def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset()) -> HopperConfig:
     """Return the tiles of the Hopper forward for padded heads of 64, 128, 192 or 256; ``features`` as in ``choose_tiles``.
 
-    Numbers are TFLOP/s on one H200, bf16, causal, 16,384 tokens, 16 heads of 128 or 32 of 64, with losers of the same run in
-    brackets.
+    The comments beside the numbers give TFLOP/s on one H200 with bf16, a causal mask, 16,384 tokens, and 16 heads of 128 or 32
+    heads of 64; slower choices in the same run are in brackets.
     """
     if v_dim > 128 or head_dim > 192:
         return HopperConfig(128, 64, 2, q_in_registers=False)  # limited by registers and shared memory
@@ -229,7 +230,10 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, exte
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:
-    """Return (block_q, block_k) of the plain backends; ``score_rows`` is batch x query heads, the scores per pair (i, j).
+    """Return (block_q, block_k) of the plain backends.
+
+    ``score_rows``: batch size times query heads. ``q_slot``, ``k_slot``: tokens of a run of queries and of keys, the upper bounds
+    of a tile.
 
     A tile's scores should stay in the CPU caches from one operation to the next. Milliseconds of forward and backward on one AMD
     EPYC core with 4,096 tokens, a causal mask, head_dim 64 and float32, for tiles of 128 / 256 / 512 tokens:

@@ -38,7 +38,10 @@ class FolderLock:
         return self._close.alive
 
     def forget(self) -> None:
-        """Close the lock file. A forked process must do so, because the lock lasts until all duplicates of it are closed."""
+        """Close the lock file.
+
+        A forked process must call this method, because the lock lasts until all duplicates of its file descriptor are closed.
+        """
         self._close()
 
     def check(self, kind: type[Exception] = ValueError) -> None:

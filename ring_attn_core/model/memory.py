@@ -59,8 +59,8 @@ class Term(NamedTuple):
 class StepMemory(NamedTuple):
     """The memory of a training step, as terms.
 
-    ``stays``: on a GPU throughout the step. ``moments``: in addition on a GPU at each moment, by the moment's name. ``host``: on
-    the host, for each GPU.
+    ``stays``: terms on a GPU throughout the step. ``moments``: additional terms on a GPU at one moment of the step, by the
+    moment's name. ``host``: terms in host memory, for each GPU.
     """
 
     stays: tuple[Term, ...]
@@ -114,8 +114,8 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
     """Return the activations that autograd saves in a block in addition to ``block_kept``.
 
-    Every block has them; with recomputation, only one block at a time has them. Norms count as on a GPU, where they save their
-    input; on a CPU PyTorch saves two float32 arrays instead.
+    Every block has them; with recomputation, only one block at a time has them. Norms are counted as on a GPU, where each saves
+    its input; on a CPU PyTorch saves two float32 arrays instead.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 4

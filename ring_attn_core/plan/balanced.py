@@ -164,7 +164,9 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, ranks: int) -> int:
-        """Return how many of a rank's ``local`` tokens come from the costly end, so that its cost is 1 / ``ranks`` of the rest.
+        """Return how many of a rank's ``local`` tokens come from the costly end.
+
+        With these tokens the rank has 1 / ``ranks`` of the remaining cost.
 
         ``ranks``: number of ranks that still have no tokens.
         """

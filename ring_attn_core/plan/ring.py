@@ -161,7 +161,7 @@ class RingPlan:
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
     def rows(self, rank: int, shift: int) -> tuple[tuple[Row, ...], ...]:
-        """Return the rows ``[q_runs][k_runs]`` of ``rank``'s queries with the keys that started on ``rank - shift``."""
+        """Return the ``Row`` of each pair (query run of ``rank``, key run of ``rank - shift``), as ``[q_runs][k_runs]``."""
         known = self._rows.get((rank, shift))
         if known is None:
             keys = self.k_runs[(rank - shift) % self.ranks]

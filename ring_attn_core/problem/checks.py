@@ -131,8 +131,8 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
     A run of None means the whole block, from position 0.
 
-    Raise ValueError if an argument is not a Run or the strides differ. If start and length are ints, not traced, also raise it if
-    the start is negative, the end is beyond 2^30, or the block is shorter than the run.
+    Raise ValueError if an argument is not a Run or the strides differ. If start and length are not traced, raise ValueError also
+    if the start is negative, the end is beyond 2^30, or the block is shorter than the run.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):

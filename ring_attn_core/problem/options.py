@@ -93,7 +93,7 @@ class Options:
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
-        """Return the record with this ``text`` and these ``counts``."""
+        """Build the record from its ``text`` and ``counts``."""
         layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps = ast.literal_eval(text)
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(

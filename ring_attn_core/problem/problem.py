@@ -88,7 +88,10 @@ class Problem:
         return self.q_shape[-1] ** -0.5 if self.options.scale is None else float(self.options.scale)
 
     def check(self) -> RingPlan:
-        """Check shapes, dtypes, optional arrays and dropout, and return the plan. Raise ValueError if one does not fit."""
+        """Check shapes, dtypes, optional arrays and dropout, and return the plan.
+
+        Raise ValueError if they do not fit together.
+        """
         self._check_shapes()
         self._check_dtypes()
         for array in self.arrays:

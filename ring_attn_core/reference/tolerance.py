@@ -15,9 +15,9 @@ UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, 
 def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
     """Return ||got - exact|| / ||exact|| over finite entries.
 
-    Return inf if one array is NaN or infinite at an entry and the other is not. The divisor is at least the norm of an array of
-    0.01, because exact values may be (nearly) zero, such as the gradient of a query that sees one key. Raise ValueError if the
-    shapes differ.
+    Return inf if one array is NaN or infinite at an entry and the other is not. The divisor is at least the norm of an array
+    whose entries are all 0.01, because exact values may be (nearly) zero, such as the gradient of a query that sees one key.
+    Raise ValueError if the shapes differ.
     """
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     if got.shape != exact.shape:

@@ -68,7 +68,7 @@ class Patterns(NamedTuple):
         return tuple(zip(segments, dilations, strict=True))
 
     def checked(self, heads: int) -> Patterns:
-        """Return the patterns as tuples. Raise ValueError as a call with ``heads`` query heads would."""
+        """Check the patterns for ``heads`` query heads, and return them as tuples. Raise ValueError if they are invalid."""
         pairs = self.check()
         self.check_heads(heads)
         return Patterns(*zip(*pairs, strict=True), self.mixing)  # type: ignore[call-arg]

@@ -150,7 +150,7 @@ class SummaryPlan:
     def holders(self) -> int:
         """The largest number of ranks that one block spans.
 
-        Within a shard, blocks start at multiples of ``gcd(block, local)``; the last such start spans the most ranks.
+        Within a shard, blocks start at multiples of ``gcd(block, local)``; the block at the last such start spans the most ranks.
         """
         block, local = self.options.block, self.local
         latest = local - gcd(block, local)

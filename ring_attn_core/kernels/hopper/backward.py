@@ -342,8 +342,8 @@ def visit_queries(
 ):  # fmt: skip
     """Visit one query tile: add to dk and dv, hand dq to the adder, and return the position, s, dk and dv.
 
-    ``at``: the position (stage, phase, step). ``s``: k q^T of this tile on entry, of the next tile on return; the product of the
-    next tile overlaps with dq and dk. No product stays in flight at the end: across a loop's edge ptxas would serialize them.
+    ``at``: the position (stage, phase, step). ``s``: on entry k q^T of this tile, on return k q^T of the next tile, which
+    overlaps with dq and dk. No product stays in flight at the end, because ptxas would serialize products across a loop's edge.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K

@@ -77,7 +77,7 @@ def finish(
 
 @gluon.jit
 def elements(start, row, column, args, work, sizes: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
-    """Return pointers to elements (row, column) of the program's keys, and the mask of those inside the array."""
+    """Return pointers to elements (row, column) of the program's keys, and the mask of the elements inside the array."""
     token = work.batch.to(gl.int64) * args.T + work.k_run * work.k_slot + work.n0
     start += (token * sizes.G + work.group) * STRIDE
     return start + (row * (sizes.G * STRIDE) + column), (work.n0 + row < work.k_slot) & (column < WIDTH)

@@ -31,6 +31,6 @@ def packed_half(p, DTYPE: gl.constexpr, POSITIVE: gl.constexpr = False):
 def special_tanh(x):
     """Return the hyperbolic tangent computed by the special function unit (tanh.approx).
 
-    The relative error is at most 1.2e-5, as tested on GPUs; PTX documents 5e-4.
+    The relative error is at most 1.2e-5, as tested on GPUs; the PTX manual states 5e-4.
     """
     return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=gl.float32, is_pure=True, pack=1)

@@ -109,7 +109,10 @@ def multiply_add(x, a, b, TAIL: gl.constexpr):
 
 @gluon.jit
 def wait_for_sum(IN_FLIGHT: gl.constexpr, x, a, TAIL: gl.constexpr):
-    """Wait until a sum of ``multiply_add`` is complete, with at most IN_FLIGHT later groups in flight; return it and ``a``."""
+    """Wait until a sum of ``multiply_add`` is complete, and return the sum and ``a``.
+
+    At most IN_FLIGHT later groups stay in flight.
+    """
     tail = x.tail
     if TAIL > 0:
         main, tail, a = wait_for_products(IN_FLIGHT, deps=[x.main, tail, a])

@@ -104,7 +104,7 @@ def visible_by_key(columns, i, n0, run, args, work):
 def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
     """Return the key tiles of a run that a query tile visits, as ``rows.Tiles``; with extents, ``extent_lists`` computed them.
 
-    With key extents, tile t stands for the t-th tile in the list of intervals; the first of these need a mask.
+    With key extents, tile t stands for the t-th tile in the list of intervals. The tiles that need a mask are first in the list.
     """
     if args.intervals is not None:
         at = list_of(args, batch, pair, m0, sizes)

@@ -152,7 +152,7 @@ def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
 
 @triton.jit
 def lies_in(tile, list_ptr, inside):
-    """Return whether a key tile lies in an interval of each list at ``list_ptr``; False outside of ``inside``."""
+    """Return whether a key tile lies in an interval of each list at ``list_ptr``; False if ``inside`` is False."""
     found = inside & False
     some = tl.load(list_ptr + 2, mask=inside, other=0)
     for each in range(INTERVALS):
@@ -168,7 +168,7 @@ def query_tiles(
     rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the query tiles that a key tile visits: those inside its band with an extent that includes its keys."""
+    """Compute and store the query tiles that a key tile visits: tiles in its band with an extent that has one of its keys."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)

@@ -146,10 +146,10 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
-    """Cut key ``Tiles`` to those between the least ``begin`` and the greatest ``end`` of a query tile's key intervals.
+    """Restrict key ``Tiles`` to the tiles between the least ``begin`` and the greatest ``end`` of a query tile's key intervals.
 
-    A tile within the intervals of all ``valid`` queries needs no mask. To cut query ``Tiles``, pass the query intervals of a key
-    tile (``seen_from``) and the valid keys.
+    A tile within the intervals of all ``valid`` queries needs no mask. To restrict query ``Tiles``, pass the query intervals of a
+    key tile (``seen_from``) and the valid keys.
     """
     first = tl.maximum(tiles.first, tl.min(begin, 0) // BLOCK)
     last = tl.minimum(tiles.last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)
@@ -175,6 +175,6 @@ def count_partly_seen(tiles):
 
 @triton.jit
 def partly_seen(t, tiles):
-    """Return the t-th tile that needs a mask; tiles before the range without a mask count first."""
+    """Return the t-th tile that needs a mask. The tiles before the range without a mask come first."""
     before = tiles.whole_first - tiles.first
     return tl.where(t < before, tiles.first + t, tiles.whole_last + t - before)
