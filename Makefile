@@ -29,7 +29,7 @@ STAMP := $(VENV)/.installed-$(VERSION)$(if $(PINS),-$(basename $(notdir $(PINS))
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all fuzz mutate bench lint docs newest plan-picture
+.PHONY: release help env demo test test-all fuzz mutate bench lint docs newest plan-picture
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "%-20s %s\n", $$1, $$2 }'
@@ -77,6 +77,13 @@ newest: ## resolve the newest releases afresh, run the tests that touch them, re
 	@$(MAKE) --no-print-directory VENV=$(FRESH) PINS= env
 	@$(FRESH)/bin/python -m pip --disable-pip-version-check install -qq hatchling
 	@$(FRESH)/bin/python -P parity_tests/newest.py $(LOCK) --workers $(WORKERS) $(ARGS)
+
+release: $(STAMP) ## sdist, wheel and the notes of a tag in dist/, all checked: make release TAG=v0.2.0
+	@rm -rf dist && mkdir dist
+	@$(BIN)/python parity_tests/release.py $(TAG) > dist/NOTES.md
+	@$(BIN)/python -m build --outdir dist . > /dev/null
+	@$(BIN)/python -m pytest parity_tests/house/test_package.py
+	@ls dist
 
 plan-picture: $(STAMP) ## draw who holds and computes what, here and in demo-output/plan.png (ring-attn plan)
 	@mkdir -p demo-output

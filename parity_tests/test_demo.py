@@ -72,7 +72,7 @@ def test_what_is_not_installed_is_left_out_in_words(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("ring_attn_cli.demo.run.find_spec", lambda package: None if package == "flax" else package)
     frameworks, left_out = available("both")
     assert frameworks == ["PyTorch"]
-    assert left_out == ['JAX is left out, for flax is not installed: run pip install ".[demo]" in a clone of the repository']
+    assert left_out == ['JAX is left out, for flax is not installed: run pip install "ring-attn[demo]"']
     with pytest.raises(ValueError, match="flax is not installed"):
         available("jax")
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from .processes import Failure
 
-HINT = 'ring-attn: {} is not installed: run pip install ".[{}]" in a clone of the repository'
+HINT = 'ring-attn: {} is not installed: run pip install "ring-attn[{}]"'
 EXTRAS = {"pyarrow": "data", "tokenizers": "data"}
 """The pip extras of packages that the extra ``demo`` does not bring."""
 

@@ -82,5 +82,5 @@ def missing_package(needing: str, package: str, extra: str | None = None) -> Mod
 
     ``extra``: the pip extra that installs it; default: the name of the package.
     """
-    message = f"{needing} needs {package}: run pip install '.[{extra or package}]' in a clone of the repository"
+    message = f"{needing} needs {package}: run pip install 'ring-attn[{extra or package}]'"
     return ModuleNotFoundError(message, name=package)

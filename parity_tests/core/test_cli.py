@@ -186,7 +186,7 @@ def test_a_missing_package_is_answered_with_the_extra_that_brings_it(missing: st
     command = [sys.executable, "-c", code, "plan", "--ranks", "2", "--length", "8", "--save", str(tmp_path / "plan.png")]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ran.returncode != 0
-    assert ran.stderr == f'ring-attn: {missing} is not installed: run pip install ".[demo]" in a clone of the repository\n'
+    assert ran.stderr == f'ring-attn: {missing} is not installed: run pip install "ring-attn[demo]"\n'
 
 
 def test_a_missing_reader_of_data_is_answered_with_its_extra(tmp_path: Path):
@@ -199,7 +199,7 @@ def test_a_missing_reader_of_data_is_answered_with_its_extra(tmp_path: Path):
     )
     assert (ran.returncode, ran.stderr) == (
         2,
-        'ring-attn: pyarrow is not installed: run pip install ".[data]" in a clone of the repository\n',
+        'ring-attn: pyarrow is not installed: run pip install "ring-attn[data]"\n',
     )
 
 

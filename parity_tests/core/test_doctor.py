@@ -172,9 +172,7 @@ def test_a_framework_that_is_not_installed_is_one_line(framework: str, monkeypat
     monkeypatch.setitem(sys.modules, framework, None)
     done = CliRunner().invoke(app, ["doctor", "--framework", framework])
     assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[-1] == (
-        f'{NAMES[framework]}: not installed: run pip install ".[{framework}]" in a clone of the repository'
-    )
+    assert done.stdout.splitlines()[-1] == (f'{NAMES[framework]}: not installed: run pip install "ring-attn[{framework}]"')
     assert versions()[framework] == "not installed"
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email import message_from_string
 from pathlib import Path
 
 import pytest
 
+from .. import release
 from ..support.programs import ROOT
 
 
@@ -45,6 +48,38 @@ def test_both_archives_hold_the_licence_and_the_readme(dist):
         assert not [line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line]
 
 
+def test_the_metadata_are_what_an_index_takes(dist):
+    metadata = pytest.importorskip("packaging.metadata")
+    _, wheel, path = dist
+    text = wheel.read(path.name.removesuffix("-py3-none-any.whl") + ".dist-info/METADATA").decode()
+    known = text.replace("Metadata-Version: 2.5", "Metadata-Version: 2.4")  # an older packaging refuses the number alone
+    fields = metadata.Metadata.from_email(known, validate=True)
+    assert str(fields.version) == release.version_of()
+    assert not [requirement for requirement in fields.requires_dist or () if requirement.url]
+
+
+def test_a_tag_needs_its_version_and_a_section_of_the_changelog(tmp_path: Path):
+    (tmp_path / "ring_attn_core").mkdir()
+    (tmp_path / "ring_attn_core" / "__init__.py").write_text('__version__ = "0.2.0"\n')
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n\n- A.\n\n## [0.2.0]\n\n- B.\n\n## [0.1.0]\n\n- C.\n")
+    assert release.notes_of("v0.2.0", tmp_path) == "- B.\n"
+    with pytest.raises(ValueError, match=r"the tag is v0.3.0 and the version 0.2.0"):
+        release.notes_of("v0.3.0", tmp_path)
+    (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n\n- A.\n")
+    with pytest.raises(ValueError, match=r"no section \[0.2.0\]"):
+        release.notes_of("v0.2.0", tmp_path)
+    assert "- `RingPlan`" in release.notes_of(f"v{release.version_of()}") or release.version_of() != "0.1.0"
+
+
+def test_the_lists_of_what_extras_bring_are_pins_of_what_they_name():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    for path in (ROOT / "requirements" / "extras").glob("*.txt"):
+        pins = [line for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+        assert [line for line in pins if not re.fullmatch(r"[\w.-]+==[\w.+]+", line)] == []
+        named = {re.split(r"[>\[]", line)[0] for line in project[path.stem]} - {"ring-attn"}
+        assert named <= {line.split("==")[0].lower() for line in pins}
+
+
 def test_the_sdist_holds_what_its_tests_need(dist):
     sdist, *_ = dist
     there = {name.split("/")[1] for name in sdist.getnames() if "/" in name}
@@ -73,7 +108,7 @@ def test_the_core_works_from_the_wheel_alone(empty: Path, tmp_path: Path):
 def test_a_package_without_its_framework_names_the_extra(empty: Path, tmp_path: Path, package: str):
     done = run(empty / "python", "-c", f"import ring_attn_{package}", folder=tmp_path)
     assert done.stderr.splitlines()[-1] == (
-        f"ModuleNotFoundError: ring_attn_{package} needs {package}: run pip install '.[{package}]' in a clone of the repository"
+        f"ModuleNotFoundError: ring_attn_{package} needs {package}: run pip install 'ring-attn[{package}]'"
     )
 
 
@@ -83,12 +118,11 @@ def test_the_package_for_hugging_face_names_its_extra(tmp_path: Path):
         f"import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules['transformers'] = None; import ring_attn_torch.transformers"
     )
     assert run(sys.executable, "-P", "-c", program, folder=tmp_path).stderr.splitlines()[-1] == (
-        "ModuleNotFoundError: ring_attn_torch.transformers needs transformers: "
-        "run pip install '.[transformers]' in a clone of the repository"
+        "ModuleNotFoundError: ring_attn_torch.transformers needs transformers: run pip install 'ring-attn[transformers]'"
     )
 
 
 def test_the_command_names_its_extra(empty: Path, tmp_path: Path):
     done = run(empty / "ring-attn", "plan", folder=tmp_path)
     assert done.returncode != 0
-    assert done.stderr == 'ring-attn: typer is not installed: run pip install ".[demo]" in a clone of the repository\n'
+    assert done.stderr == 'ring-attn: typer is not installed: run pip install "ring-attn[demo]"\n'

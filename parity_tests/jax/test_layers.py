@@ -282,6 +282,4 @@ def test_an_indivisible_shard_is_refused_in_the_words_of_ring_attention():
 def test_without_flax_the_layers_name_the_extra_that_brings_it():
     code = "import sys; sys.modules['flax'] = None; import ring_attn_jax; ring_attn_jax.ring_attention; ring_attn_jax.to_numpy"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert ran.stderr.rstrip().endswith(
-        "ModuleNotFoundError: to_numpy needs flax: run pip install '.[flax]' in a clone of the repository"
-    )
+    assert ran.stderr.rstrip().endswith("ModuleNotFoundError: to_numpy needs flax: run pip install 'ring-attn[flax]'")

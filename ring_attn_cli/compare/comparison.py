@@ -117,7 +117,7 @@ def _installed(sweep: Sweep) -> tuple[str, ...]:
     there = tuple(name for name in sweep.frameworks if not missing[name])
     if not there:
         words = "; ".join(f"{TITLES[name]} needs {' and '.join(absent)}" for name, absent in missing.items())
-        raise ValueError(f'nothing can run: {words}: run pip install ".[demo]" in a clone of the repository')
+        raise ValueError(f'nothing can run: {words}: run pip install "ring-attn[demo]"')
     return there
 
 

@@ -59,7 +59,7 @@ def available(framework: str) -> tuple[list[str], list[str]]:
     for name in ASKED[framework]:
         missing = [package for package in NEEDS[name] if find_spec(package) is None]
         if missing:
-            remedy = 'run pip install ".[demo]" in a clone of the repository'
+            remedy = 'run pip install "ring-attn[demo]"'
             left_out.append(f"{name} is left out, for {' and '.join(missing)} is not installed: {remedy}")
         else:
             frameworks.append(name)

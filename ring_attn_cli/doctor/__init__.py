@@ -84,7 +84,7 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
     found = []
     for name, package, look in asked[framework]:
         if find_spec(package) is None:
-            found.append(Finding(name, (f'not installed: run pip install ".[{package}]" in a clone of the repository',)))
+            found.append(Finding(name, (f'not installed: run pip install "ring-attn[{package}]"',)))
             continue
         try:
             where, words = look()
