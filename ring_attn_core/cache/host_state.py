@@ -10,9 +10,9 @@ from .spec import CacheSpec
 class HostState:
     """Upper bounds of the requests' lengths, and exact token counts if they are known.
 
-    ``lengths``: upper bound of the tokens of each request, because a step may add fewer and the device removes rejected tokens.
-    ``counts`` [requests][ranks]: tokens of each request on each rank; None if unknown. ``reached``: upper bound of each request's
-    length since it was last empty.
+    ``lengths``: upper bound of each request's number of tokens. The exact number may be lower, because a step may add fewer
+    tokens and the device removes rejected tokens. ``counts`` [requests][ranks]: tokens of each request on each rank; None if
+    unknown. ``reached``: upper bound of each request's length since it was last empty.
     """
 
     def __init__(self, spec: CacheSpec) -> None:

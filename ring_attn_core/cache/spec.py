@@ -52,7 +52,7 @@ class CacheSpec:
 
     ``window``: the number of earlier positions that a query sees, or None. A slot is reused once its token has left the window.
     ``room``: with a window, the largest number of tokens of a step and of a rollback. ``page``: the number of slots by which a
-    rank's shard grows; None: it does not grow. ``scaled``: True for float8 with the caller's scales.
+    rank's shard grows; None: the shard does not grow. ``scaled``: True for float8 with the caller's scales.
     """
 
     sizes: CacheSizes

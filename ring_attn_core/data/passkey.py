@@ -1,4 +1,7 @@
-"""Passkey texts: a number is hidden in filler text and asked for at the end. They test attention over long distances."""
+"""Passkey texts: filler text that hides a number, with a question for the number at the end.
+
+They test attention over long distances.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,10 @@ class Rollouts:
 
 
 class _Row:
-    """A row to which rollouts are added in lexicographic order, so that each shares its longest prefix with the previous one."""
+    """A row to which rollouts are added in lexicographic order.
+
+    In this order each rollout shares its longest prefix with the rollout before it.
+    """
 
     def __init__(self) -> None:
         import numpy as np

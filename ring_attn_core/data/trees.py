@@ -114,7 +114,7 @@ def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_
 
     ``mask``: the band of the layer; on a tree the layer takes :func:`causal` instead. ``key_extents``: True if the call has them.
     ``longest``: the number of tokens of the longest path, None if it was not passed. ``alibi``: True if the layer has slopes.
-    ``of_path``: False if a rotary layer got no positions, which only the caller knows.
+    ``of_path``: False if the caller passed no positions to a rotary layer.
     """
     if longest is None:
         counting = "ALiBi slopes" if alibi else "a window" if mask.hi is not None or (mask.lo or 0) > 0 else None

@@ -1,8 +1,8 @@
 """Rotary position embeddings as frozen records, with their inverse frequencies and attention factor.
 
 Without a scaling, pair i of a head rotates by ``base ** (-2 i / head_dim)`` radians a token (arXiv:2104.09864, section 3.4.2). A
-scaling stretches the positions of a trained model over a longer context. Each scaling keeps a share of each frequency and divides
-the rest by ``factor``:
+scaling stretches the positions of a trained model over a longer context. Each scaling keeps the fraction kept_i of a frequency
+and divides the rest by ``factor``:
 
     f_i    = base ** (-2 i / head_dim)                                              0 <= i < head_dim / 2
     freq_i = f_i (kept_i + (1 - kept_i) / factor)

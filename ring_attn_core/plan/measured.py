@@ -71,7 +71,7 @@ def host() -> str:
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:
-    """Return the number of consecutive ranks on each host; 0 if the hosts have different numbers.
+    """Return the number of consecutive ranks on each host; 0 if this number differs or a host's ranks are not consecutive.
 
     ``hosts``: the name of each rank's host.
     """

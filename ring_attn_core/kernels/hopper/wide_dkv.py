@@ -263,7 +263,7 @@ def visit_queries(
 ):  # fmt: skip
     """Add one query tile to dv and pass on its p; return the next step, the next tile's scores, and dv.
 
-    ``s`` is this tile's k q^T. After the last tile, its own scores are computed again and not used.
+    ``s`` is this tile's k q^T. After the last tile, the scores of the last tile are computed again and not used.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES

@@ -65,7 +65,7 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
     """Return total + a b.
 
     In float32 the product is summed separately before it is added, because one long chain of additions loses half a digit. The
-    condition is true for every tile, but keeps the compiler from merging the two sums.
+    condition in the code is true for every tile, but it keeps the compiler from merging the two sums.
     """
     if a.dtype == tl.float32:
         total += tl.where(tokens > 0, tl.dot(a, b, input_precision=PRECISION), 0.0)
