@@ -29,8 +29,8 @@ from .support.features import EXTENTS, KEY_EXTENTS, KEY_MASKS
 from .support.strategies import STRATEGIES, fitted
 
 LONGEST = 70
-DRAWS, FEW = 8, 512
-"""Draws of a case's data, to bound its error by: DRAWS, and as many more as give an array of few nonzero numbers FEW of them."""
+DRAWS = 8
+"""Of a case's data, to bound its error by."""
 
 
 SLOW_IS_FINE: Any = list(HealthCheck)
@@ -92,14 +92,29 @@ def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0, trees
 def lucky_bound(case: Case, name: str) -> float:
     """The bound of a case among thousands, in which the plain computation is more exact than usual by chance or by its numbers.
 
-    The largest bound of some draws of the case's data, and what one rounding of lse, which is carried from step to step, makes
-    of a probability: lse times the unit roundoff. An array of few numbers is drawn more often: the gradient of a query that sees
-    one key is the rounding of a difference of equal numbers, in the plain computation too, and small by chance in one of few.
+    The largest bound of DRAWS draws of the case's data, what one rounding of lse, which is carried from step to step, makes of a
+    probability (lse times the unit roundoff), and what ``of_products`` returns.
     """
-    draws = DRAWS + FEW // max(1, np.count_nonzero(getattr(case.expected, name)))
     lse = case.expected.lse[np.isfinite(case.expected.lse)].astype(np.float64)
     rounded = UNIT_ROUNDOFF[case.dtype] * float(np.sqrt(np.mean(lse * lse))) if lse.size else 0.0
-    return rounded + max(computed_bound(replace(case, data=data), name) for data in range(draws))
+    rounded += of_products(case, name) if name in ("lse", "dq", "dk") else 0.0
+    return rounded + max(computed_bound(replace(case, data=data), name) for data in range(DRAWS))
+
+
+def of_products(case: Case, name: str) -> float:
+    """Return the relative error that rounding the dot products q . k leaves in lse, and dout . v in dq and dk.
+
+    Such a product is wrong by the unit roundoff times the lengths of its vectors, however small it is. The gradient of a score
+    is a difference of two, of equal numbers if the query sees one key.
+    """
+    length = {x: np.linalg.norm(case.arrays[x].astype(np.float64), axis=-1) for x in ("q", "k", "v", "dout")}
+    k, v = length["k"].max(initial=0), length["v"].max(initial=0)
+    products = {"lse": length["q"] * k, "dq": length["dout"] * v * k, "dk": length["dout"] * v * length["q"]}
+    scale = case.arrays["q"].shape[-1] ** -0.5 if case.scale is None else abs(case.scale)
+    error = UNIT_ROUNDOFF[case.dtype] * scale * float(np.linalg.norm(products[name]))
+    exact = getattr(case.expected, name)
+    exact = exact[np.isfinite(exact)].astype(np.float64)
+    return error / max(float(np.linalg.norm(exact)), 0.01 * max(exact.size, 1) ** 0.5)
 
 
 def on_torch(examples: int, number: int, trees: bool) -> None:
