@@ -27,7 +27,10 @@ def model_on(ranks: int, layout: str) -> RingTransformer:
     return RingTransformer(**sizes, layout=layout, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
 
 
-@pytest.mark.parametrize(("layout", "ranks"), [("zigzag", 2), pytest.param("striped", 4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [("zigzag", 2), *(pytest.param(*ring, marks=pytest.mark.exhaustive) for ring in (("contiguous", 1), ("striped", 4)))],
+)
 def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(layout, ranks):
     drawn = drawn_rollouts(np.random.default_rng(3), 4, LONGEST, VOCAB)
     packed = pack_rollouts(**drawn, length=40)

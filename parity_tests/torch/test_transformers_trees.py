@@ -13,6 +13,7 @@ pytest.importorskip("transformers")
 
 import torch
 import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
@@ -155,3 +156,24 @@ def refused(group: Any) -> list[str]:
         for model in models.values():
             stack.enter_context(hf.sequence_parallel(model, group))
         return [message_of(lambda name=name, given=given: models[name](input_ids=IDS, **given)) for name, given in calls]
+
+
+def test_a_model_without_a_rotary_embedding_takes_no_tree():
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2))
+    with (
+        hf.sequence_parallel(model),
+        pytest.raises(ValueError, match=r"GPT2LMHeadModel has no rotary embedding, .* leave tree out"),
+    ):
+        model(input_ids=IDS, **GIVEN)
+
+
+def test_a_rotary_embedding_that_depends_on_the_length_takes_the_longest_path_as_in_a_batch_of_all_rollouts():
+    rollouts = [[*range(1, 13), *tail] for tail in ([3] * 9, [4] * 7, [5])]  # beyond the 16 tokens from which its base changes
+    model, packed = make("dynamic", "float32"), pack_rollouts(rollouts)
+    with torch.no_grad():
+        batch = torch.tensor([[*tokens, *[0] * (21 - len(tokens))] for tokens in rollouts])  # no token sees the padding after it
+        alone = model(batch, use_cache=False).logits
+        with hf.sequence_parallel(model):
+            logits = model(input_ids=packed.ids, tree=packed.tree).logits
+    for mine, exact in zip(unpack_rollouts(logits[:, : packed.ids.shape[1]], packed), alone, strict=True):
+        torch.testing.assert_close(mine, exact[: len(mine)], rtol=1e-5, atol=1e-5)
