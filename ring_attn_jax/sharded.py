@@ -39,7 +39,7 @@ def sharded_ring_attention(
     k: Float[Array, "batch kv_tokens kv_heads head_dim"],
     v: Float[Array, "batch kv_tokens kv_heads v_dim"],
     *,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh | None = None,
     axis_name: str = "seq",
     batch_axes: str | Sequence[str] = (),
     head_axis: str | None = None,
@@ -62,7 +62,7 @@ def sharded_ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute :func:`ring_attention` on global arrays in layout order.
+    """Compute :func:`ring_attention` on global arrays in layout order. ``mesh``: None is that of ``jax.set_mesh``.
 
     Shapes: q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
     ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
@@ -104,7 +104,14 @@ class ShardedAxes(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> ShardedAxes:
-        """Return the record. Raise ValueError if ``mesh`` is not a mesh, lacks an axis, or an axis is named twice."""
+        """Return the record. Raise ValueError if ``mesh`` is not a mesh, lacks an axis, or an axis is named twice.
+
+        None is the mesh of ``jax.set_mesh``.
+        """
+        if mesh is None:
+            mesh = jax.sharding.get_abstract_mesh()
+            if mesh.empty:
+                raise ValueError("there is no mesh: pass mesh=, or call under jax.set_mesh(mesh)")
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
         check_axis_name(axis_name)

@@ -118,3 +118,16 @@ def test_slopes_are_constants():
     slopes = arrays.pop("alibi_slopes")
     ring = lambda slopes: sharded_ring_attention(**arrays, alibi_slopes=slopes, mesh=mesh_of(2)).sum()
     assert (jax.grad(ring)(slopes) == 0).all()
+
+
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_without_a_mesh_it_takes_that_of_set_mesh(kind):
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=(kind,))
+    call = lambda q, **given: (sharded_ring_attention(q, q, q, **given) ** 2).sum()
+    q = jax.random.normal(jax.random.key(0), (1, 16, 2, 8))
+    with jax.set_mesh(mesh):
+        want = np.asarray(jax.grad(lambda q: call(q, mesh=mesh))(q))
+        for gradient in (jax.grad(call), jax.jit(jax.grad(call))):
+            np.testing.assert_array_equal(np.asarray(gradient(jnp.asarray(q))), want)
+    with pytest.raises(ValueError, match=r"there is no mesh: pass mesh=, or call under jax.set_mesh\(mesh\)"):
+        call(q)

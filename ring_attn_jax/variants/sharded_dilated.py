@@ -31,7 +31,7 @@ def sharded_dilated_attention(
     *,
     segments: tuple[int, ...],
     dilations: tuple[int, ...],
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     axis_name: str = "seq",
     batch_axes: str | Sequence[str] = (),
     head_axis: str | None = None,

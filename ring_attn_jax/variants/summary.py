@@ -110,7 +110,7 @@ def sharded_summary_attention(
     v: Float[Array, "batch tokens kv_heads v_dim"],
     pool: Float[Array, "summaries kv_heads head_dim"] | None = None,
     *,
-    mesh: Mesh,
+    mesh: Mesh | None = None,
     block: int,
     summaries: int = 1,
     window: int,
