@@ -15,6 +15,8 @@ PACKAGES = {
     "ring_attn_jax.functional": "JAX",
     "ring_attn_torch.functional": "PyTorch",
     "ring_attn_torch.transformers": "PyTorch",
+    "ring_attn_torch.diffusers": "PyTorch",
+    "ring_attn_torch.torchtitan": "PyTorch",
 }
 PAGES = {
     "attention": ("Attention", ("call", "block", "sharded")),
@@ -26,6 +28,8 @@ PAGES = {
     "inference": ("Inference", ("inference", "cache")),
     "functional": ("Functions under known names", ()),
     "transformers": ("Hugging Face", ("attention", "masks", "parallel", "settings", "trainer")),
+    "diffusers": ("diffusers", ()),
+    "torchtitan": ("torchtitan", ()),
 }
 """The title of a page, and the folders or modules of the packages whose public names it shows."""
 
@@ -41,7 +45,8 @@ LOG = logging.getLogger("mkdocs.hooks.reference")
 
 def public(root: Path, package: str) -> dict[str, str]:
     """Return the module of each name in the package's ``__all__``, by its absolute name, in the order of the imports."""
-    tree = ast.parse((root / package.replace(".", "/") / "__init__.py").read_text())
+    folder = root / package.replace(".", "/")
+    tree = ast.parse((folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")).read_text())
     modules: dict[str, str] = {}
     names: list[str] = []
     for node in ast.walk(tree):
@@ -50,6 +55,10 @@ def public(root: Path, package: str) -> dict[str, str]:
             modules.update({alias.asname or alias.name: module for alias in node.names})
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             names = ast.literal_eval(node.value)
+        elif not folder.is_dir() and isinstance(node, ast.ClassDef | ast.FunctionDef):
+            modules[node.name] = package
+        elif not folder.is_dir() and isinstance(node, ast.Assign):
+            modules[ast.unparse(node.targets[0])] = package
     shared = public(root, "ring_attn_core") if package != "ring_attn_core" else {}
     return {name: shared.get(name, module) for name, module in modules.items() if name in names}
 
