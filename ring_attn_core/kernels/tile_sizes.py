@@ -220,13 +220,12 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, exte
     lengths with a median of 1,340:
 
         heads    1,024       2,048       4,096       16,384      log-normal
-        64/8     252 / 305   303 / 364   388 / 396   488 / 397   321 / 350
-        32/8     250 / 282   307 / 351   395 / 391   510 / 405   343 / 357
+        64/8     245 / 332   294 / 397   383 / 432   493 / 441   321 / 391
+        32/8     246 / 309               392 / 432   514 / 447   345 / 384
     """
     if head_dim != v_dim or head_dim > 128:
         return 2
-    short = tokens <= 4096 or (extents and query_heads >= 8)
-    return 2 if head_dim == 128 and query_heads >= 4 and short else 1
+    return 2 if head_dim == 128 and query_heads >= 4 and (extents or tokens <= 4096) else 1
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:

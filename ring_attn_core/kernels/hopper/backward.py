@@ -10,16 +10,16 @@ computes one half of dq.
 Shapes     as in the portable kernels, and dq_RX; q, dout, k and v are read through TMA descriptors
 Program    one for each (tile of 128 keys, key head, batch row). It visits the queries that see these keys, in every query head of
            the group. Two warpgroups of 64 keys form one partition of 8 warps, which computes. It is the first partition, because
-           the others get shared-memory addresses as numbers, which take registers. One warp, the producer, loads q and dout by
-           TMA; another, the adder, adds dq by TMA to float32 sums in memory
+           the others get shared-memory addresses as numbers, which take registers. Three single warps serve it: the scout
+           and the producer load q, dout and their numbers (backward_producer.py), the adder adds dq by TMA to float32 sums
 Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumulators' registers, then one word for each query
            tile, its turn (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
 Order      key tiles add to a query tile in ascending order, each when its turn comes, so two runs give the same bits. Programs
            start in the same order, so none waits for a later one. All programs walk from the last queries to the first, so each
            follows the one before, and only the adder warps ever wait
-Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds). For each visited tile the producer stores
+Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds). For each visited tile the scout stores
            one word per query with the keys that it sees, and the tile's first query; every score is masked
-ALiBi      the producer subtracts the queries' part of the bias from lse2; the keys' part is one number per key
+ALiBi      the scout subtracts the queries' part of the bias from lse2; the keys' part is one number per key
 Dropout    the sign of p holds the mask for dv and ds, which costs 20 %; with a mask of bools, which ptxas packs, it costs 30 %
 Tiles      BLOCK_Q and the stages come from launches.backward
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
@@ -40,7 +40,7 @@ from ..portable.rows import NOTHING_BEGINS, load_row
 from ..portable.scores import LOG2E
 from .backward_dkv import finish, hide_unseen, keys_seen_by_some
 from .backward_dq import SUM_COLUMNS, SUM_ROWS, adder, hand_over, layout_of_dq
-from .backward_producer import WHOLE, Sources, producer
+from .backward_producer import MASKED_ROWS, STEPS, Sources, allocate_steps, producer, scout
 from .backward_scheduler import keys_of_program, queries_of_keys, query_tiles, survey
 from .barriers import (
     BACKWARD_STAGES,
@@ -49,7 +49,6 @@ from .barriers import (
     DQ_FULL,
     Q_READ,
     allocate_barriers,
-    allocate_numbers,
     arrive,
     read_number,
     release,
@@ -123,10 +122,7 @@ class BackwardSharedMemory(NamedTuple):
 
     q: Any
     dout: Any
-    lse2: Any
-    delta: Any
-    extents: Any
-    first_query: Any
+    steps: Any
     k: Any
     v: Any
     ds: Any
@@ -201,18 +197,10 @@ def hopper_backward(
     )  # fmt: skip
     work = survey(args, keys_of_program(together, args, sizes), sizes)
     sources = Sources(Parts(q_BSHD, q_BSHD), Parts(dout_BSHE, dout_BSHE), Parts(k_BTGD, k_BTGD), Parts(v_BTGE, v_BTGE))
-    extents, first_query = None, None
-    if query_tiles_ptr is not None:
-        first_query = allocate_numbers(STAGES)
-    if key_ranges_ptr is not None:
-        extents = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = BackwardSharedMemory(
         allocate_parts(sources.q, STAGES, BLOCK_Q, BLOCK_D, 0),
         allocate_parts(sources.dout, OUT_STAGES, BLOCK_Q, BLOCK_D, 0),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.float32, [OUT_STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        extents,
-        first_query,
+        allocate_steps(args, sizes),
         allocate_parts(sources.k, 1, BLOCK_K, BLOCK_D, 0),
         allocate_parts(sources.v, 1, BLOCK_K, BLOCK_D, 0),
         gl.allocate_shared_memory(DTYPE, [2, BLOCK_K, BLOCK_Q], gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], DTYPE)),
@@ -232,10 +220,11 @@ def hopper_backward(
         [
             (consumer, (args, shared, work, sizes)),
             (producer, (sources, args, shared, work, sizes)),
+            (scout, (args, shared, work, sizes)),
             (adder, (dq_in_RX, args, shared, work, sizes)),
         ],
-        [1, 1],
-        [24, 24],
+        [1, 1, 1],
+        [24, 24, 24],
     )
 
 
@@ -270,7 +259,7 @@ def consumer(args, shared, work, sizes: gl.constexpr):
                 run = run_of(args, work, sizes, q_run, head, j, seen)
                 if args.query_tiles is not None:
                     for _ in range(gl.where(q_run == 0, work.visited[0], work.visited[1])):
-                        m0 = read_number(shared.first_query, at[0], 8) & (WHOLE - 1)
+                        m0 = read_number(shared.steps.first_query, at[2] % STEPS, 8) & (MASKED_ROWS - 1)
                         at, s, dk, dv = visit_queries(at, s, dk, dv, m0, run, args, shared, work, sizes, True)
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
@@ -361,7 +350,8 @@ def visit_queries(
     mbarrier.wait(shared.dout_full.index(out_stage), out_phase)
     zero = gl.zeros([BLOCK_K, BLOCK_Q], gl.float32, S_LAYOUT)
     of_values = warpgroup_mma(v, dout.permute([1, 0]), zero, use_acc=False, is_async=True)
-    lse2 = shared.lse2.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    number = step % STEPS
+    lse2 = shared.steps.lse2.index(number).load(gl.SliceLayout(0, S_LAYOUT))
     factor = 1.0
     if args.softcap is None:
         s *= args.inner
@@ -374,7 +364,7 @@ def visit_queries(
         s += gl.expand_dims(run.bias, 1)
     p = gl.exp2(s)
     if MASKED:
-        p = gl.where(visible(m0, run, shared, stage, args, sizes), p, 0.0)
+        p = gl.where(visible(m0, run, shared, number, args, sizes), p, 0.0)
     if args.dropout is not None:
         keep = kept_of_keys(
             run.stream, args.threshold, m0, work.n0, run.q_start, run.k_start, run.stride, BLOCK_K, BLOCK_Q, sizes.ALIGNED
@@ -392,7 +382,7 @@ def visit_queries(
     dout = matrix(shared.dout.main.index(here(out_stage)))
     dv = warpgroup_mma(half, dout, dv, is_async=True)
     dp = wait_for_products(1, deps=[of_values])
-    delta = shared.delta.index(out_stage).load(gl.SliceLayout(0, S_LAYOUT))
+    delta = shared.steps.delta.index(number).load(gl.SliceLayout(0, S_LAYOUT))
     if args.dropout is not None:
         dp = gl.where(p > 0.0, dp * args.rescale, 0.0)
         p = gl.abs(p)
@@ -423,8 +413,8 @@ def visit_queries(
 
 
 @gluon.jit
-def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
-    """Return the mask of visible pairs of the tile from query ``m0`` on, bool [keys, queries]."""
+def visible(m0, run, shared, number, args, sizes: gl.constexpr):
+    """Return the mask of visible pairs, bool [keys, queries], of step ``number`` in ``Steps`` with the queries from ``m0`` on."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)
@@ -433,7 +423,7 @@ def visible(m0, run, shared, stage, args, sizes: gl.constexpr):
     elif args.key_ranges is None:
         seen = (i - gl.expand_dims(run.begin, 1)).to(gl.uint32) <= run.width.to(gl.uint32)
     if args.key_ranges is not None:
-        words = gl.expand_dims(shared.extents.index(stage).load(gl.SliceLayout(0, S_LAYOUT)), 0)
+        words = gl.expand_dims(shared.steps.seen.index(number).load(gl.SliceLayout(0, S_LAYOUT)), 0)
         by_query = (gl.expand_dims(run.begin, 1) - (words & 255)).to(gl.uint32) < (words >> 8).to(gl.uint32)
         if args.key_extents is None:
             seen = by_query

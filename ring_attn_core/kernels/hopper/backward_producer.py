@@ -1,10 +1,12 @@
-"""The producer of the Hopper backward: one warp that loads the keys, then the inputs of each query tile, in Gluon.
+"""The two warps that load for the Hopper backward, in Gluon: the scout and the producer.
 
-    k, v | q, lse2 of step 0 | dout, delta of step 0 | q, lse2 of step 1 | ...
+    scout       lse2, delta, visible keys of step 0 | of step 1 | ...                    ahead of the producer
+    producer    k, v | q of step 0 | dout of step 0 | q of step 1 | ...                  by TMA, each as soon as its stage is free
 
-TMA loads the tiles in the order of their use by the consumers, each as soon as its stage is free (barriers.py). The producer
-stores lse2 and delta itself: they are not aligned to 16 bytes, so TMA cannot read them. It subtracts the ALiBi bias of queries
-from lse2. With extents it also stores the visible keys of each query in a word, and the tile's first query.
+The scout finds the query tiles that the program visits. For each it stores lse2, delta and the number of the tile's first query;
+with extents it also stores the visible keys of each query in a word. It reads global memory, so it works ahead of the producer,
+which then issues a load as soon as the consumers release a stage (barriers.py). TMA cannot read lse2 and delta, because they are
+not aligned to 16 bytes. The scout subtracts the ALiBi bias of queries from lse2.
 
 Fully masked queries have an infinite lse2 and may hold NaN, and 0 times NaN is NaN. TMA signals a tile with such queries to an
 mbarrier of the producer, which zeroes their rows before it signals the consumers.
@@ -24,12 +26,34 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from ..portable.rows import Q_BASE, ROW_FIELDS, load_row
 from ..portable.scores import LOG2E
 from .backward_scheduler import visits, walk_of
-from .barriers import DOUT_READ, Q_READ, acquire, sync_warp, write_number
+from .barriers import DOUT_READ, Q_READ, acquire, allocate_barriers, allocate_numbers, read_number, sync_warp, write_number
 from .parts import bring_parts, expect_parts
 from .register_layouts import here, matrix, rows_by_lines
 
+STEPS = gl.constexpr(4)
+"""Number of query tiles whose numbers are in shared memory: those that consumers read, and those that the scout found ahead."""
+
 WHOLE = gl.constexpr(1 << 30)
 """Flag in the number of a tile's first query: each of its queries sees each key of the program, so no score needs a mask."""
+
+MASKED_ROWS = gl.constexpr(1 << 29)
+"""Flag in the number of a tile's first query: some query of the tile is fully masked."""
+
+
+class Steps(NamedTuple):
+    """The numbers of STEPS query tiles in shared memory, and the mbarriers of the scout and the producer.
+
+    ``first_query``: number of a tile's first query, with its flags. ``lse2``, ``delta``: f32, one for each query. ``seen``: the
+    words of ``seen_of_tile``, a placeholder without extents. ``full``: the scout has stored a step. ``free``: consumers have
+    read it.
+    """
+
+    first_query: Any
+    lse2: Any
+    delta: Any
+    seen: Any
+    full: Any
+    free: Any
 
 
 class Sources(NamedTuple):
@@ -42,11 +66,81 @@ class Sources(NamedTuple):
 
 
 @gluon.jit
-def producer(sources, args, shared, work, sizes: gl.constexpr):
-    """Load k and v, then q, lse2, dout and delta of each step, in the order of their use."""
+def allocate_steps(args, sizes: gl.constexpr):
+    """Allocate the ``Steps`` of a program, and initialize their mbarriers."""
+    NUMBERS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    gl.static_assert(sizes.OUT_STAGES < STEPS, "the scout would not be ahead of the producer")
+    lse2 = gl.allocate_shared_memory(gl.float32, [STEPS, sizes.BLOCK_Q], NUMBERS)
+    seen = lse2
+    if args.key_ranges is not None:
+        seen = gl.allocate_shared_memory(gl.int32, [STEPS, sizes.BLOCK_Q], NUMBERS)
+    steps = Steps(
+        allocate_numbers(STEPS),
+        lse2,
+        gl.allocate_shared_memory(gl.float32, [STEPS, sizes.BLOCK_Q], NUMBERS),
+        seen,
+        allocate_barriers(STEPS),
+        allocate_barriers(STEPS),
+    )
+    for each in gl.static_range(STEPS):
+        mbarrier.init(steps.full.index(each), count=1)
+        mbarrier.init(steps.free.index(each), count=1)
+    return steps
+
+
+@gluon.jit
+def scout(args, shared, work, sizes: gl.constexpr):
+    """Find the query tiles that the program visits, and store the numbers of each."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
+    steps = shared.steps
+    if work.steps > 0:
+        step = 0
+        for member in range(sizes.H // sizes.G):
+            head = work.group * (sizes.H // sizes.G) + member
+            for each in range(sizes.Q_RUNS):
+                q_run = sizes.Q_RUNS - 1 - each
+                first, last, gaps = walk_of(work, q_run)
+                q_base = gl.load(args.rows + (q_run * sizes.K_RUNS + work.k_run) * ROW_FIELDS + Q_BASE)
+                for t in range(last - first):
+                    tile = last - 1 - t
+                    if visits(args, work, sizes, q_run, tile, gaps):
+                        i = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
+                        sums = (work.batch * sizes.H + head).to(gl.int64) * args.S + q_base + i
+                        inside = i < work.q_slot
+                        if sizes.FULLY_MASKED:  # the tile may end with queries of the next run, and these may hold NaN
+                            inside = i < args.S - q_base
+                        lse2 = gl.load(args.lse2 + sums, mask=inside, other=0.0)
+                        delta = gl.load(args.delta + sums, mask=inside, other=0.0)
+                        if args.key_ranges is not None:
+                            seen = seen_of_tile(args, work, sizes, q_base + i, i < work.q_slot)
+                        first_query = tile * BLOCK_Q
+                        if sizes.FULLY_MASKED:
+                            some = gl.max((lse2 == float("inf")).to(gl.int32), 0) > 0
+                            first_query |= gl.where(some, MASKED_ROWS, 0)
+                        if args.key_ranges is not None and args.key_extents is None:
+                            all_seen = gl.min(seen, 0) == sizes.BLOCK_K << 8
+                            first_query |= gl.where(all_seen, WHOLE, 0)
+                        if args.alibi_slopes is not None:
+                            lse2 -= bias_of_queries(args, work, sizes, q_run, head, i)
+                        at = step % STEPS
+                        if step >= STEPS:
+                            mbarrier.wait(steps.free.index(at), step // STEPS + 1 & 1)
+                        write_number(steps.first_query, at, first_query)
+                        steps.lse2.index(at).store(lse2)
+                        steps.delta.index(at).store(delta)
+                        if args.key_ranges is not None:
+                            steps.seen.index(at).store(seen)
+                        sync_warp()
+                        mbarrier.arrive(steps.full.index(at), count=1)
+                        step += 1
+
+
+@gluon.jit
+def producer(sources, args, shared, work, sizes: gl.constexpr):
+    """Load k and v, then q and dout of each step that the scout has found."""
     STAGES: gl.constexpr = sizes.STAGES
     OUT_STAGES: gl.constexpr = sizes.OUT_STAGES
+    steps = shared.steps
     if work.steps > 0:
         token = work.k_run * work.k_slot + work.n0
         full = shared.keys_full.index(0)
@@ -59,55 +153,31 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
             head = work.group * (sizes.H // sizes.G) + member
             for each in range(sizes.Q_RUNS):
                 q_run = sizes.Q_RUNS - 1 - each
-                first, last, gaps = walk_of(work, q_run)
                 q_base = gl.load(args.rows + (q_run * sizes.K_RUNS + work.k_run) * ROW_FIELDS + Q_BASE)
-                for t in range(last - first):
-                    tile = last - 1 - t
-                    if visits(args, work, sizes, q_run, tile, gaps):
-                        i = tile * BLOCK_Q + gl.arange(0, BLOCK_Q, gl.BlockedLayout([BLOCK_Q // 32], [32], [1], [0]))
-                        token = q_base + tile * BLOCK_Q
-                        sums = (work.batch * sizes.H + head).to(gl.int64) * args.S + q_base + i
-                        inside = i < work.q_slot
-                        if sizes.FULLY_MASKED:  # the tile may end with queries of the next run, and these may hold NaN
-                            inside = i < args.S - q_base
-                        lse2 = gl.load(args.lse2 + sums, mask=inside, other=0.0)
-                        delta = gl.load(args.delta + sums, mask=inside, other=0.0)
-                        if args.alibi_slopes is not None:
-                            lse2 -= bias_of_queries(args, work, sizes, q_run, head, i)
-                        if args.key_ranges is not None:
-                            seen = seen_of_tile(args, work, sizes, q_base + i, i < work.q_slot)
-                        stage = step % STAGES
-                        if step >= STAGES:
-                            acquire(Q_READ + stage, 2)
-                        if args.key_ranges is not None:
-                            shared.extents.index(stage).store(seen)
-                        if args.query_tiles is not None:
-                            first_query = tile * BLOCK_Q
-                            if args.key_ranges is not None and args.key_extents is None:
-                                all_seen = gl.min(seen, 0) == sizes.BLOCK_K << 8
-                                first_query |= gl.where(all_seen, WHOLE, 0)
-                            write_number(shared.first_query, stage, first_query)
-                        shared.lse2.index(stage).store(lse2)
-                        sync_warp()
-                        at = [work.batch, token, head]
-                        clean = True
-                        if sizes.FULLY_MASKED:
-                            clean = gl.max(lse2, 0) < float("inf")
-                        q_full = shared.q_full.index(stage)
-                        bring_queries(sources.q, at, q_full, shared.q, stage, clean, cleaned, stage, shared, sizes.TAIL_D)
-                        of_lse2 = stage
-                        stage = step % OUT_STAGES
-                        if step >= OUT_STAGES:
-                            acquire(DOUT_READ + stage, 2)
-                        shared.delta.index(stage).store(delta)
-                        sync_warp()
-                        out_full = shared.dout_full.index(stage)
-                        bring_queries(
-                            sources.dout, at, out_full, shared.dout, stage, clean, cleaned + 1, of_lse2, shared, sizes.TAIL_E
-                        )
-                        if not clean:
-                            cleaned += 2
-                        step += 1
+                for _ in range(gl.where(q_run == 0, work.visited[0], work.visited[1])):
+                    number = step % STEPS
+                    mbarrier.wait(steps.full.index(number), step // STEPS & 1)
+                    first_query = read_number(steps.first_query, number, 1)
+                    at = [work.batch, q_base + (first_query & (MASKED_ROWS - 1)), head]
+                    clean = True
+                    if sizes.FULLY_MASKED:
+                        clean = (first_query & MASKED_ROWS) == 0
+                    stage = step % STAGES
+                    if step >= STAGES:
+                        acquire(Q_READ + stage, 2)
+                    q_full = shared.q_full.index(stage)
+                    bring_queries(sources.q, at, q_full, shared.q, stage, clean, cleaned, number, shared, sizes.TAIL_D)
+                    out_stage = step % OUT_STAGES
+                    if step >= OUT_STAGES:  # consumers read the numbers of a step before they release its dout
+                        acquire(DOUT_READ + out_stage, 2)
+                        mbarrier.arrive(steps.free.index((step - OUT_STAGES) % STEPS), count=1)
+                    out_full = shared.dout_full.index(out_stage)
+                    bring_queries(
+                        sources.dout, at, out_full, shared.dout, out_stage, clean, cleaned + 1, number, shared, sizes.TAIL_E
+                    )
+                    if not clean:
+                        cleaned += 2
+                    step += 1
         for left in range(gl.maximum(step - STAGES, 0), step):  # no named barrier may stay partly arrived at
             acquire(Q_READ + left % STAGES, 2)
         for left in range(gl.maximum(step - OUT_STAGES, 0), step):
@@ -115,10 +185,10 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
 
 
 @gluon.jit
-def bring_queries(source, at, full, tiles, stage, clean, cleaned, of_lse2, shared, TAIL: gl.constexpr):
+def bring_queries(source, at, full, tiles, stage, clean, cleaned, number, shared, TAIL: gl.constexpr):
     """Load a tile of q or dout by TMA. Unless ``clean``, zero the rows of fully masked queries, whose lse2 is infinite.
 
-    ``cleaned``: number of tiles that this program has zeroed so far. ``of_lse2``: the stage of lse2.
+    ``cleaned``: number of tiles that this program has zeroed so far. ``number``: index of the step in ``Steps``.
     """
     ROWS: gl.constexpr = tiles.main.shape[2]
     WIDTH: gl.constexpr = tiles.main.shape[4] + TAIL
@@ -130,9 +200,9 @@ def bring_queries(source, at, full, tiles, stage, clean, cleaned, of_lse2, share
         expect_parts(own, ROWS, WIDTH)
         bring_parts(source, at[0], at[1], at[2], 0, own, tiles, stage, TAIL)
         mbarrier.wait(own, cleaned & 1)
-        zero_fully_masked(tiles.main, stage, shared.lse2.index(of_lse2))
+        zero_fully_masked(tiles.main, stage, shared.steps.lse2.index(number))
         if TAIL > 0:
-            zero_fully_masked(tiles.tail, stage, shared.lse2.index(of_lse2))
+            zero_fully_masked(tiles.tail, stage, shared.steps.lse2.index(number))
         fence_async_shared()
         sync_warp()
         mbarrier.arrive(full, count=1)

@@ -7,6 +7,7 @@ An mbarrier signals that a buffer is full. TMA arrives with the bytes, or the pr
                work_full [1]         the announced next query tile       producer      -> consumers
     backward   keys_full [1]         the program's k and v               producer, TMA -> consumers
                q_full, dout_full     a stage of q, of dout               producer, TMA -> consumers
+               full, free [4]        numbers of a step stored, read      scout -> producer -> scout
 
 Named barriers signal that a buffer is free, or order warps. ``arrive`` does not wait; ``sync`` waits until the number of threads
 in the table has arrived. ``groups``: consuming warpgroups, 2 or 3 in the forward, 2 in the backward.

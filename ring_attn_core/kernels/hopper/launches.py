@@ -229,7 +229,7 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "FULLY_MASKED": call.fully_masked,
         "ALIGNED": call.aligned,
         "STAGES": 3,
-        "OUT_STAGES": 3 if block_q == 64 else 2,
+        "OUT_STAGES": 3 if block_q == 64 and "extents" not in call.given else 2,  # limited by shared memory
     }
     given = tuple((parameter, x) for parameter, x in arguments.items() if x is not None)
     dq = Output("dq", sums_of_dq(call), "float32", "dq_in")

@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..portable.loads import some_hidden
 from .backward import BackwardArguments, run_of, visible
 from .backward_dkv import finish, hide_unseen, keys_seen_by_some
-from .backward_producer import WHOLE, Sources, producer
+from .backward_producer import MASKED_ROWS, STEPS, WHOLE, Sources, allocate_steps, producer, scout
 from .backward_scheduler import keys_of_program, query_tiles, survey
 from .barriers import (
     BACKWARD_STAGES,
@@ -36,7 +36,6 @@ from .barriers import (
     P_READ,
     Q_READ,
     allocate_barriers,
-    allocate_numbers,
     among_consumers,
     arrive,
     read_number,
@@ -82,10 +81,7 @@ class WideSharedMemory(NamedTuple):
 
     q: Any
     dout: Any
-    lse2: Any
-    delta: Any
-    extents: Any
-    first_query: Any
+    steps: Any
     k: Any
     v: Any
     p: Any
@@ -167,18 +163,10 @@ def hopper_wide_dkv(
     sources = Sources(
         Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE), Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE)
     )  # fmt: skip
-    extents, first_query = None, None
-    if query_tiles_ptr is not None:
-        first_query = allocate_numbers(STAGES)
-    if key_ranges_ptr is not None:
-        extents = gl.allocate_shared_memory(gl.int32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     shared = WideSharedMemory(
         allocate_parts(sources.q, STAGES, BLOCK_Q, BLOCK_D, TAIL_D),
         allocate_parts(sources.dout, STAGES, BLOCK_Q, BLOCK_E, TAIL_E),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], gl.SwizzledSharedLayout(1, 1, 1, [0])),
-        extents,
-        first_query,
+        allocate_steps(args, sizes),
         allocate_parts(sources.k, 1, BLOCK_K, BLOCK_D, TAIL_D),
         allocate_parts(sources.v, 1, BLOCK_K, BLOCK_E, TAIL_E),
         gl.allocate_shared_memory(gl.float32, [BLOCK_K, BLOCK_Q], gl.SwizzledSharedLayout(4, 1, 8, [1, 0])),
@@ -197,9 +185,10 @@ def hopper_wide_dkv(
             (sum_values, (args, shared, work, sizes)),
             (sum_keys, (args, shared, work, sizes)),
             (producer, (sources, args, shared, work, sizes)),
+            (scout, (args, shared, work, sizes)),
         ],
-        [4, 1],
-        [REGISTERS, PRODUCER_REGISTERS],
+        [4, 1, 1],
+        [REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS],
     )
 
 
@@ -229,14 +218,15 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
                 run = run_of(args, work, sizes, q_run, head, j, seen)
                 if args.query_tiles is not None:
                     for _ in range(gl.where(q_run == 0, work.visited[0], work.visited[1])):
-                        m0 = read_number(shared.first_query, step % sizes.STAGES)
+                        m0 = read_number(shared.steps.first_query, step % STEPS)
                         whole = False
                         if args.key_extents is None:
                             whole = (m0 >= WHOLE) & (not some_unseen)
+                        m0 &= MASKED_ROWS - 1
                         if whole:
-                            step, s, dv = visit_queries(step, s, dv, k, m0 - WHOLE, run, args, shared, work, sizes, False)
+                            step, s, dv = visit_queries(step, s, dv, k, m0, run, args, shared, work, sizes, False)
                         else:
-                            step, s, dv = visit_queries(step, s, dv, k, m0 & (WHOLE - 1), run, args, shared, work, sizes, True)
+                            step, s, dv = visit_queries(step, s, dv, k, m0, run, args, shared, work, sizes, True)
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
                     whole_last = gl.where(some_unseen, tiles.whole_first, tiles.whole_last)
@@ -270,7 +260,8 @@ def visit_queries(
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
     D_PARTS: gl.constexpr = 2 if sizes.TAIL_D > 0 else 1
     stage = step % STAGES
-    lse2 = shared.lse2.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    number = step % STEPS
+    lse2 = shared.steps.lse2.index(number).load(gl.SliceLayout(0, S_LAYOUT))
     factor = 1.0
     if args.softcap is None:
         s *= args.inner
@@ -283,7 +274,7 @@ def visit_queries(
         s += gl.expand_dims(run.bias, 1)
     p = gl.exp2(s)
     if MASKED:
-        p = gl.where(visible(m0, run, shared, stage, args, sizes), p, 0.0)
+        p = gl.where(visible(m0, run, shared, number, args, sizes), p, 0.0)
     if args.dropout is not None:
         keep = kept_of_keys(
             run.stream, args.threshold, m0, work.n0, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, BLOCK_Q, sizes.ALIGNED
@@ -326,7 +317,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
         )
         for step in range(work.steps):
             stage = step % STAGES
-            delta = shared.delta.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+            delta = shared.steps.delta.index(step % STEPS).load(gl.SliceLayout(0, S_LAYOUT))
             sync(P_FULL, among_consumers(2), 4)
             p = shared.p.load(S_LAYOUT)
             if args.dropout is not None:
