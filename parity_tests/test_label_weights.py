@@ -140,7 +140,7 @@ def test_a_negative_weight_of_a_mean_is_nan_where_it_cannot_raise(monkeypatch, c
 
     hidden, head, labels, weights = drawn("mean", np.float32)
     weights[tuple(np.argwhere(labels != -100)[0])] = -1
-    monkeypatch.setattr(loss, "unwatched", lambda tensors: False)  # as on a GPU
+    monkeypatch.setattr(loss, "eager_only", lambda tensors: False)  # as on a GPU
     assert all(np.isnan(x).any() for x in torch_parts(hidden, head, labels, weights, chunk).values())
     value, gradients = jax.value_and_grad(partial(jax_loss, chunk=chunk, axis_name=None), (0, 1))(
         *map(jnp.asarray, (hidden, head, labels, weights))

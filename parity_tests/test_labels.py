@@ -91,11 +91,11 @@ def unraised(group: Any, labels: np.ndarray, chunked: bool) -> list[np.ndarray]:
     """As on a GPU."""
     from ring_attn_torch.training import loss
 
-    watched, loss.unwatched = loss.unwatched, lambda tensors: False  # type: ignore[assignment]
+    original, loss.eager_only = loss.eager_only, lambda tensors: False  # type: ignore[assignment]
     try:
         return [x.detach().numpy() for x in torch_loss(labels, chunked, group)]
     finally:
-        loss.unwatched = watched
+        loss.eager_only = original
 
 
 @of_each_input

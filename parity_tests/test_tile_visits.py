@@ -40,17 +40,17 @@ def visits_in_torch(extents: np.ndarray, rows: torch_tiles.Rows) -> int:
     b, s, _ = extents.shape
     q, kv = torch.empty(b, s, 1, 1), torch.empty(b, s, 1, 2)
     score = TorchScore(1.0, None, 0.0, extents=torch.from_numpy(extents))
-    parts = torch_tiles.Part.all(q, Keys(kv), rows, score)
-    return sum(1 for part in parts for queries in part.query_tiles() for _ in part.pairs(queries))
+    of_batches = torch_tiles.TileInputs.all(q, Keys(kv), rows, score)
+    return sum(1 for inputs in of_batches for queries in inputs.query_tiles() for _ in inputs.pairs(queries))
 
 
 @jax.jit
 def visits_in_jax(extents: jax.Array, rows: jax.Array) -> jax.Array:
     b, s, _ = extents.shape
     score = JaxScore(1.0, None, 0.0, extents=extents)
-    part = jax_tiles.Part(jnp.empty((b, s, 1, 1)), jnp.empty((b, s, 1, 2)), None, None, rows, score, None)
-    visits = lambda index, n: part.over_keys(part.query_tile(index), lambda pair, n: n + 1, n)
-    return jax.lax.fori_loop(0, part.query_tiles, visits, 0)
+    inputs = jax_tiles.TileInputs(jnp.empty((b, s, 1, 1)), jnp.empty((b, s, 1, 2)), None, None, rows, score, None)
+    visits = lambda index, n: inputs.over_keys(inputs.query_tile(index), lambda pair, n: n + 1, n)
+    return jax.lax.fori_loop(0, inputs.query_tiles, visits, 0)
 
 
 def tiles_with_a_visible_pair(sees: np.ndarray, plan: RingPlan, rank: int, shift: int) -> int:

@@ -20,7 +20,7 @@ def missing_in_words(package: str | None) -> str:
 
 
 @contextmanager
-def mistakes_in_one_line() -> Iterator[None]:
+def errors_in_one_line() -> Iterator[None]:
     """Turn a ValueError, OSError, MemoryError or missing package into one line on stderr and exit status 2.
 
     A :class:`processes.Failure` becomes one line and status 1. If the reader of the output closes it early, as ``head`` does,

@@ -12,7 +12,7 @@ from typing import Annotated
 from ring_attn_core import __version__, layouts, masks
 from ring_attn_core.plan.ring import RingPlan
 
-from .error_reporting import missing_in_words, mistakes_in_one_line
+from .error_reporting import errors_in_one_line, missing_in_words
 from .plan import image, predict, terminal, words
 
 for package in ("typer", "rich"):
@@ -44,9 +44,9 @@ def _tokens(text: str) -> int:
         raise typer.BadParameter(str(error)) from error
 
 
-def _print_version(asked: bool) -> None:
+def _print_version(requested: bool) -> None:
     """Print the version and exit, before typer reports a missing command."""
-    if asked:
+    if requested:
         typer.echo(__version__)
         raise typer.Exit
 
@@ -128,7 +128,7 @@ def plan(
     With --documents, draw packed documents: the work of each rank, and the keys that it needs of others. With --tree, draw a
     prefix tree. With --model, print what fits into memory. With --machine, or --gpus alone, predict the time of each strategy.
     """
-    with mistakes_in_one_line():
+    with errors_in_one_line():
         if machine is not None or (gpus is not None and model is None):
             others = {"--ranks": ranks, "--kv-length": kv_length, "--save": save, "--documents": documents, "--tree": tree}
             others |= {"--all-layouts": all_layouts or None, "--tokens": tokens, "--host-memory": host_memory}
@@ -137,13 +137,13 @@ def plan(
                 raise ValueError(f"a prediction (--gpus, --machine) is of --length tokens in one layout: leave out {unused}")
             shape = *predict.heads_of(model, heads, head_dim), host_gpus
             where = layout or "zigzag", mask, 8 if gpus is None else gpus, 8192 if length is None else length, machine or "H200"
-            console().print(predict.answer(predict.Question(*where, *shape)))
+            console().print(predict.answer(predict.PredictOptions(*where, *shape)))
             return
         if model is not None:
             from .plan import memory as fitting
 
-            question = fitting.Question(model, 8 if gpus is None else gpus, memory, host_memory, tokens, activations)
-            console(plain=True).print(fitting.answer(question))
+            options = fitting.MemoryOptions(model, 8 if gpus is None else gpus, memory, host_memory, tokens, activations)
+            console(plain=True).print(fitting.answer(options))
             return
         ranks = 8 if ranks is None else ranks
         if documents is not None or tree is not None:
@@ -192,7 +192,7 @@ def demo(
     quick: Annotated[bool, typer.Option("--quick", help="A short sequence and a few steps.")] = False,
 ) -> None:
     """Check on this CPU that the ring is exact and PyTorch and JAX train alike. Exit with status 1 if a bound is missed."""
-    with mistakes_in_one_line():
+    with errors_in_one_line():
         from .demo.run import DemoSettings, run
 
         status = run(DemoSettings.of(quick, ranks=ranks, tokens=tokens, steps=steps, layout=layout), framework, out)
@@ -214,7 +214,7 @@ def train(
     ] = None,
 ) -> None:
     """Train a language model, or resume the run in the folder. Under torchrun, use its processes."""
-    with mistakes_in_one_line():
+    with errors_in_one_line():
         from .train.config import read
         from .train.run import Program, run
 

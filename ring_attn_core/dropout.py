@@ -21,7 +21,7 @@ a multiple of 1/256. The correlation matters only at rates below 1/256: if a num
 probability 1/256 instead of the rate.
 
 Seven rounds of philox2x32 are the fewest that pass BigCrush (table 2 of the paper). A stream has 32 bits, so the probability
-that any two of n (batch row, head) pairs share a stream is about n^2 / 2^33.
+that any two of n (batch row, head) pairs share a key is about n^2 / 2^33.
 
 The functions of words use only Python's integer operators, so they work on arrays of NumPy, PyTorch and JAX. The frameworks
 compute the 64-bit product of two words differently, so the caller passes it as ``multiply``.
@@ -36,7 +36,7 @@ SPAN = 16
 """Length of a span of positions. Spans begin at its multiples, and no Philox counter serves positions of two spans."""
 
 ROUNDS = 7
-STREAM_ROUNDS = 10
+KEY_ROUNDS = 10
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 MULTIPLIER_OF_2 = 0xD256D193
 WEYL = 0x9E3779B9, 0xBB67AE85
@@ -48,7 +48,7 @@ Multiply = Callable[[Any, int], tuple[Any, Any]]
 
 
 def philox4x32(
-    counter: Words, key: Words, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = STREAM_ROUNDS
+    counter: Words, key: Words, multiply: Multiply, word: Callable[[int], Any] = int, rounds: int = KEY_ROUNDS
 ) -> Words:
     """Return the four 32-bit words that Philox makes from a four-word counter and a two-word key, elementwise.
 
@@ -75,7 +75,7 @@ def philox2x32(counter: Words, key: Any, multiply: Multiply, word: Callable[[int
     return c0, c1
 
 
-def stream(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callable[[int], Any] = int) -> Any:
+def philox_key(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Callable[[int], Any] = int) -> Any:
     """Return the 32-bit Philox key of a batch row and head, made from the seed.
 
     ``seed``: the lower and upper 32 bits of the seed. ``batch``, ``head``: global indices.
@@ -108,7 +108,7 @@ def rescale(rate: float) -> float:
     return 2**16 / (2**16 - threshold(rate))
 
 
-def check_draw(seed: Any, first_batch: Any, first_head: Any) -> None:
+def check_seed(seed: Any, first_batch: Any, first_head: Any) -> None:
     """Raise ValueError if ``seed`` does not fit a signed 64-bit integer, or an index is not in 0 .. 2^32 - 1.
 
     ``first_batch``, ``first_head``: global index of the first local batch row and head. Arrays are not checked.
@@ -125,7 +125,7 @@ def seed_words(seed: Any) -> tuple[Any, Any]:
     return seed & WORD, (seed >> 32) & WORD
 
 
-def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any, offset: tuple[int, int] = (0, 0)) -> Any:
+def keep_mask(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any, offset: tuple[int, int] = (0, 0)) -> Any:
     """Return the dropout mask as numpy bool [batch, heads, queries, keys]; True keeps a probability.
 
     This is the reference: every backend must compute the same mask.
@@ -143,6 +143,6 @@ def kept(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any,
     of_q, which = place_of_query(wide(q_pos)[:, None])
     of_k, turn = place_of_key(wide(k_pos))
     b, h = wide(np.arange(batch) + offset[0])[:, None, None, None], wide(np.arange(heads) + offset[1])[:, None, None]
-    key = stream((np.uint64(seed_words(seed)[0]), np.uint64(seed_words(seed)[1])), b, h, multiply)
+    key = philox_key((np.uint64(seed_words(seed)[0]), np.uint64(seed_words(seed)[1])), b, h, multiply)
     words = philox2x32((of_q, of_k), key, multiply)
     return number(np.where(which == 0, *words), turn) >= threshold(rate)

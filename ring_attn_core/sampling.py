@@ -72,7 +72,7 @@ class Sampling:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
 
     @property
-    def choice(self) -> SamplingParameters:
+    def parameters(self) -> SamplingParameters:
         """Return these options as sampling parameters, clamped to the ranges of float32 and int32."""
         low, high = seed_words(int(self.seed))
         if not self.temperature:
@@ -82,7 +82,7 @@ class Sampling:
         return SamplingParameters(float(min(max(self.temperature, LEAST), 1 / LEAST)), k, p, low, high)
 
 
-def check_drawn(logits: Any, choice: SamplingParameters, requests: Any, positions: Any) -> None:
+def check_drawn(logits: Any, parameters: SamplingParameters, requests: Any, positions: Any) -> None:
     """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
 
     Raise ValueError also if ``positions`` is missing at a temperature above 0.
@@ -93,14 +93,14 @@ def check_drawn(logits: Any, choice: SamplingParameters, requests: Any, position
             f"logits must be floats [batch, vocab], one row for each request, got {dtype} {list(shape)}: of what decode_step "
             "returns take logits[:, -1]"
         )
-    if choice.temperature is not None and positions is None:
+    if parameters.temperature is not None and positions is None:
         raise ValueError(
             "positions is missing: at a temperature above 0 a token is drawn by its position, or every step would draw by the "
             "same numbers. Pass how many tokens of each request are cached, cache.lengths"
         )
-    for name, given in (("requests", requests), ("positions", positions)):
-        if given is not None and not _are_integers(given, shape[0]):
-            got = repr(given) if isinstance(given, list | tuple) else in_words(given)
+    for name, value in (("requests", requests), ("positions", positions)):
+        if value is not None and not _are_integers(value, shape[0]):
+            got = repr(value) if isinstance(value, list | tuple) else in_words(value)
             raise ValueError(f"{name} must be {shape[0]} integers, one for each row of logits, got {got}")
 
 

@@ -64,11 +64,11 @@ def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
 
 def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
     """Return name, shape and dtype of the optional arrays that were passed. Raise ValueError if one is not an array."""
-    given = {name: x for name, x in arrays.items() if x is not None}
-    for name, x in given.items():
+    present = {name: x for name, x in arrays.items() if x is not None}
+    for name, x in present.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
             raise ValueError(f"{name} must be an array, got {type(x).__name__}")
-    return tuple(OptionalArray(name, tuple(x.shape), str(x.dtype)) for name, x in given.items())
+    return tuple(OptionalArray(name, tuple(x.shape), str(x.dtype)) for name, x in present.items())
 
 
 def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:

@@ -16,7 +16,7 @@ from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs, rat
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
-from .attend.dropout import draw_of
+from .attend.dropout import dropout_state
 from .attend.state import State
 from .axes import dtype_names, on_auto_axes, sharded_like, vary_alike
 from .call.autograd import OpInputs, refuse_second_derivative, reverse_only, sharded_state
@@ -64,8 +64,8 @@ def attend_block(
     options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=rate, backend=backend)
     dtype_names(q, k, v)
     q_run, k_run = check_runs(q_run, k_run, q.shape, k.shape)
-    draw = draw_of(dropout_seed, dropout_offset) if rate and dropout_seed is not None else None
-    arrays = Arrays(extents, key_mask, None, alibi_slopes, draw, key_extents)
+    state = dropout_state(dropout_seed, dropout_offset) if rate and dropout_seed is not None else None
+    arrays = Arrays(extents, key_mask, None, alibi_slopes, state, key_extents)
     out, lse, _ = block_state(q, k, v, arrays, options, (q_run, k_run))
     return out, lse
 
@@ -137,7 +137,7 @@ def _gradients(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State, c
     def backward(inputs: OpInputs, rows: jax.Array, total: State, dtotal: State) -> OpInputs:
         (q, k, v, arrays), backend = inputs, compiled.backend
         keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
-        of_q = backend.cotangents(q, keys, rows, score, total, dtotal)
+        of_q = backend.backward_inputs(q, keys, rows, score, total, dtotal)
         dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
         dk, dv = dkv if isinstance(dkv, tuple) else jnp.split(dkv, [k.shape[-1]], -1)
         return OpInputs(dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), Arrays())

@@ -23,7 +23,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
 
-from .attend.dropout import draw_of
+from .attend.dropout import dropout_state
 from .axes import check_axis_name, described, dtype_names, mapped_over_mesh
 from .call.autograd import attention
 from .call.prepare import Arrays
@@ -90,8 +90,8 @@ def sharded_ring_attention(
         deterministic=deterministic,
     )
     where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
-    draw = draw_of(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
-    return sharded(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw, key_extents), options, where, return_lse)
+    state = dropout_state(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
+    return sharded(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents), options, where, return_lse)
 
 
 class ShardedAxes(NamedTuple):
@@ -145,11 +145,11 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
         check_array(array, q.shape, k.shape)
     if arrays.extents is not None:
         _check_extents(arrays.extents, k.shape[1], options, where)
-    given, specs = {"q": q, "k": k, "v": v, **arrays._asdict()}, where.specs(k.shape[2])
+    inputs, specs = {"q": q, "k": k, "v": v, **arrays._asdict()}, where.specs(k.shape[2])
     put = lambda name, x: x if name == "dropout_seed" else on_mesh(x, where.mesh, specs[name])
-    whole = {name: put(name, x) for name, x in given.items() if x is not None}
-    named = tuple((name, specs[name]) for name in whole)
-    return _compiled(where, named, options, return_lse, mapped_over_mesh())(whole)
+    placed = {name: put(name, x) for name, x in inputs.items() if x is not None}
+    named = tuple((name, specs[name]) for name in placed)
+    return _compiled(where, named, options, return_lse, mapped_over_mesh())(placed)
 
 
 @lru_cache(maxsize=1024)
@@ -158,13 +158,13 @@ def _compiled(
 ) -> Any:
     """Return the jitted program, cached because outside jit a new function at each call would be compiled anew."""
 
-    def on_shards(given: dict[str, Any]) -> Any:
-        q, k, v = (given.pop(name) for name in "qkv")
-        arrays = Arrays(**given)
-        if (draw := arrays.dropout_seed) is not None:
+    def on_shards(inputs: dict[str, Any]) -> Any:
+        q, k, v = (inputs.pop(name) for name in "qkv")
+        arrays = Arrays(**inputs)
+        if (state := arrays.dropout_seed) is not None:
             rows, _, heads, _ = q.shape
             first_row, first_head = _first(where.batch_axes, rows), _first(where.head_axis, heads)
-            arrays = arrays._replace(dropout_seed=draw._replace(batch=draw.batch + first_row, head=draw.head + first_head))
+            arrays = arrays._replace(dropout_seed=state._replace(batch=state.batch + first_row, head=state.head + first_head))
         out, lse = attention(q, k, v, arrays, options, where.axis_name)
         return (out, lse) if return_lse else out
 

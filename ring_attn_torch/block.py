@@ -16,7 +16,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
 from .attend.backend import Backend
-from .attend.dropout import Dropout, draw_of
+from .attend.dropout import Dropout, dropout_state
 from .attend.keys import Keys
 from .attend.score import Score
 from .attend.state import State
@@ -28,10 +28,10 @@ from .call.autograd import (
     as_outputs,
     fake_outputs,
     from_outputs,
-    gradients_apart,
     refuse_second_derivative,
     save_inputs,
     saved_of,
+    separate_gradients,
 )
 from .call.prepare import Arrays, check_tensors, checked, checked_backward, problem_of, refuse_transforms
 
@@ -80,7 +80,7 @@ def attend_block(
     check_tensors(q, k, v, arrays)
     q_run, k_run = check_runs(q_run, k_run, tuple(q.shape), tuple(k.shape))
     if rate and dropout_seed is not None:
-        arrays = arrays._replace(dropout_seed=draw_of(Dropout(dropout_seed, dropout_offset), q.device))
+        arrays = arrays._replace(dropout_seed=dropout_state(Dropout(dropout_seed, dropout_offset), q.device))
     out, lse, _ = block_state(q, k, v, arrays, options, (q_run, k_run))
     return out, lse
 
@@ -145,9 +145,9 @@ def _backward(
     (dout, dlse, *_), (q, k, v, *total) = cotangents, saved
     keys, rows, score, backend = _block(q, k, v, Arrays(*arrays), counts, call, backward=True)
     with torch.autocast(q.device.type, enabled=False):
-        of_q = backend.cotangents(q, keys, rows, score, State(*total), State(dout, dlse))
+        of_q = backend.backward_inputs(q, keys, rows, score, State(*total), State(dout, dlse))
         dq, dkv = backend.attend_backward(of_q, keys, rows, score, None, lambda: None, last=True)
-    return dq.to(q.dtype), *gradients_apart(dkv, k, v)
+    return dq.to(q.dtype), *separate_gradients(dkv, k, v)
 
 
 @torch.library.register_fake("ring_attn::attend_block_backward")

@@ -26,8 +26,8 @@ from .compare import BLOCKS, compare
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
     "softcap": {"softcap": 30.0},
-    "key_mask": {"given": frozenset({"key_mask"})},
-    "dropout": {"given": frozenset({"dropout_seed"}), "dropout_rate": 0.1},
+    "key_mask": {"array_names": frozenset({"key_mask"})},
+    "dropout": {"array_names": frozenset({"dropout_seed"}), "dropout_rate": 0.1},
 }
 
 

@@ -48,7 +48,7 @@ def candidates(kernel: str, dim: int) -> list[TileConfig]:
 
 
 def built(kernel: str, call: RingCall, tiles: TileConfig) -> Launch:
-    return getattr(steps, kernel)(replace(call, tiles_asked=tiles), True, True)
+    return getattr(steps, kernel)(replace(call, tiles_override=tiles), True, True)
 
 
 def _obstacle(at: int, of: Launch) -> str | None:

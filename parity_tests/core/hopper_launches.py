@@ -22,8 +22,8 @@ def with_feature(call: RingCall, feature: str) -> RingCall:
     """As a call has it: under extents there may be keys that nobody sees."""
     if feature == "softcap":
         return replace(call, softcap=30.0)
-    seen = {"clean": feature == "extents", "fully_masked": feature in ("extents", "key_mask")}
-    return replace(call, given=frozenset({feature}), dropout_rate=0.1 * (feature == "dropout_seed"), **seen)
+    seen = {"zero_masked": feature == "extents", "fully_masked": feature in ("extents", "key_mask")}
+    return replace(call, array_names=frozenset({feature}), dropout_rate=0.1 * (feature == "dropout_seed"), **seen)
 
 
 def launches() -> dict[str, Launch]:
@@ -45,7 +45,9 @@ def launches() -> dict[str, Launch]:
             made[f"forward {dim}, {place}"] = steps.forward(call, first, last)
             if not last:
                 made[f"backward {dim}, {place}"] = hopper.backward(call, first, False)
-        full = replace(call, clean=True, fully_masked=True, q_runs=2, k_runs=2, given=EVERYTHING, dropout_rate=0.1, softcap=30.0)
+        full = replace(
+            call, zero_masked=True, fully_masked=True, q_runs=2, k_runs=2, array_names=EVERYTHING, dropout_rate=0.1, softcap=30.0
+        )
         made[f"forward {dim}, everything"] = steps.forward(full, False, True)
         made[f"backward {dim}, everything"] = hopper.backward(full, False, False)
         made[f"backward {dim}, everything, unaligned"] = hopper.backward(replace(full, aligned=False), False, False)

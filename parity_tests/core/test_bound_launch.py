@@ -70,9 +70,9 @@ def test_a_launch_fits_its_compiled_kernel(launch):
 def test_a_terminal_is_told_of_a_long_wait_in_one_line_that_goes_again(monkeypatch, capsys, terminal):
     monkeypatch.setattr(compile, "PATIENCE", 0.01)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
-    with compile._told("a_kernel"):
+    with compile._slow_notice("a_kernel"):
         time.sleep(0.3)
-    with compile._told("another_kernel"):
+    with compile._slow_notice("another_kernel"):
         pass
     said = capsys.readouterr().err
     assert said == ("Triton compiles a_kernel, once for this machine ...\r\033[K" if terminal else "")

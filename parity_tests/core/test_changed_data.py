@@ -159,7 +159,7 @@ def test_a_state_of_an_older_release_goes_on(tmp_path):
     data = corpus.batches(tmp_path)
     state = json.loads(data.state(3))
     data.resume(state | {"data": data._former})
-    assert data.given == 3
+    assert data.yielded == 3
     assert data._former != state["data"]
 
 

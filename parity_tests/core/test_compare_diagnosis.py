@@ -29,7 +29,7 @@ def transposed(case: Case, x: Any) -> Any:
 
 def parts(case: Case, given: Arrays) -> tuple[Any, dict[str, Any]]:
     """The rank of every token, and what each rank gives to the gradients of key head 0, for a case with one."""
-    cotangents = ORACLES["attention"].given(case).cotangents
+    cotangents = ORACLES["attention"].inputs(case).cotangents
     ranks = rank_of(case)
     dense = Dense(case, given, range(case.length), case.heads // case.kv_heads)
     return ranks, dense.parts(cotangents["out"][0], cotangents["lse"][0], ranks, RANKS)
@@ -77,12 +77,12 @@ MISTAKES: dict[str, tuple[Callable[[Case, Arrays, Arrays], Arrays], str]] = {
     "base 2": (lambda c, i, r: r | {"lse": r["lse"] / math.log(2)}, "lse is in base 2"),
     "base 2 with its gradient": (
         lambda c, i, r: (
-            again(c, dlse=ORACLES["attention"].given(c).cotangents["lse"] / math.log(2)) | {"lse": r["lse"] / math.log(2)}
+            again(c, dlse=ORACLES["attention"].inputs(c).cotangents["lse"] / math.log(2)) | {"lse": r["lse"] / math.log(2)}
         ),
         "lse is in base 2",
     ),
     "lse without a gradient": (
-        lambda c, i, r: again(c, dlse=0 * ORACLES["attention"].given(c).cotangents["lse"]),
+        lambda c, i, r: again(c, dlse=0 * ORACLES["attention"].inputs(c).cotangents["lse"]),
         "lse has lost its gradient: dq and dk are those of out alone",
     ),
     "lse off": (lambda c, i, r: r | {"lse": r["lse"] - 1.5}, "lse is -1.5 off everywhere"),
@@ -144,7 +144,7 @@ def test_a_layout_that_is_taken_for_contiguous_is_named(layout: str):
     held = held[held < case.length]
 
     def contiguous(case: Case, given: Arrays, result: Arrays) -> Arrays:
-        cotangents = ORACLES["attention"].given(case).cotangents
+        cotangents = ORACLES["attention"].inputs(case).cotangents
         arrays: dict[str, Any] = {name: given[name][:, held] for name in "qkv"}
         shards = again(case, **arrays, dout=cotangents["out"][:, held], dlse=cotangents["lse"][:, held])
         return {name: x[:, np.argsort(held)] for name, x in shards.items() if name in result}
@@ -161,7 +161,7 @@ def test_padding_that_counts_as_keys_is_named():
 
 
 def _padded(case: Case, given: Arrays, padded: Callable[[Any], Any]) -> dict[str, Any]:
-    cotangents = ORACLES["attention"].given(case).cotangents
+    cotangents = ORACLES["attention"].inputs(case).cotangents
     arrays = {name: padded(given[name]) for name in "qkv"}
     return arrays | {"dout": padded(cotangents["out"]), "dlse": padded(cotangents["lse"])}
 
@@ -220,7 +220,7 @@ def test_own_keys_only_is_named(length: int):
 
 
 def _shard(case: Case, rank: int) -> dict[str, Any]:
-    given = ORACLES["attention"].given(case)
+    given = ORACLES["attention"].inputs(case)
     local = case.length // 3
     cut = lambda x: x[:, local * rank : local * (rank + 1)]
     arrays = {name: cut(given.arrays[name]) for name in ("q", "k", "v")}

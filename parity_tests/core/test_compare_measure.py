@@ -57,7 +57,7 @@ def test_shards_come_together_as_they_were(layout: str):
 
 def test_of_a_long_sequence_the_truth_is_that_of_the_first_heads(monkeypatch: pytest.MonkeyPatch):
     case, oracle = Case(length=24, head_dim=8, batch=2, sinks=True, alibi=True, key_mask=True), ORACLES["attention"]
-    given = oracle.given(case)
+    given = oracle.inputs(case)
     whole = oracle.truth(case, given, given.cotangents)
     monkeypatch.setattr("ring_attn_cli.compare.oracles.MOST_PAIRS", 10)
     part = oracle.truth(case, given, given.cotangents)
@@ -153,11 +153,11 @@ def test_a_narrow_terminal_cuts_no_number():
     rich = pytest.importorskip("rich.console")
     from ring_attn_cli.compare import report
     from ring_attn_cli.compare.comparison import Comparison, VariantResult
-    from ring_attn_cli.compare.sweep import asked
+    from ring_attn_cli.compare.sweep import sweep_of
 
     numbers = [measure.Quantity("dsinks", 2.3e-7, 5.6e-7, 12.34, 7.1e-7, 2e-7, 3e-12)]
     result = VariantResult(Case(), "ring", "torch", 2, tuple(numbers), (), (0.01,), 10**9)
-    found = Comparison(asked(["ring"], 2, "torch", 1, 9.0), (result,), (), {})
+    found = Comparison(sweep_of(["ring"], 2, "torch", 1, 9.0), (result,), (), {})
     for columns in (20, 40, 60):
         width = report.width_of(columns)
         console = rich.Console(width=width, record=True, file=io.StringIO())
@@ -169,6 +169,6 @@ def test_a_narrow_terminal_cuts_no_number():
 def test_a_comparison_without_a_result_does_not_pass():
     pytest.importorskip("rich.console")
     from ring_attn_cli.compare.comparison import Comparison
-    from ring_attn_cli.compare.sweep import asked
+    from ring_attn_cli.compare.sweep import sweep_of
 
-    assert not Comparison(asked(["ring"], 2, "torch", 1, 9.0), (), (), {}).passed
+    assert not Comparison(sweep_of(["ring"], 2, "torch", 1, 9.0), (), (), {}).passed

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.model.constructor import extract, takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,4 +60,4 @@ def test_a_type_error_names_the_method(arguments, keywords, message):
 
 
 def test_a_part_has_the_values_under_the_names_of_its_fields():
-    assert part(Sizes, Arguments(4, name="c")) == Sizes(4, window=3)
+    assert extract(Sizes, Arguments(4, name="c")) == Sizes(4, window=3)

@@ -69,7 +69,7 @@ PLAIN = DecodeCall(
     scale=128**-0.5,
     softcap=None,
     window=None,
-    given=frozenset({"q_positions", "k_positions"}),
+    array_names=frozenset({"q_positions", "k_positions"}),
     capability=90,
     multiprocessors=132,
 )
@@ -79,7 +79,7 @@ EVERY_FEATURE = replace(
     softcap=30.0,
     window=4096,
     fp8=True,
-    given=PLAIN.given | {"tree_mask", "sinks", "alibi_slopes", "k_scale", "v_scale"},
+    array_names=PLAIN.array_names | {"tree_mask", "sinks", "alibi_slopes", "k_scale", "v_scale"},
 )
 
 
@@ -122,8 +122,13 @@ def test_slots_are_no_part_of_a_compiled_kernel():
 
 def problem(slots: int = 6, **changed: Any) -> Decode:
     arrays = OptionalArray("q_positions", (1, 2), "int32"), OptionalArray("k_positions", (1, slots), "int32")
-    given: dict[str, Any] = {"q_shape": (1, 2, 4, 8), "k_shape": (1, slots, 2, 8), "v_shape": (1, slots, 2, 8), "arrays": arrays}
-    made: dict[str, Any] = {**given, "dtypes": ("float32",) * 3, **changed}
+    array_names: dict[str, Any] = {
+        "q_shape": (1, 2, 4, 8),
+        "k_shape": (1, slots, 2, 8),
+        "v_shape": (1, slots, 2, 8),
+        "arrays": arrays,
+    }
+    made: dict[str, Any] = {**array_names, "dtypes": ("float32",) * 3, **changed}
     return Decode(**made)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.data import dense_masks
-from ring_attn_core.data.dense_masks import Hulls, both, parts_of
+from ring_attn_core.data.dense_masks import Hulls, both, dense_mask_arguments
 from ring_attn_core.reference.oracle import visible
 
 from ..support.functional import FITTING, drawn_mask
@@ -29,7 +29,7 @@ def shown(parts, queries: int, keys: int) -> np.ndarray:
 @given(seed=seeds, queries=st.integers(1, 12), keys=st.integers(1, 12))
 def test_a_mask_of_intervals_is_shown_exactly(kind, seed, queries, keys):
     mask = drawn_mask(random.Random(seed), kind, 3, 1, queries, keys)[:, 0]
-    parts = parts_of(mask)
+    parts = dense_mask_arguments(mask)
     assert parts is not None
     np.testing.assert_array_equal(np.broadcast_to(shown(parts, queries, keys), mask.shape), mask)
 
@@ -38,7 +38,7 @@ def test_a_mask_of_intervals_is_shown_exactly(kind, seed, queries, keys):
 @given(seed=seeds, rows=st.integers(0, 2), queries=sizes, keys=sizes, share=st.sampled_from((0.1, 0.5, 0.9)))
 def test_a_mask_of_noise_is_shown_exactly_or_refused(seed, rows, queries, keys, share):
     mask = np.random.default_rng(seed).random((rows, queries, keys)) < share
-    parts, (row, column) = parts_of(mask), (hull(mask), hull(mask.swapaxes(1, 2)).swapaxes(1, 2))
+    parts, (row, column) = dense_mask_arguments(mask), (hull(mask), hull(mask.swapaxes(1, 2)).swapaxes(1, 2))
     assert (parts is None) == bool(((row & column) != mask).any())
     if parts is not None:
         np.testing.assert_array_equal(np.broadcast_to(shown(parts, queries, keys), mask.shape), mask)
@@ -53,7 +53,7 @@ def hull(mask: np.ndarray) -> np.ndarray:
     "band", [full(), causal(), causal(2), causal(-3), sliding_window(2), sliding_window(1, 1, 1), Band(hi=2)]
 )
 def test_a_band_stays_a_band(band):
-    parts = parts_of(visible(band, range(9), range(11)))
+    parts = dense_mask_arguments(visible(band, range(9), range(11)))
     assert parts is not None
     assert parts == (band, None, None, None)
 
@@ -61,7 +61,7 @@ def test_a_band_stays_a_band(band):
 def test_the_drawings_on_top_of_the_file_are_true():
     drawn = [line.split() for line in str(dense_masks.__doc__).splitlines() if line.strip() and set(line.strip()) <= set("#. ")]
     masks = np.array([[[mark == "#" for mark in line[i]] for line in drawn] for i in range(4)])
-    got = [parts_of(mask[None]) for mask in masks]
+    got = [dense_mask_arguments(mask[None]) for mask in masks]
     assert [parts and [x is not None for x in parts] for parts in got] == [
         [True, False, False, False],
         [True, True, False, False],
@@ -72,11 +72,11 @@ def test_the_drawings_on_top_of_the_file_are_true():
 
 def test_a_mask_read_in_blocks_is_the_same(monkeypatch):
     mask = np.concatenate([drawn_mask(random.Random(i), "rows and columns", 1, 1, 13, 9)[:, 0] for i in range(2)])
-    whole, hulls = parts_of(mask), Hulls(2, 13, 9)
+    whole, hulls = dense_mask_arguments(mask), Hulls(2, 13, 9)
     for start in range(0, 13, 4):
         hulls.add(start, mask[:, start : start + 4])
     monkeypatch.setattr(dense_masks, "BLOCK", 20)
-    for got in (hulls.parts(), parts_of(mask)):
+    for got in (hulls.parts(), dense_mask_arguments(mask)):
         assert got is not None
         assert whole is not None
         for ours, theirs in zip(got, whole, strict=True):

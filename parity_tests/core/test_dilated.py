@@ -16,7 +16,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.reference import oracle
 from ring_attn_core.reference.dilated import DilatedFeatures, exact, patterns
-from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
+from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of
 
 from ..support.dilated import CASES, Case, by_name, drawn
 
@@ -28,7 +28,7 @@ def problem(case: Case) -> Problem:
 
 
 def lanes(case: Case) -> tuple[FoldedBatches, ...]:
-    return lanes_of(problem(case), Patterns(case.segments, case.dilations, case.mixing))
+    return batches_of(problem(case), Patterns(case.segments, case.dilations, case.mixing))
 
 
 RANDOM = [drawn(np.random.default_rng(seed), ranks) for seed, ranks in product(range(12), (1, 2, 3, 4, 8))]
@@ -41,7 +41,7 @@ def test_lanes_hold_every_kept_token_once_and_see_what_the_definition_says(case)
     expected = patterns(case.call, case.heads, positions, positions).astype(bool)
     expected &= oracle.visible(case.mask, range(case.tokens), range(case.tokens))
     for at, each in enumerate(lanes(case)):
-        for t in range(each.classes):
+        for t in range(each.head_groups):
             slots = [(rank, slot) for rank in range(each.ranks) for slot in range(each.slots)]
             told = [each.visible(rank, slot, t) for rank, slot in slots]
             tokens = {i: each.position(rank, slot, t) for i, (rank, slot) in enumerate(slots) if told[i][0]}
@@ -134,7 +134,7 @@ def test_what_does_not_fit_is_refused_in_words(wrong):
 def test_keys_of_another_length_are_refused():
     other = replace(problem(Case()), k_shape=(2, 9, 4, 8), v_shape=(2, 9, 4, 8))
     with pytest.raises(ValueError, match="q has 8 tokens and k has 9"):
-        lanes_of(other, Patterns((8,), (1,)))
+        batches_of(other, Patterns((8,), (1,)))
 
 
 def test_a_plan_has_the_steps_that_it_is_told():

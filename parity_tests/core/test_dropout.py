@@ -9,7 +9,7 @@ import pytest
 
 from ring_attn_core.dropout import (
     WORD,
-    kept,
+    keep_mask,
     number,
     philox2x32,
     philox4x32,
@@ -61,7 +61,7 @@ SHAPE = 3, 4, 64, 60
 
 def draw(seed: int = 0, rate: float = 0.3, **arguments) -> np.ndarray:
     b, h, s, t = SHAPE
-    return kept(seed, rate, b, h, range(s), range(t), **arguments)
+    return keep_mask(seed, rate, b, h, range(s), range(t), **arguments)
 
 
 def multiply(a: int, constant: int) -> tuple[int, int]:
@@ -84,7 +84,7 @@ def test_philox_gives_the_known_answers(philox, answers):
 def test_a_probability_is_kept_where_its_number_is_at_least_the_rate(seed):
     """The definition, in Python's own integers."""
     queries, keys = [0, 5, 8, 2**20], [0, 1, 2, 8, 9, 27, 31, 32, 77, 2**20 + 3]
-    keeps = kept(seed, 0.3, 2, 2, queries, keys)
+    keeps = keep_mask(seed, 0.3, 2, 2, queries, keys)
     for b, h, i, j in np.ndindex(keeps.shape):
         (of_q, which), (of_k, turn) = place_of_query(queries[i]), place_of_key(keys[j])
         key = philox4x32((0, 0, h, b), (seed % 2**32, seed // 2**32 % 2**32), multiply)[0]
@@ -155,7 +155,7 @@ def test_every_slice_keeps_its_share(axis):
 
 
 def test_swapping_two_coordinates_gives_another_draw():
-    square = kept(0, 0.5, 24, 24, range(24), range(24))
+    square = keep_mask(0, 0.5, 24, 24, range(24), range(24))
     where = np.indices(square.shape)
     for a, b in combinations(range(4), 2):
         above = where[a] < where[b]
@@ -177,13 +177,13 @@ def test_seeds_are_64_bits_in_two_s_complement():
 
 def test_offsets_and_positions_are_global():
     """A part of the batch rows, heads, queries and keys keeps what the whole keeps there."""
-    part = kept(0, 0.3, 2, 2, range(7, 30), range(5, 50, 3), offset=(1, 2))
+    part = keep_mask(0, 0.3, 2, 2, range(7, 30), range(5, 50, 3), offset=(1, 2))
     np.testing.assert_array_equal(part, draw()[1:3, 2:4, 7:30, 5:50:3])
 
 
 def test_indices_begin_again_after_32_bits():
     last = 2**32 - 1
     for offset in ((last, 0), (0, last)):
-        beyond = kept(0, 0.3, 2, 2, range(8), range(8), offset=offset)[1:, 1:]
-        inside = kept(0, 0.3, 1, 1, range(8), range(8), offset=tuple((x + 1) % 2**32 for x in offset))
+        beyond = keep_mask(0, 0.3, 2, 2, range(8), range(8), offset=offset)[1:, 1:]
+        inside = keep_mask(0, 0.3, 1, 1, range(8), range(8), offset=tuple((x + 1) % 2**32 for x in offset))
         np.testing.assert_array_equal(beyond, inside)

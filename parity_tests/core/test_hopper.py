@@ -137,8 +137,8 @@ WIDTHS = {
     (192, 128): {},
     (192, 192): {"packed": True},
     (128, 64): {"q_runs": 2, "k_runs": 2},
-    (136, 136): {"given": frozenset({"extents"}), "clean": True, "fully_masked": True},
-    (256, 128): {"given": frozenset({"key_mask", "alibi_slopes"}), "softcap": 30.0},
+    (136, 136): {"array_names": frozenset({"extents"}), "zero_masked": True, "fully_masked": True},
+    (256, 128): {"array_names": frozenset({"key_mask", "alibi_slopes"}), "softcap": 30.0},
 }
 """Heads whose backward takes two passes, with a feature of the call each."""
 
@@ -228,7 +228,7 @@ def test_what_hopper_refuses_the_portable_kernels_take_backward_too():
 
 
 def test_extents_are_sorted_into_lists_of_tiles_before_the_launches_that_read_them():
-    call = replace(HOPPER, given=frozenset({"extents"}), clean=True, fully_masked=True)
+    call = replace(HOPPER, array_names=frozenset({"extents"}), zero_masked=True, fully_masked=True)
     assert [x.kernel for x in steps.lists(call, "forward")] == ["key_tiles", "not_finite"]
     assert [x.kernel for x in steps.lists(call, "backward")] == ["key_ranges", "query_tiles"]
     wide = replace(call, head_dim=256, v_dim=256)
@@ -240,7 +240,7 @@ def test_extents_are_sorted_into_lists_of_tiles_before_the_launches_that_read_th
 
 
 def test_key_extents_become_intervals_of_tiles_in_every_pass():
-    call = replace(HOPPER, given=frozenset({"key_extents"}), clean=True, fully_masked=True)
+    call = replace(HOPPER, array_names=frozenset({"key_extents"}), zero_masked=True, fully_masked=True)
     assert [x.kernel for x in steps.lists(call, "forward")] == ["extent_bounds", "intervals", "not_finite"]
     assert [x.kernel for x in steps.lists(call, "backward")] == ["extent_bounds", "intervals", "query_tiles"]
     for kernel in ("forward", "backward", "dq", "dkv"):
@@ -253,9 +253,11 @@ def test_key_extents_become_intervals_of_tiles_in_every_pass():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("given", [frozenset({"key_extents"}), frozenset({"key_extents", "extents"})], ids=len)
-def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, given):
-    call = replace(HOPPER, given=given, clean=True, fully_masked=True, head_dim=dim, v_dim=dim, q_runs=2, k_runs=2)
+@pytest.mark.parametrize("array_names", [frozenset({"key_extents"}), frozenset({"key_extents", "extents"})], ids=len)
+def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, array_names):
+    call = replace(
+        HOPPER, array_names=array_names, zero_masked=True, fully_masked=True, head_dim=dim, v_dim=dim, q_runs=2, k_runs=2
+    )
     passes = [steps.dq, steps.dkv] if dim > 128 else [lambda call, *_: hopper.backward(call, True, True)]
     for launch in (one(call, True, True) for one in (steps.forward, *passes)):
         assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
@@ -266,7 +268,14 @@ def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(d
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_hopper_backward_compiles_in_every_step_of_a_ring(packed, place):
     call = replace(
-        HOPPER, packed=packed, clean=True, fully_masked=True, q_runs=2, k_runs=2, given=frozenset({"key_mask"}), dtype="float16"
+        HOPPER,
+        packed=packed,
+        zero_masked=True,
+        fully_masked=True,
+        q_runs=2,
+        k_runs=2,
+        array_names=frozenset({"key_mask"}),
+        dtype="float16",
     )
     check_compiled(hopper.backward(call, *place))
     compiled(hopper.dq(call), 90)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ring_attn_core import LAYOUTS
 from ring_attn_core.data.index import Index, batches_of, reads, state_of
-from ring_attn_core.data.packing import Contexts, shuffled
+from ring_attn_core.data.packing import PackedRows, shuffled
 
 from ..support import corpus
 from ..support.corpus import LENGTH, LENGTHS, RANKS
@@ -29,7 +29,7 @@ quick = settings(derandomize=True, deadline=None, max_examples=100)
 )
 def test_every_slot_is_read_by_one_rank_with_its_label(lengths: list[int], layout: str, ranks: int, pieces: int, context: int):
     length = 2 * ranks * pieces
-    held = Contexts(lengths, length).pieces(context)
+    held = PackedRows(lengths, length).spans(context)
     stream = [(d, token) for d, tokens in enumerate(lengths) for token in range(tokens)]
     expected = dict(enumerate(stream[context * length : (context + 1) * length]))
     found, following = {}, {}
@@ -38,7 +38,7 @@ def test_every_slot_is_read_by_one_rank_with_its_label(lengths: list[int], layou
         position_of = [position for run in runs for position in run.positions()]
         for read in reads(held, runs):
             for i in range(read.count):
-                position, token = position_of[read.slot + i], (read.piece.document, read.first + i * read.stride)
+                position, token = position_of[read.slot + i], (read.span.document, read.first + i * read.stride)
                 assert position not in found
                 found[position] = token
                 if i < read.labelled:
@@ -51,11 +51,11 @@ def test_every_slot_is_read_by_one_rank_with_its_label(lengths: list[int], layou
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_a_rank_takes_at_most_one_token_more_for_each_of_its_runs(layout: str, ranks: int):
-    contexts = Contexts(LENGTHS, LENGTH)
+    contexts = PackedRows(LENGTHS, LENGTH)
     for rank in range(ranks):
         of = corpus.settings(layout=layout, ranks=ranks, rank=rank)
         for context in range(contexts.tokens // LENGTH):
-            taken = sum(max(read.count, read.labelled + 1) for read in reads(contexts.pieces(context), of.runs()))
+            taken = sum(max(read.count, read.labelled + 1) for read in reads(contexts.spans(context), of.runs()))
             assert LENGTH // ranks <= taken <= LENGTH // ranks + len(of.runs())
 
 

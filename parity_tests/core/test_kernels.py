@@ -22,19 +22,19 @@ def launches(call: RingCall) -> list[Launch]:
     made = [portable.delta(call, call.dtype)]
     made += [make(call, *place) for make in (steps.forward, portable.dq) for place in places]
     made += [portable.dkv(call, *place) for place in places[:3]]
-    if "key_mask" in call.given:
+    if "key_mask" in call.array_names:
         made.append(portable.unpack_key_mask(call.batch, call.kv_local))
-    if "dropout_seed" in call.given:
-        made.append(portable.dropout_streams(call.batch, call.heads))
-    if "extents" in call.given:
+    if "dropout_seed" in call.array_names:
+        made.append(portable.philox_keys(call.batch, call.heads))
+    if "extents" in call.array_names:
         made.append(steps.extent_bounds(call))
     return made
 
 
-EVERY_FEATURE = replace(PLAIN, given=EVERYTHING, clean=True, fully_masked=True, softcap=30.0, dropout_rate=0.1)
+EVERY_FEATURE = replace(PLAIN, array_names=EVERYTHING, zero_masked=True, fully_masked=True, softcap=30.0, dropout_rate=0.1)
 VARIED = [PLAIN, replace(PLAIN, packed=True, q_runs=2, k_runs=2), EVERY_FEATURE]
 VARIED += [replace(call, hopper=True) for call in VARIED]
-EVERY_FEATURE = VARIED[2] = replace(EVERY_FEATURE, given=EVERYTHING | {"key_extents"})
+EVERY_FEATURE = VARIED[2] = replace(EVERY_FEATURE, array_names=EVERYTHING | {"key_extents"})
 KINDS = ["plain", "packed", "everything"]
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ring_attn_core import Band, causal, full, sliding_window
-from ring_attn_core.dropout import kept
+from ring_attn_core.dropout import keep_mask
 from ring_attn_core.reference.oracle import Attention, exact, plain
 from ring_attn_core.reference.tolerance import relative_error
 
@@ -44,7 +44,7 @@ def by_definition(q, k, v, mask: Band, scale=D**-0.5, **features) -> tuple[np.nd
     extents, of_keys, key_mask, sinks = (features.get(name) for name in ("extents", "key_extents", "key_mask", "sinks"))
     cap, slopes, rate = features.get("softcap"), features.get("alibi_slopes"), features.get("dropout_rate", 0.0)
     rate = round(rate * 2**16) / 2**16
-    keeps = kept(features["dropout_seed"], rate, B, H, range(S), range(T)) if rate else np.ones((B, H, S, T), bool)
+    keeps = keep_mask(features["dropout_seed"], rate, B, H, range(S), range(T)) if rate else np.ones((B, H, S, T), bool)
     out, lse = np.zeros((B, S, H, E)), np.full((B, S, H), -np.inf)
     for b, i, h in np.ndindex(B, S, H):
         weights = {}

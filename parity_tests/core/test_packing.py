@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ring_attn_core.data.packing import Contexts, DocumentSpan, shuffled
+from ring_attn_core.data.packing import DocumentSpan, PackedRows, shuffled
 
 quick = settings(derandomize=True, deadline=None, max_examples=200)
 lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)
@@ -18,12 +18,12 @@ lengths_of = st.lists(st.integers(1, 30), min_size=1, max_size=8)
 @given(lengths_of, st.integers(1, 17), st.integers(0, 9))
 def test_every_token_stands_in_one_place_and_in_order(lengths: list[int], length: int, seed: int):
     order = shuffled(len(lengths), seed)
-    contexts = Contexts(lengths, length, order)
+    contexts = PackedRows(lengths, length, order)
     stream = [(document, token) for document in order for token in range(lengths[document])]
     held = []
     for number in range(len(contexts)):
         position = 0
-        for piece in contexts.pieces(number):
+        for piece in contexts.spans(number):
             assert piece.begin == position
             assert piece.count > 0
             position += piece.count
@@ -31,22 +31,22 @@ def test_every_token_stands_in_one_place_and_in_order(lengths: list[int], length
         assert position == (length if number < len(contexts) - 1 else len(stream) - number * length)
     assert held == stream
     assert contexts.tokens == len(stream)
-    assert contexts.pieces(len(contexts)) == contexts.pieces(len(contexts) + 5) == ()
+    assert contexts.spans(len(contexts)) == contexts.spans(len(contexts) + 5) == ()
 
 
 def test_the_drawing_on_top_of_the_file_is_true():
-    contexts = Contexts([5, 2, 8, 4], 6)
+    contexts = PackedRows([5, 2, 8, 4], 6)
     assert len(contexts) == 4
-    assert contexts.pieces(0) == (DocumentSpan(0, 0, 0, 5), DocumentSpan(1, 0, 5, 1))
-    assert contexts.pieces(1) == (DocumentSpan(1, 1, 0, 1), DocumentSpan(2, 0, 1, 5))
-    assert contexts.pieces(2) == (DocumentSpan(2, 5, 0, 3), DocumentSpan(3, 0, 3, 3))
-    assert contexts.pieces(3) == (DocumentSpan(3, 3, 0, 1),)
+    assert contexts.spans(0) == (DocumentSpan(0, 0, 0, 5), DocumentSpan(1, 0, 5, 1))
+    assert contexts.spans(1) == (DocumentSpan(1, 1, 0, 1), DocumentSpan(2, 0, 1, 5))
+    assert contexts.spans(2) == (DocumentSpan(2, 5, 0, 3), DocumentSpan(3, 0, 3, 3))
+    assert contexts.spans(3) == (DocumentSpan(3, 3, 0, 1),)
 
 
 @pytest.mark.parametrize("spread", [30, 3_000, 30_000])
 def test_packing_wastes_less_than_one_slot_in_a_hundred(spread: int):
     rng = random.Random(spread)
-    contexts = Contexts([rng.randint(1, spread) for _ in range(1_000)], 100)
+    contexts = PackedRows([rng.randint(1, spread) for _ in range(1_000)], 100)
     slots = len(contexts) * 100
     assert 0 <= slots - contexts.tokens < min(100, slots / 100)
 

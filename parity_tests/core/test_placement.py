@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ring_attn_core.cache import checks
 from ring_attn_core.cache.host_state import HostState
-from ring_attn_core.cache.placement import earlier, held, owners, place, positions, turns
+from ring_attn_core.cache.placement import append_indices, earlier, held, owners, place, positions
 from ring_attn_core.cache.spec import CacheSizes, CacheSpec
 from ring_attn_core.layouts import LAYOUTS, padded_local
 from ring_attn_core.model.config import TransformerConfig
@@ -34,7 +34,7 @@ def test_tokens_leave_ranks_as_even_as_they_can(counts, tokens):
 @given(COUNTS, st.integers(1, 20))
 def test_the_arithmetic_places_every_token_where_one_at_a_time_goes(counts, tokens):
     levels = np.array(counts)[None, :, None] + np.arange(tokens)
-    turn = turns(np.array(counts)[None], levels, np.array(earlier(len(counts))))[0]
+    turn = append_indices(np.array(counts)[None], levels, np.array(earlier(len(counts))))[0]
     placed = {int(turn[rank, i]): (rank, counts[rank] + i) for rank in range(len(counts)) for i in range(tokens)}
     used = list(counts)
     for token, rank in enumerate(place(counts, tokens)):

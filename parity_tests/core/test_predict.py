@@ -11,12 +11,12 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from ring_attn_cli.main import app
-from ring_attn_cli.plan.predict import Question, problem_of, tokens
+from ring_attn_cli.plan.predict import PredictOptions, problem_of, tokens
 from ring_attn_core.plan.cost import memory, seconds
 from ring_attn_core.plan.machine import H100, H200
 from ring_attn_core.problem.traffic import traffic
 
-QUESTION = Question("zigzag", "causal", 64, 2**20, "H200", "32/8", 128, 8)
+QUESTION = PredictOptions("zigzag", "causal", 64, 2**20, "H200", "32/8", 128, 8)
 
 
 def plan(*arguments: str):

@@ -16,11 +16,11 @@ def brief(number: float) -> str:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-46, 1.0, 1e300, 10**400], ids=brief)
 def test_float32_and_int32_hold_every_number_of_a_choice_and_none_becomes_0(temperature):
-    choice = Sampling(temperature, top_k=2**70, top_p=1e-300).choice
+    parameters = Sampling(temperature, top_k=2**70, top_p=1e-300).parameters
     with np.errstate(all="raise"):
-        numbers = np.float32(choice.temperature), np.float32(1 / choice.temperature), np.float32(choice.top_p)
+        numbers = np.float32(parameters.temperature), np.float32(1 / parameters.temperature), np.float32(parameters.top_p)
     assert all(math.isfinite(x) and x > 0 for x in numbers)
-    assert np.int32(choice.top_k) == 2**31 - 1
+    assert np.int32(parameters.top_k) == 2**31 - 1
 
 
 @pytest.mark.parametrize("kept", [{"top_k": 5}, {"top_p": 0.9}, {"top_k": 1, "top_p": 1}], ids=str)

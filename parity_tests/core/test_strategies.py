@@ -13,7 +13,7 @@ import pytest
 from ring_attn_core import LAYOUTS, RingPlan, Ulysses, full, sliding_window
 from ring_attn_core.kernels.call import call_of
 from ring_attn_core.plan.joined import JoinedPlan
-from ring_attn_core.plan.ulysses import HeadShares
+from ring_attn_core.plan.ulysses import HeadSplit
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import STRATEGIES, check_strategy, name_of, read_strategy
 from ring_attn_core.problem.traffic import Traffic, traffic
@@ -81,7 +81,7 @@ def test_a_window_pays_for_the_groups_that_it_reaches():
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 12])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 6, 12])
 def test_every_query_head_reads_its_own_key_head(kv_heads, ranks):
-    shares = HeadShares(12, kv_heads, ranks)
+    shares = HeadSplit(12, kv_heads, ranks)
     sent = np.repeat(np.arange(kv_heads), shares.copies).reshape(ranks, shares.k_local)
     heads = np.arange(12).reshape(ranks, shares.q_local)
     for rank in range(ranks):

@@ -43,7 +43,7 @@ def test_the_plan_is_the_definition(ranks):
         first = [int(plan.first(i)) for i in range(plan.length)]
         assert first == [int(np.argmax(row)) for row in seen[:, : plan.length]]
         assert plan.blocks == (max(first) // plan.options.block if first else 0)
-        reach = plan.near.mask.hi
+        reach = plan.exact_options.mask.hi
         assert reach is None or all(i - j <= reach for i, j in enumerate(first))
 
 
@@ -61,7 +61,7 @@ def test_every_summarized_token_is_pooled_by_the_rank_that_holds_it_and_by_no_ot
         used = set()
         for n in range(plan.blocks):
             for u in range(plan.options.summaries):
-                held = [plan.held(n, holder) for holder in range(plan.holders)]
+                held = [plan.held(n, owner) for owner in range(plan.owners)]
                 tokens = [token for place, exists in held if exists for token in parts[place, u]]
                 begin = n * plan.options.block + u * plan.options.width * (plan.options.pooling == MEAN)
                 assert tokens == list(range(begin, begin + plan.options.width))

@@ -16,11 +16,11 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.options import Options
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_jax.attend import keys as jax_keys
-from ring_attn_jax.attend.dropout import draw_of as jax_draw_of
+from ring_attn_jax.attend.dropout import dropout_state as jax_dropout_state
 from ring_attn_jax.call import prepare as jax_prepare
 from ring_attn_torch.attend import keys as torch_keys
 from ring_attn_torch.attend.dropout import Dropout
-from ring_attn_torch.attend.dropout import draw_of as torch_draw_of
+from ring_attn_torch.attend.dropout import dropout_state as torch_dropout_state
 from ring_attn_torch.call import prepare as torch_prepare
 
 from ..support.cases import Case
@@ -35,8 +35,8 @@ def on_torch(case: Case, backend: str = "triton") -> Attention:
         dict(zip(case.features, each, strict=True)) for each in (zip(*features, strict=True) if features else [()] * len(q))
     ]
     scores, backends = zip(*(_torch_score(case, backend, q[0], k[0], v[0], arrays) for arrays in of_rank), strict=True)
-    apart = backends[0].apart and not case.plan.hops
-    make_keys = lambda r: torch_keys.pack(k[r], v[r], of_rank[r].get("key_mask"), of_rank[r].get("key_extents"), apart)
+    two_arrays = backends[0].two_arrays and not case.plan.hops
+    make_keys = lambda r: torch_keys.pack(k[r], v[r], of_rank[r].get("key_mask"), of_rank[r].get("key_extents"), two_arrays)
     rows = case.plan.rows
     results = _ring(case.plan, scores, q, make_keys, dout, dlse, backends[0], rows)
     wide = [[x.float().cpu().numpy() for x in each] for each in results[:-1]]
@@ -45,7 +45,7 @@ def on_torch(case: Case, backend: str = "triton") -> Attention:
 
 def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[str, Any]) -> Any:
     seed = case.scalars["dropout_seed"]
-    draw = None if seed is None else torch_draw_of(Dropout(seed), torch.device("cuda"))
+    draw = None if seed is None else torch_dropout_state(Dropout(seed), torch.device("cuda"))
     given = torch_prepare.Arrays(**arrays, dropout_seed=draw)
     problem = torch_prepare.problem_of(q, k, v, given, case.plan.ranks, _options(case, backend))
     compiled = torch_prepare.checked(problem, anywhere=False)
@@ -82,13 +82,13 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
         dict(zip(case.features, each, strict=True)) for each in (zip(*features, strict=True) if features else [()] * len(q))
     ]
     seed = case.scalars["dropout_seed"]
-    draw = None if seed is None else jax_draw_of(seed, (0, 0))
+    draw = None if seed is None else jax_dropout_state(seed, (0, 0))
     given = [jax_prepare.Arrays(**arrays, dropout_seed=draw) for arrays in of_rank]
     problem = jax_prepare.problem_of(q[0], k[0], v[0], given[0], plan.ranks, _options(case, backend))
     compiled = jax_prepare.checked(problem, anywhere=False)
     scores, computes = [compiled.scored(arrays) for arrays in given], compiled.backend
-    apart = computes.apart and not plan.hops
-    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r].key_mask, given[r].key_extents, apart)
+    two_arrays = computes.two_arrays and not plan.hops
+    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r].key_mask, given[r].key_extents, two_arrays)
     rows = lambda rank, shift: jnp.asarray(plan.rows(rank, shift), jnp.int32)
     return _ring(plan, scores, q, make_keys, dout, dlse, computes, rows)
 
@@ -105,7 +105,7 @@ def _ring(
             total[r] = backend.attend(q[r], keys[r - shift], rows(r, shift), scores[r], total[r], last)
     state: Any = type(total[0])
     out, lse, _ = zip(*total, strict=True)
-    start = lambda r: backend.cotangents(q[r], keys[r], rows(r, 0), scores[r], total[r], state(dout[r], dlse[r]))
+    start = lambda r: backend.backward_inputs(q[r], keys[r], rows(r, 0), scores[r], total[r], state(dout[r], dlse[r]))
     of_q = [start(r) for r in every]
     for shift in plan.shifts:
         last = shift == plan.shifts[-1]

@@ -276,3 +276,15 @@ def test_importing_prints_nothing_and_tries_no_chain_of_imports(path: Path):
 def test_a_file_stays_short_enough_to_read(path: Path):
     limit = 450 if ROOT / "ring_attn_core" / "kernels" in path.parents else 300
     assert len(path.read_text().splitlines()) <= limit
+
+
+def test_no_two_classes_have_one_name():
+    """A class stands once, or once in each framework. A torchtitan module has a nested ``Config``, by its convention."""
+    modules: dict[str, list[str]] = {}
+    for path in files(*PACKAGES):
+        inside = str(path.relative_to(ROOT)).replace("ring_attn_jax", "*").replace("ring_attn_torch", "*")
+        here = {node.name for node in ast.walk(parse(path)[0]) if isinstance(node, ast.ClassDef)} - {"Config"}
+        for name in here:
+            modules.setdefault(name, []).append(inside if inside[0] == "*" else str(path))
+    twice = {name: found for name, found in modules.items() if len(found) > 1 + all(module[0] == "*" for module in found)}
+    assert twice == {}

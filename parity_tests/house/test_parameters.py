@@ -66,7 +66,7 @@ FORWARDED = {
     "Generation.of": "what RingTransformer.generate was given",
     "the_call": "the fields of RingCall",
     "run": "the fields of compare's Case",
-    "asked": "the fields of compare's Case",
+    "sweep_of": "the fields of compare's Case",
     "RingInnerAttention.forward": "those of torchtitan's other inner attentions",
     "_add_stage": "what Triton hands to its hook",
 }

@@ -63,10 +63,10 @@ def test_another_layout_is_one_devices(alone):
 def test_every_device_holds_its_part_of_rows_and_tokens():
     mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
     model = RingTransformer(**SIZES, mesh=mesh, auto_shard=True, batch_axes="data", rngs=nnx.Rngs(0))
-    from ring_attn_jax.layers.auto_shard import Rows
+    from ring_attn_jax.layers.auto_shard import ShardedRows
 
     ids = jnp.asarray(token_ids()[0])
-    shard = Rows.of(ids, None, model.ring).shard(ids)  # type: ignore[arg-type]
+    shard = ShardedRows.of(ids, None, model.ring).shard(ids)  # type: ignore[arg-type]
     assert shard.sharding.shard_shape(shard.shape) == (1, 10)
 
 

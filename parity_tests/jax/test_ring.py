@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType
 
 from ring_attn_core import LAYOUTS, full, sliding_window
-from ring_attn_core.dropout import WORD, kept
+from ring_attn_core.dropout import WORD, keep_mask
 from ring_attn_jax import sharded_ring_attention
 from ring_attn_jax.attend import dropout
 
@@ -105,10 +105,10 @@ def test_a_seed_may_be_any_int64(seed):
 
 @pytest.mark.parametrize("offset", [(WORD, WORD), (WORD - 1, 0)])
 def test_batch_rows_and_heads_are_counted_modulo_2_to_the_32(offset):
-    draw = dropout.draw_of(5, offset)
+    draw = dropout.dropout_state(5, offset)
     positions = jnp.arange(40)
-    got = dropout.kept(dropout.streams(draw, 3, 2), 0.3, positions, positions)
-    np.testing.assert_array_equal(got, kept(5, 0.3, 3, 2, np.arange(40), np.arange(40), offset))
+    got = dropout.keep_mask(dropout.philox_keys(draw, 3, 2), 0.3, positions, positions)
+    np.testing.assert_array_equal(got, keep_mask(5, 0.3, 3, 2, np.arange(40), np.arange(40), offset))
 
 
 def test_a_new_seed_each_step_compiles_nothing():

@@ -74,7 +74,7 @@ def test_it_is_a_request_of_its_number_and_not_its_row_also_where_all_is_traced(
 def test_whatever_bits_are_drawn_the_noise_is_finite(bits, monkeypatch):
     monkeypatch.setattr(drawing, "words", lambda *_: jnp.full((1, 3), bits, jnp.uint32))
     at = jnp.zeros(1, jnp.int32)
-    assert jnp.isfinite(drawing.gumbel(Sampling(1.0).choice, at, at, jnp.arange(3)[None], jnp.float32)).all()
+    assert jnp.isfinite(drawing.gumbel(Sampling(1.0).parameters, at, at, jnp.arange(3)[None], jnp.float32)).all()
 
 
 def test_of_equal_logits_the_lower_token_ids_are_kept():

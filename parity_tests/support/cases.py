@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
-from ring_attn_core.dropout import kept
+from ring_attn_core.dropout import keep_mask
 from ring_attn_core.layouts import LAYOUTS, padded_local, slots
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.strategies import Strategy
@@ -270,7 +270,7 @@ def one_hot(case: Case) -> Case:
 def check_kept(case: Case, out: np.ndarray) -> None:
     """Assert that dropout kept the right set, to the bit, from the out (in natural order) of a ``one_hot`` case."""
     where = range(case.length), range(case.plan.kv_length)
-    expected = kept(case.seed, case.dropout_rate, case.batch, case.heads, *where)
+    expected = keep_mask(case.seed, case.dropout_rate, case.batch, case.heads, *where)
     np.testing.assert_array_equal(out[:, : case.length].swapaxes(1, 2) > 0, expected)
 
 

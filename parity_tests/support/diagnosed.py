@@ -31,18 +31,18 @@ def evidence(case: Case, plant: Plant, ranks: int = RANKS, on_one_device: Plant 
     ``on_one_device`` makes the result of one device, which is not known without it.
     """
     oracle = ORACLES["attention"]
-    given = oracle.given(case)
-    truth = oracle.truth(case, given, given.cotangents)
-    got = plant(case, given.arrays, dict(truth.plain))
-    alone = None if on_one_device is None else on_one_device(case, given.arrays, dict(truth.plain))
+    inputs = oracle.inputs(case)
+    truth = oracle.truth(case, inputs, inputs.cotangents)
+    got = plant(case, inputs.arrays, dict(truth.plain))
+    alone = None if on_one_device is None else on_one_device(case, inputs.arrays, dict(truth.plain))
     missed = [each.name for each in quantities(got, truth.exact, truth.bounds, case.dtype) if not each.within]
-    return Evidence(case, case.plan(ranks), given, truth, got, missed, frozenset(given.cotangents), alone)
+    return Evidence(case, case.plan(ranks), inputs, truth, got, missed, frozenset(inputs.cotangents), alone)
 
 
 def again(case: Case, dtype: str | None = None, **changed: Any) -> Arrays:
     """Return the plain computation with other inputs, numbers or dtype."""
-    given = ORACLES["attention"].given(case)
-    arrays = given.arrays | {"dout": given.cotangents["out"], "dlse": given.cotangents["lse"]}
+    inputs = ORACLES["attention"].inputs(case)
+    arrays = inputs.arrays | {"dout": inputs.cotangents["out"], "dlse": inputs.cotangents["lse"]}
     keep = rounding(dtype or case.dtype)
     arrays |= {name: keep(arrays[name]) for name in ("q", "k", "v", "dout")}
     arguments: dict[str, Any] = {**arrays, "mask": case.band, "dtype": dtype or case.dtype, **case.scalars, **changed}
@@ -51,7 +51,7 @@ def again(case: Case, dtype: str | None = None, **changed: Any) -> Arrays:
 
 def written_out(
     case: Case,
-    given: Arrays,
+    inputs: Arrays,
     seen: np.ndarray | None = None,
     *,
     fill: float = -np.inf,
@@ -64,12 +64,12 @@ def written_out(
     ``seen`` [s t]: None is causal. ``fill`` replaces masked scores. ``delta``, ``dlse``: factors of rowsum(dO * O) and of the
     cotangent of lse. ``of_shards``: the backward takes each shard's own (out, lse) of a ring of RANKS.
     """
-    cotangents = ORACLES["attention"].given(case).cotangents
+    cotangents = ORACLES["attention"].inputs(case).cotangents
     place = np.arange(case.length)
     seen = place[:, None] >= place if seen is None else seen
     read = np.arange(case.heads) // (case.heads // case.kv_heads)
     heads_first = lambda x: x[0].astype(np.float64).swapaxes(0, 1)
-    q, k, v = heads_first(given["q"]), heads_first(given["k"])[read], heads_first(given["v"])[read]
+    q, k, v = heads_first(inputs["q"]), heads_first(inputs["k"])[read], heads_first(inputs["v"])[read]
     dout, from_lse = heads_first(cotangents["out"]), cotangents["lse"][0].T * dlse
     scores = np.where(seen, case.factor * q @ k.swapaxes(1, 2), fill)
     out, lse, p = _softmax(scores, v)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ring_attn_core import LAYOUTS, full, sliding_window
-from ring_attn_core.dropout import WORD, kept
+from ring_attn_core.dropout import WORD, keep_mask
 from ring_attn_torch import ring_attention
 from ring_attn_torch.attend import dropout
 
@@ -118,10 +118,10 @@ def test_a_seed_may_be_any_int64_and_a_tensor(seed):
 
 @pytest.mark.parametrize("offset", [(WORD, WORD), (WORD - 1, 0)])
 def test_batch_rows_and_heads_are_counted_modulo_2_to_the_32(offset):
-    draw = dropout.draw_of(dropout.Dropout(5, offset), torch.device("cpu"))
+    draw = dropout.dropout_state(dropout.Dropout(5, offset), torch.device("cpu"))
     positions = torch.arange(40)
-    got = dropout.kept(dropout.streams(draw, 3, 2), 0.3, positions, positions)
-    np.testing.assert_array_equal(got, kept(5, 0.3, 3, 2, np.arange(40), np.arange(40), offset))
+    got = dropout.keep_mask(dropout.philox_keys(draw, 3, 2), 0.3, positions, positions)
+    np.testing.assert_array_equal(got, keep_mask(5, 0.3, 3, 2, np.arange(40), np.arange(40), offset))
 
 
 def test_dropout_offset_is_the_global_index_of_the_first_batch_row_and_head():

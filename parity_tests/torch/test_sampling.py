@@ -80,7 +80,7 @@ def test_whatever_bits_are_drawn_the_noise_is_finite(bits, monkeypatch):
     monkeypatch.setattr(drawing, "words", lambda *_: torch.full((1, 3), bits))
     at = torch.zeros(1, dtype=torch.long)
     for dtype in (torch.float32, torch.float64):
-        assert drawing.gumbel(Sampling(1.0).choice, at, at, torch.arange(3)[None], dtype).isfinite().all()
+        assert drawing.gumbel(Sampling(1.0).parameters, at, at, torch.arange(3)[None], dtype).isfinite().all()
 
 
 def test_of_equal_logits_the_lower_token_ids_are_kept():

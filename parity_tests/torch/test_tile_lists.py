@@ -33,11 +33,11 @@ def interpreter():
 def lists(_: Any, call: Any, arrays: dict[str, np.ndarray], whole: bool) -> tuple[np.ndarray, np.ndarray]:
     from ring_attn_torch.attend.launch import launch
 
-    given = {name: torch.from_numpy(x) for name, x in arrays.items()}
-    (given["key_bounds"],) = launch(extent_launches.key_bounds(call, K), given)
-    (given["intervals"],) = launch(extent_launches.intervals(call, Q, K, whole), given)
-    (of_keys,) = launch(extent_launches.query_tiles(call, Q, K), given)
-    return given["intervals"].numpy(), of_keys.numpy()
+    array_names = {name: torch.from_numpy(x) for name, x in arrays.items()}
+    (array_names["key_bounds"],) = launch(extent_launches.key_bounds(call, K), array_names)
+    (array_names["intervals"],) = launch(extent_launches.intervals(call, Q, K, whole), array_names)
+    (of_keys,) = launch(extent_launches.query_tiles(call, Q, K), array_names)
+    return array_names["intervals"].numpy(), of_keys.numpy()
 
 
 def drawn(kind: str, batch: int, tokens: int, rng: np.random.Generator) -> np.ndarray:
@@ -97,10 +97,10 @@ def test_lists_hold_the_tiles_that_some_query_sees_and_key_tiles_meet_their_turn
         owner = (rank + 1) % ranks
         rows = np.array(plan.rows(rank, (rank - owner) % ranks), np.int32)
         q_positions, k_positions = positions(rows, tokens // ranks, queries=True), positions(rows, tokens // ranks, queries=False)
-        given = {"key_extents", "extents"} if extents else {"key_extents"}
+        array_names = {"key_extents", "extents"} if extents else {"key_extents"}
         call = replace(
             PLAIN, batch=batch, seq_local=tokens // ranks, kv_local=tokens // ranks, q_runs=rows.shape[0], k_runs=rows.shape[1],
-            given=frozenset(given),
+            array_names=frozenset(array_names),
         )  # fmt: skip
         arrays = {"rows": rows, "key_extents": taken(key_extents, k_positions), "extents": taken(of_queries, q_positions)}
         pairs = seen(arrays, q_positions, k_positions, mask, length, extents)
@@ -134,7 +134,7 @@ def test_the_ranges_of_extents_hold_the_keys_of_a_run_that_each_query_sees(inter
             kv_local=slot,
             q_runs=rows.shape[0],
             k_runs=rows.shape[1],
-            given=frozenset({"extents"}),
+            array_names=frozenset({"extents"}),
         )
         found = interpreter(1, ranges, call, arrays)[0]
         j = np.arange(slot // rows.shape[1])

@@ -85,7 +85,7 @@ def test_a_config_in_a_config_is_copied_with_it_and_images_keep_their_attention(
 
 
 def test_a_call_in_one_thread_is_no_call_in_another():
-    call, found = GlobalBatch(masks.ModelRing(), 1, 12, DocumentBounds(), device=torch.device("cpu")), []
+    call, found = GlobalBatch(masks.CallRing(), 1, 12, DocumentBounds(), device=torch.device("cpu")), []
     with masks.during(call):
         thread = threading.Thread(target=lambda: found.append(masks.running()))
         thread.start()

@@ -19,7 +19,7 @@ from transformers.models.llama import modeling_llama
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_torch.transformers import attention, masks
 from ring_attn_torch.transformers.cache import CachedCall, RingCache
-from ring_attn_torch.transformers.masks import ModelRing, Pattern, candidates, fits, intervals
+from ring_attn_torch.transformers.masks import CallRing, Pattern, candidates, fits, intervals
 from ring_attn_torch.transformers.shards import DocumentBounds, GlobalBatch, documents_of, ends_of_blocks
 
 
@@ -75,7 +75,7 @@ def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
     config.attention_chunk_size = 5
     causally, window = masking_utils.causal_mask_function, masking_utils.sliding_window_causal_mask_function(5)
     prefix = masking_utils.or_masks(causally, lambda b, h, q, k: k < 4)
-    whole = GlobalBatch(ModelRing(), 1, 12, DocumentBounds(), device=torch.device("cpu"))
+    whole = GlobalBatch(CallRing(), 1, 12, DocumentBounds(), device=torch.device("cpu"))
     call: Any = lambda function, size: masks.ring_mask(
         q_length=12, kv_length=12, mask_function=function, config=config, local_size=size, batch_size=1
     )
@@ -88,7 +88,7 @@ def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():
 
 
 def test_a_cache_goes_on_with_causal_layers_alone():
-    call = CachedCall(RingCache(ModelRing(), 1), 1, None, [1], None, 1, device=torch.device("cpu"))
+    call = CachedCall(RingCache(CallRing(), 1), 1, None, [1], None, 1, device=torch.device("cpu"))
     assert call.mask_of(Pattern(sliding_window(4))).band.hi == 4
     for pattern in (Pattern(full()), Pattern(causal(), 5), Pattern(sliding_window(5, after=5))):
         with pytest.raises(ValueError, match="this layer sees chunks, or tokens after its own"):

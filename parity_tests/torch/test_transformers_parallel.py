@@ -20,7 +20,7 @@ from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import sum_gradients, to_layout
 from ring_attn_torch.ring import loop
 from ring_attn_torch.transformers import attention
-from ring_attn_torch.transformers.masks import LayerMask, ModelRing
+from ring_attn_torch.transformers.masks import CallRing, LayerMask
 
 from .hugging_face import LENGTH, Case, batch, in_float64, make, rounding_of, truth
 
@@ -132,7 +132,7 @@ def dropped(group: Any) -> float:
 
 def test_every_layer_drops_other_weights_and_drops_them_again():
     layers, x = make("llama", "float32").model.layers, torch.randn(1, 4, 9, 8)
-    seen = LayerMask(ModelRing(layout="contiguous"), causal(), 9, dropout_seed=3)
+    seen = LayerMask(CallRing(layout="contiguous"), causal(), 9, dropout_seed=3)
     call = lambda layer: attention.ring_attention_forward(layers[layer].self_attn, x, x, x, seen, dropout=0.5)[0]
     drawn = [call(layer) for layer in (0, 0, 1)]
     assert torch.equal(drawn[0], drawn[1])

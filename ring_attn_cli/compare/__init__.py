@@ -34,9 +34,9 @@ def run(
     answer for ``patience`` seconds.
     """
     from .comparison import compare
-    from .sweep import asked
+    from .sweep import sweep_of
 
-    sweep = asked(variants, ranks, framework, repeats, patience, **arguments)
+    sweep = sweep_of(variants, ranks, framework, repeats, patience, **arguments)
     check_files(json, png)
     return written(compare(sweep), json, png)
 

@@ -115,9 +115,9 @@ class Case:
     @property
     def features(self) -> list[str]:
         """Return the names of the optional ring_attention arguments that this case uses."""
-        asked = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "alibi_slopes": self.alibi}
-        asked |= {"dropout_rate": self.dropout_rate, "key_mask": self.key_mask, "extents": self.documents}
-        return [name for name, value in asked.items() if value]
+        values = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "alibi_slopes": self.alibi}
+        values |= {"dropout_rate": self.dropout_rate, "key_mask": self.key_mask, "extents": self.documents}
+        return [name for name, value in values.items() if value]
 
     @property
     def scalars(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..error_reporting import mistakes_in_one_line
+from ..error_reporting import errors_in_one_line
 
 Several = "one value, or several with commas between them"
 
@@ -60,17 +60,17 @@ def compare(
     of_case = {"kv_heads": kv_heads, "batch": batch, "mask": mask, "strategy": strategy, "device": device, "scale": scale}
     of_case |= {"softcap": softcap, "sinks": sinks, "alibi": alibi, "dropout_rate": dropout_rate, "key_mask": key_mask}
     of_case |= {"documents": documents, "mixing": mixing, "block": block, "summaries": summaries, "window": window, "seed": seed}
-    with mistakes_in_one_line():
+    with errors_in_one_line():
         from ..processes import Failure
         from . import check_files, written
         from .comparison import compare as found
         from .export import bibtex as entry
         from .report import table, width_of
-        from .sweep import asked
+        from .sweep import sweep_of
 
         listed = {name: _listed(name, text, kind) for name, (text, kind) in lists.items()}
         names = [*(variants or []), *(variant or [])]
-        sweep = asked(names, _listed("ranks", ranks, int), framework, repeats, patience, **of_case, **listed)
+        sweep = sweep_of(names, _listed("ranks", ranks, int), framework, repeats, patience, **of_case, **listed)
         check_files(json, png)
         stderr = Console(stderr=True, highlight=False)
         with stderr.status("") as status:

@@ -12,7 +12,7 @@ from .diagnosis import Evidence, diagnose
 from .measure import Quantity, apart, quantities
 from .oracles import ORACLES, Truth
 from .orders import Order, Outcome, joined
-from .pool import Mistake, Pool
+from .pool import Pool, VariantError
 from .sweep import Sweep
 from .variants import ALL, FRAMEWORKS, TITLES, Variant
 
@@ -157,10 +157,10 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
         tell(f"{each.variant.name} in {TITLES[each.framework]}, {each.ranks} ranks, {each.case.length} tokens")
         try:
             outcomes[each] = pool.prepare(each.framework, each.order("prepare"))
-        except Mistake as mistake:
-            if not (mistake.everywhere and ALL in sweep.named and each.variant.user is None):
-                raise ValueError(f"{each.variant.name} {mistake}") from None
-            refused.append(SkippedVariant(each.variant.name, each.framework, (each.ranks,), str(mistake)))
+        except VariantError as error:
+            if not (error.everywhere and ALL in sweep.named and each.variant.user is None):
+                raise ValueError(f"{each.variant.name} {error}") from None
+            refused.append(SkippedVariant(each.variant.name, each.framework, (each.ranks,), str(error)))
     whole = {
         each: joined(outcome.shards, ORACLES[each.variant.oracle].sharded, each.case.plan(each.ranks))
         for each, outcome in outcomes.items()
@@ -185,10 +185,10 @@ def _judged(
 ) -> VariantResult:
     """Compare one result with the truth, with the same variant on one device, and with the other framework."""
     oracle = ORACLES[one.variant.oracle]
-    given = oracle.given(one.case)
+    inputs = oracle.inputs(one.case)
     key = one.variant.oracle, one.case, cotangents
     if key not in truths:
-        truths[key] = oracle.truth(one.case, given, cotangents)
+        truths[key] = oracle.truth(one.case, inputs, cotangents)
     truth, got = truths[key], whole[one]
     found = quantities(got, truth.exact, truth.bounds, one.case.dtype)
     alone = whole.get(replace(one, ranks=1)) if one.ranks > 1 else None
@@ -197,7 +197,7 @@ def _judged(
     between = lambda name, theirs: None if theirs is None or name not in theirs else apart(got[name], theirs[name])
     found = [replace(x, from_one_device=between(x.name, alone), from_other_framework=between(x.name, other)) for x in found]
     missed = [quantity.name for quantity in found if not quantity.within]
-    evidence = Evidence(one.case, one.case.plan(one.ranks), given, truth, got, missed, cotangents, alone)
+    evidence = Evidence(one.case, one.case.plan(one.ranks), inputs, truth, got, missed, cotangents, alone)
     words = diagnose(evidence, one.variant.oracle == "attention")
     return VariantResult(one.case, one.variant.name, one.framework, one.ranks, tuple(found), tuple(words), (), None, truth.part)
 

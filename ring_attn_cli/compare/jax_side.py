@@ -61,10 +61,10 @@ class JaxWorker:
         self._devices = devices
         self._known: dict[Any, Callable[[], dict[str, jax.Array]]] = {}
 
-    def prepare(self, order: Order, given: GlobalArrays | None = None) -> Outcome:
-        """Return the results of one run. ``given``: the inputs, by default those that the order's oracle draws."""
+    def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
+        """Return the results of one run. ``inputs``: the inputs, by default those that the order's oracle draws."""
         oracle, case, plan = ORACLES[order.oracle], order.case, order.case.plan(order.ranks)
-        given = given or oracle.given(case)
+        inputs = inputs or oracle.inputs(case)
         function = resolve(order.call)(JaxCall(case, plan, "seq", order.user))
         mesh = Mesh(np.array(self._devices[: order.ranks]), ("seq",), axis_types=(AxisType.Auto,))
         spec = lambda name: SEQ if name in oracle.sharded else WHOLE
@@ -79,9 +79,9 @@ class JaxWorker:
             return sharded, {name: x for name, x in results.items() if name not in sharded}
 
         with jax.enable_x64(case.dtype == "float64"):
-            arrays = {name: there(name, x, oracle.paddings.get(name, 0)) for name, x in given.arrays.items()}
-            leaves = {name: arrays.pop(name) for name in given.leaves}
-            cotangents = {name: there(name, x) for name, x in given.cotangents.items()}
+            arrays = {name: there(name, x, oracle.paddings.get(name, 0)) for name, x in inputs.arrays.items()}
+            leaves = {name: arrays.pop(name) for name in inputs.leaves}
+            cotangents = {name: there(name, x) for name, x in inputs.cotangents.items()}
             specs = tuple({name: spec(name) for name in group} for group in (leaves, arrays))
             vma = getattr(function, "check_vma", True)
             mapped = jax.shard_map(on_shards, mesh=mesh, in_specs=specs, out_specs=(SEQ, WHOLE), check_vma=vma)

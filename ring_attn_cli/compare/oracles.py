@@ -53,20 +53,20 @@ class Truth:
 class Oracle:
     """The inputs and the exact results of one kind of call, such as attention or a layer.
 
-    ``given(case)`` draws the inputs and the cotangents of the results. ``truth(case, given, cotangents)`` computes results and
+    ``inputs(case)`` draws the inputs and the cotangents of the results. ``truth(case, inputs, cotangents)`` computes results and
     gradients; it takes cotangents that ``cotangents`` does not name as 0.
 
     ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in the layout's order of runs. All other
     inputs and results are replicated, and the gradients of replicated inputs are partial sums of each rank.
     """
 
-    given: Callable[[Case], GlobalArrays]
+    inputs: Callable[[Case], GlobalArrays]
     truth: Callable[[Case, GlobalArrays, Collection[str]], Truth]
     sharded: frozenset[str]
     paddings: dict[str, object] = field(default_factory=lambda: {"key_mask": False})
 
 
-def _attention_given(case: Case) -> GlobalArrays:
+def _attention_inputs(case: Case) -> GlobalArrays:
     rows = (case.batch, case.length)
     q, kv = (*rows, case.heads, case.head_dim), (*rows, case.kv_heads, case.head_dim)
     arrays: Arrays = dict(zip(("q", "k", "v"), case.normal(0, q, kv, kv), strict=True))
@@ -84,28 +84,28 @@ MOST_PAIRS = 2**27
 """Most (query, key) pairs over all heads and batch rows for which the whole truth is computed: about 10 s on a core."""
 
 
-def _attention_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
-    arrays = first_heads(case, given, cotangents, whole=case.batch * case.heads * case.length**2 <= MOST_PAIRS)
+def _attention_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
+    arrays = first_heads(case, inputs, cotangents, whole=case.batch * case.heads * case.length**2 <= MOST_PAIRS)
     of_exact = exact(**arrays, mask=case.band, **case.scalars)
     of_plain = plain(**arrays, mask=case.band, dtype=case.dtype, **case.scalars)
     truth = Truth(by_name(of_exact), by_name(of_plain), {})
     bounds = {name: bound(truth.plain[name], x, case.dtype) for name, x in truth.exact.items() if name != "dsinks"}
     if of_exact.dsinks is not None:
         bounds["dsinks"] = bound_of_sinks(of_plain, of_exact, arrays, case.dtype)
-    part = "" if arrays["q"].shape == given.arrays["q"].shape else "the first batch row and the query heads of key head 0"
+    part = "" if arrays["q"].shape == inputs.arrays["q"].shape else "the first batch row and the query heads of key head 0"
     if part and case.batch > 1:  # the gradient of a sink is a sum over all rows
         bounds.pop("dsinks", None)
         truth.exact.pop("dsinks", None)
     return Truth(truth.exact, truth.plain, bounds, part)
 
 
-def first_heads(case: Case, given: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
+def first_heads(case: Case, inputs: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
     """Return the inputs of attention and its cotangents dout and dlse, under the oracle's argument names.
 
     Restrict them to batch row 0 and key head 0 unless ``whole``. Cotangents that are not in ``cotangents`` are 0.
     """
-    dout, dlse = (x if name in cotangents else np.zeros_like(x) for name, x in given.cotangents.items())
-    arrays = given.arrays | {"dout": dout, "dlse": dlse}
+    dout, dlse = (x if name in cotangents else np.zeros_like(x) for name, x in inputs.cotangents.items())
+    arrays = inputs.arrays | {"dout": dout, "dlse": dlse}
     if whole:
         return arrays
     heads = dict.fromkeys(("q", "dout", "dlse", "sinks", "alibi_slopes"), case.heads // case.kv_heads) | {"k": 1, "v": 1}
@@ -119,7 +119,7 @@ def by_name(attention: Attention | summary.SummaryAttended) -> Arrays:
     return {name: x for name, x in attention._asdict().items() if x is not None}
 
 
-def _layer_given(case: Case) -> GlobalArrays:
+def _layer_inputs(case: Case) -> GlobalArrays:
     dim, width, kv_width = (case.heads * case.head_dim,) * 2 + (case.kv_heads * case.head_dim,)
     shapes = {"q": (width, dim), "k": (kv_width, dim), "v": (kv_width, dim), "o": (dim, width)}
     drawn = case.normal(5, *shapes.values(), rounded=False)
@@ -135,14 +135,14 @@ def _layers(case: Case, dtype: str | None) -> Layers:
     return Layers(LayerSettings(case.head_dim, case.band), dtype, features)
 
 
-def _layer_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
-    weights = {name: given.arrays[name] for name in given.leaves if name != "x"}
-    arguments = weights, given.arrays["x"], given.cotangents["out"]
+def _layer_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
+    weights = {name: inputs.arrays[name] for name in inputs.leaves if name != "x"}
+    arguments = weights, inputs.arrays["x"], inputs.cotangents["out"]
     right, rough = (_layers(case, dtype).layer(*arguments) for dtype in (None, case.dtype))
     return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
 
 
-def _transformer_given(case: Case) -> GlobalArrays:
+def _transformer_inputs(case: Case) -> GlobalArrays:
     dim, hidden = case.heads * case.head_dim, 2 * case.heads * case.head_dim
     shapes: dict[str, tuple[int, ...]] = {"embed.weight": (VOCAB, dim), "norm.weight": (dim,)}
     for at in (f"blocks.{i}." for i in range(DEPTH)):
@@ -166,9 +166,9 @@ def _transformer_given(case: Case) -> GlobalArrays:
     )
 
 
-def _transformer_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
-    weights = {name: given.arrays[name] for name in given.leaves}
-    arguments = weights, given.arrays["ids"], given.arrays["labels"]
+def _transformer_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
+    weights = {name: inputs.arrays[name] for name in inputs.leaves}
+    arguments = weights, inputs.arrays["ids"], inputs.arrays["labels"]
     right, rough = (_layers(case, dtype).transformer(*arguments) for dtype in (None, case.dtype))
     bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
     # The plain loss is one number, which may be accurate by luck. The loss of a token changes by at most twice the largest change
@@ -178,27 +178,27 @@ def _transformer_truth(case: Case, given: GlobalArrays, cotangents: Collection[s
     return Truth(right, rough, bounds)
 
 
-def _dilated_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
+def _dilated_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
     call = dilated.DilatedFeatures(
-        case.segments, case.dilations, case.mixing, case.band, given.arrays.get("key_mask"), case.scale, case.softcap
+        case.segments, case.dilations, case.mixing, case.band, inputs.arrays.get("key_mask"), case.scale, case.softcap
     )
-    arrays = _qkv(given)
+    arrays = _qkv(inputs)
     right, rough = by_name(dilated.exact(*arrays, call)), by_name(dilated.plain(*arrays, call, case.dtype))
     return Truth(right, rough, {name: bound(rough[name], x, case.dtype) for name, x in right.items()})
 
 
-def _summary_given(case: Case) -> GlobalArrays:
-    of_attention = _attention_given(case)
+def _summary_inputs(case: Case) -> GlobalArrays:
+    of_attention = _attention_inputs(case)
     (pool,) = case.normal(7, (case.summaries, case.kv_heads, case.head_dim))
     return GlobalArrays(of_attention.arrays | {"pool": pool}, (*of_attention.leaves, "pool"), of_attention.cotangents)
 
 
-def _summary_truth(case: Case, given: GlobalArrays, cotangents: Collection[str]) -> Truth:
-    pool, key_mask = given.arrays["pool"], given.arrays.get("key_mask")
-    asked = summary.SummaryFeatures(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
-    exact_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.exact_summary(*arrays, asked))
-    plain_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.plain_summary(*arrays, asked, case.dtype))
-    arrays = _qkv(given)
+def _summary_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]) -> Truth:
+    pool, key_mask = inputs.arrays["pool"], inputs.arrays.get("key_mask")
+    features = summary.SummaryFeatures(case.block, case.window, case.summaries, pool, key_mask, case.scale, case.softcap)
+    exact_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.exact_summary(*arrays, features))
+    plain_of: Callable[[QKV], Arrays] = lambda arrays: by_name(summary.plain_summary(*arrays, features, case.dtype))
+    arrays = _qkv(inputs)
     right, rough = exact_of(arrays), plain_of(arrays)
     bounds = {name: bound(rough[name], x, case.dtype) for name, x in right.items()}
     q, k, v, *starts = arrays
@@ -210,21 +210,21 @@ def _summary_truth(case: Case, given: GlobalArrays, cotangents: Collection[str])
     return Truth(right, rough, bounds)
 
 
-def _qkv(given: GlobalArrays) -> QKV:
+def _qkv(inputs: GlobalArrays) -> QKV:
     """Return q, k, v and the cotangents of out and lse."""
-    arrays, cotangents = given.arrays, given.cotangents
+    arrays, cotangents = inputs.arrays, inputs.cotangents
     return arrays["q"], arrays["k"], arrays["v"], cotangents["out"], cotangents["lse"]
 
 
 _MASKS = {"extents", "key_mask"}
 _ATTENTION = frozenset({"q", "k", "v", "out", "lse", "dq", "dk", "dv"} | _MASKS)
 ORACLES: dict[str, Oracle] = {
-    "attention": Oracle(_attention_given, _attention_truth, _ATTENTION),
-    "dilated": Oracle(_attention_given, _dilated_truth, _ATTENTION),
-    "summary": Oracle(_summary_given, _summary_truth, _ATTENTION),
-    "layer": Oracle(_layer_given, _layer_truth, frozenset({"x", "out", "dx"} | _MASKS)),
+    "attention": Oracle(_attention_inputs, _attention_truth, _ATTENTION),
+    "dilated": Oracle(_attention_inputs, _dilated_truth, _ATTENTION),
+    "summary": Oracle(_summary_inputs, _summary_truth, _ATTENTION),
+    "layer": Oracle(_layer_inputs, _layer_truth, frozenset({"x", "out", "dx"} | _MASKS)),
     "transformer": Oracle(
-        _transformer_given,
+        _transformer_inputs,
         _transformer_truth,
         frozenset({"ids", "labels", "logits"} | _MASKS),
         {"key_mask": False, "labels": -100},

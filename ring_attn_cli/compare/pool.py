@@ -17,7 +17,7 @@ START = 120.0
 """Least seconds that processes have to start and import their frameworks."""
 
 
-class Mistake(ValueError):
+class VariantError(ValueError):
     """An error of a variant's function. ``everywhere``: all ranks raised the same error, so the processes can continue."""
 
     def __init__(self, text: str, everywhere: bool) -> None:
@@ -95,22 +95,22 @@ class Pool:
 
     def _collect(self, framework: str, members: int, patience: float) -> list[Any]:
         answers: dict[int, Any] = {}
-        mistakes: dict[int, str] = {}
-        asked, raised = time.monotonic(), None
-        while len(answers) + len(mistakes) < members:
+        errors: dict[int, str] = {}
+        began, raised = time.monotonic(), None
+        while len(answers) + len(errors) < members:
             for message in self._from(framework):
                 rank, data = message.data
-                (mistakes if message.kind == "mistake" else answers)[rank] = data
+                (errors if message.kind == "mistake" else answers)[rank] = data
             now = time.monotonic()
-            if mistakes:
+            if errors:
                 raised = raised or now
                 if now - raised > GRACE:
                     break
             else:
                 silent = [rank for rank in range(members) if rank not in answers]
-                self._check_patience(framework, silent, now - asked, patience)
-        if mistakes:
-            raise self._mistake(framework, members, mistakes)
+                self._check_patience(framework, silent, now - began, patience)
+        if errors:
+            raise self._variant_error(framework, members, errors)
         return [answers[rank] for rank in sorted(answers)]
 
     def _from(self, framework: str) -> list[Message]:
@@ -135,10 +135,10 @@ class Pool:
             "for each other where one of them does not communicate; a long case needs a longer --patience"
         )
 
-    def _mistake(self, framework: str, members: int, mistakes: dict[int, str]) -> Mistake:
-        text = mistakes[min(mistakes)]
-        everywhere = len(mistakes) == members and len(set(mistakes.values())) == 1
+    def _variant_error(self, framework: str, members: int, errors: dict[int, str]) -> VariantError:
+        text = errors[min(errors)]
+        everywhere = len(errors) == members and len(set(errors.values())) == 1
         if not everywhere:
-            others = "the others did not" if len(mistakes) < members else "the others said something else"
-            text = f"on rank {min(mistakes)} of {members} ({others}) {text}"
-        return Mistake(f"in {TITLES[framework]}: {text}", everywhere)
+            others = "the others did not" if len(errors) < members else "the others said something else"
+            text = f"on rank {min(errors)} of {members} ({others}) {text}"
+        return VariantError(f"in {TITLES[framework]}: {text}", everywhere)

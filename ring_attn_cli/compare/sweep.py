@@ -40,7 +40,7 @@ class Sweep:
         return tuple(sorted({1, *self.ranks}))
 
 
-def asked(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
+def sweep_of(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
     """Check the request and return its sweep. Raise ValueError if it is invalid.
 
     ``arguments``: fields of Case; those in ``SWEPT`` take one value or several.

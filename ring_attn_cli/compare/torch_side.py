@@ -75,10 +75,10 @@ class TorchWorker:
         self._rank, self._groups, self._device, self._cores = rank, groups, device, cores or _cores()
         self._known: dict[Any, ReadyVariant] = {}
 
-    def prepare(self, order: Order, given: GlobalArrays | None = None) -> Outcome:
-        """Return the results of one run. ``given``: the inputs, by default those that the order's oracle draws."""
+    def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
+        """Return the results of one run. ``inputs``: the inputs, by default those that the order's oracle draws."""
         oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
-        given = given or oracle.given(order.case)
+        inputs = inputs or oracle.inputs(order.case)
         self._share_cores(order.ranks)
         group = self._groups[order.ranks]
         function = resolve(order.call)(TorchCall(order.case, plan, self._rank, group, self._device, order.user))
@@ -88,9 +88,9 @@ class TorchWorker:
             shard = torch.tensor(cut(x, plan, pad)[self._rank] if name in oracle.sharded else x).to(self._device)
             return shard.to(dtype) if name in CAST else shard
 
-        arrays = {name: mine(name, x, oracle.paddings.get(name, 0)) for name, x in given.arrays.items()}
-        leaves = [arrays[name].requires_grad_() for name in given.leaves]
-        cotangents = {name: mine(name, x) for name, x in given.cotangents.items()}
+        arrays = {name: mine(name, x, oracle.paddings.get(name, 0)) for name, x in inputs.arrays.items()}
+        leaves = [arrays[name].requires_grad_() for name in inputs.leaves]
+        cotangents = {name: mine(name, x) for name, x in inputs.cotangents.items()}
         used: set[str] = set()
 
         within = getattr(function, "within", nullcontext)  # a context around forward and backward
@@ -108,7 +108,7 @@ class TorchWorker:
             if ends:
                 gradients = torch.autograd.grad([results[name] for name in ends], leaves, starts, allow_unused=True)
             found = {name: x.detach() for name, x in results.items()}
-            pairs = zip(given.leaves, leaves, gradients, strict=True)
+            pairs = zip(inputs.leaves, leaves, gradients, strict=True)
             return found | {"d" + name: torch.zeros_like(x) if gradient is None else gradient for name, x, gradient in pairs}
 
         prepared = self._known[order.key] = ReadyVariant(run, group)

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from typing import Any
 
-from ring_attn_core.variants.dilated import Patterns, lanes_of
+from ring_attn_core.variants.dilated import Patterns, batches_of
 from ring_attn_core.variants.summary import SummaryOptions
 
 from .cases import Case
@@ -115,8 +115,8 @@ def _module(case: Case, framework: str, ranks: int) -> str | None:
 
 
 def _dilated(case: Case, framework: str, ranks: int) -> str | None:
-    asked = Patterns(case.segments, case.dilations, case.mixing)
-    wrong = _objection(lambda: lanes_of(case.problem(ranks), asked))
+    patterns = Patterns(case.segments, case.dilations, case.mixing)
+    wrong = _objection(lambda: batches_of(case.problem(ranks), patterns))
     return wrong or _takes(case, "scale", "softcap", "key_mask") or _backend(case, framework, ranks)
 
 

@@ -97,10 +97,10 @@ def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
     return {part: Order("prepare", call, case, ranks, "attention") for part, ranks in rings}
 
 
-def work(report: Report, given: DemoInputs, mask: Band, kv_head: int) -> None:
+def work(report: Report, inputs: DemoInputs, mask: Band, kv_head: int) -> None:
     """Compute and report the truth of one key head and its query heads, in a process of its own."""
     began = time.perf_counter()
-    q, k, v, dout, dlse = (np.split(x, KV_HEADS, 2)[kv_head] for x in given)
+    q, k, v, dout, dlse = (np.split(x, KV_HEADS, 2)[kv_head] for x in inputs)
     exact = oracle.exact(q, k, v, mask, dout, dlse)
     plain = oracle.plain(q, k, v, mask, dout, "float32", dlse)
     report("truth", (kv_head, DemoTruth(exact, plain, time.perf_counter() - began)))

@@ -33,17 +33,17 @@ def gather(settings: DemoSettings, frameworks: list[str], console: Console) -> G
 def _started(settings: DemoSettings, frameworks: list[str], board: _Board) -> Iterator[Crews]:
     """Start the processes, and end them on exit."""
     package = __name__.rpartition(".")[0]
-    given = exactness.inputs(settings.tokens)
+    inputs = exactness.inputs(settings.tokens)
     with Crews(settings.patience) as crews:
         if "PyTorch" in frameworks:
             board.add("PyTorch", f"starting {settings.ranks} processes", len(PARTS) + settings.steps)
-            members = [(rank, settings, given, crews.store) for rank in range(settings.ranks)]
+            members = [(rank, settings, inputs, crews.store) for rank in range(settings.ranks)]
             crews.start("PyTorch", f"{package}.torch_side", members)
         if "JAX" in frameworks:
             board.add("JAX", "starting 1 process", len(PARTS) + settings.steps)
-            crews.start("JAX", f"{package}.jax_side", [(settings, given)])
+            crews.start("JAX", f"{package}.jax_side", [(settings, inputs)])
         board.add(EXACT, "float64 attention in numpy", exactness.KV_HEADS)
-        crews.start(EXACT, f"{package}.exactness", [(given, MASK, kv_head) for kv_head in range(exactness.KV_HEADS)])
+        crews.start(EXACT, f"{package}.exactness", [(inputs, MASK, kv_head) for kv_head in range(exactness.KV_HEADS)])
         yield crews
 
 

@@ -17,7 +17,7 @@ from .exactness import PARTS, DemoInputs, DemoResult
 from .settings import DemoSettings
 
 
-def work(report: Report, settings: DemoSettings, given: DemoInputs) -> None:
+def work(report: Report, settings: DemoSettings, inputs: DemoInputs) -> None:
     """Compute the attention and the training of all ranks, in one JAX program."""
     config = training.config(settings)
     jax.config.update("jax_platforms", "cpu")
@@ -25,7 +25,7 @@ def work(report: Report, settings: DemoSettings, given: DemoInputs) -> None:
     worker = JaxWorker(jax.devices())
     for part, order in exactness.orders(settings, "jax").items():
         report("stage", f"attention {PARTS[part]}")
-        began, outcome = time.perf_counter(), worker.prepare(order, given.of_attention)
+        began, outcome = time.perf_counter(), worker.prepare(order, inputs.of_attention)
         report(part, DemoResult.of(order, [outcome], began))
     report("stage", "training, first compiled")
     trainer = JaxTrainer(config, mesh_of(config))

@@ -16,7 +16,7 @@ from .judge import exit_status
 from .settings import DemoSettings
 
 NEEDS = {"PyTorch": ("torch",), "JAX": ("jax", "flax", "optax")}
-ASKED = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)}
+FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)}
 
 
 def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
@@ -53,10 +53,10 @@ def available(framework: str) -> tuple[list[str], list[str]]:
 
     Raise ValueError if the framework is unknown or none of the requested ones is installed.
     """
-    if framework not in ASKED:
-        raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(ASKED)}")
+    if framework not in FRAMEWORKS:
+        raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(FRAMEWORKS)}")
     frameworks, left_out = [], []
-    for name in ASKED[framework]:
+    for name in FRAMEWORKS[framework]:
         missing = [package for package in NEEDS[name] if find_spec(package) is None]
         if missing:
             remedy = 'run pip install "ring-attn[demo]"'

@@ -29,9 +29,9 @@ class DemoSettings:
     layout: str = "zigzag"
 
     @classmethod
-    def of(cls, quick: bool, **given: int | str | None) -> DemoSettings:
+    def of(cls, quick: bool, **values: int | str | None) -> DemoSettings:
         """Return the defaults, with those of ``--quick`` if ``quick``, replaced by the given values that are not None."""
-        chosen: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+        chosen: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return cls(**(QUICK if quick else {}) | chosen)
 
     def __post_init__(self) -> None:

@@ -19,7 +19,7 @@ from .exactness import PARTS, DemoInputs, DemoResult
 from .settings import DemoSettings
 
 
-def work(report: Report, rank: int, settings: DemoSettings, given: DemoInputs, store: str) -> None:
+def work(report: Report, rank: int, settings: DemoSettings, inputs: DemoInputs, store: str) -> None:
     """Compute the attention and the training of one rank; rank 0 reports for all."""
     tell = report if rank == 0 else lambda kind, data: None
     with member(CPU, rank, settings.ranks, store, settings.patience):
@@ -29,7 +29,7 @@ def work(report: Report, rank: int, settings: DemoSettings, given: DemoInputs, s
         for part, order in exactness.orders(settings, "torch").items():
             if rank < order.ranks:
                 tell("stage", f"attention {PARTS[part]}")
-                began, outcome = time.perf_counter(), worker.prepare(order, given.of_attention)
+                began, outcome = time.perf_counter(), worker.prepare(order, inputs.of_attention)
                 outcomes = [outcome] * order.ranks
                 dist.all_gather_object(outcomes, outcome, groups[order.ranks])
                 tell(part, DemoResult.of(order, outcomes, began))

@@ -78,11 +78,11 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
     Raise ValueError if the framework is unknown.
     """
     torch, jax = ("PyTorch", "torch", _torch), ("JAX", "jax", _jax)
-    asked = {"both": (torch, jax), "torch": (torch,), "jax": (jax,)}
-    if framework not in asked:
-        raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(asked)}")
+    frameworks = {"both": (torch, jax), "torch": (torch,), "jax": (jax,)}
+    if framework not in frameworks:
+        raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(frameworks)}")
     found = []
-    for name, package, look in asked[framework]:
+    for name, package, look in frameworks[framework]:
         if find_spec(package) is None:
             found.append(Finding(name, (f'not installed: run pip install "ring-attn[{package}]"',)))
             continue
@@ -115,8 +115,8 @@ def choices(problem: Problem) -> tuple[BackendFitness, ...]:
 
 def report(problem: Problem, found: Iterable[Finding]) -> Group:
     """Return the whole report, for a console without markup."""
-    asked = f"{problem.dtypes[0]}, q {problem.q_shape}, k {problem.k_shape}, v {problem.v_shape}, causal, 1 rank:"
-    parts: list[str | Table] = [*(f"{name:10}{number}" for name, number in versions().items()), "", asked]
+    problem_line = f"{problem.dtypes[0]}, q {problem.q_shape}, k {problem.k_shape}, v {problem.v_shape}, causal, 1 rank:"
+    parts: list[str | Table] = [*(f"{name:10}{number}" for name, number in versions().items()), "", problem_line]
     for each in found:
         parts += ["", *(f"{each.name}: {line}" for line in each.words)]
         table = Table("backend", "on the first device", '"auto"')

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..error_reporting import mistakes_in_one_line
+from ..error_reporting import errors_in_one_line
 
 
 def doctor(
@@ -25,7 +25,7 @@ def doctor(
     network: Annotated[float, typer.Option(help="With --measure: GB/s of a rank to another host, which is not measured.")] = 45.0,
 ) -> None:
     """Print versions, devices, and for each backend whether it runs on this machine or why not."""
-    with mistakes_in_one_line():
+    with errors_in_one_line():
         console = Console(width=shutil.get_terminal_size().columns, highlight=False, markup=False)
         if measure:
             from .measure import run

@@ -18,7 +18,7 @@ from ring_attn_core.masks import full
 from ring_attn_jax import sharded_ring_attention
 
 from ..processes import Report
-from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, Points, Sizes, Timings
+from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Timings
 
 REPEATS = 7
 LAUNCHES = 20
@@ -66,7 +66,7 @@ def host(run: Callable[[], Any], gpus: bool) -> float:
     return taken / LAUNCHES
 
 
-def attention(device: Any, sizes: Sizes, gpus: bool) -> dict[str, Any]:
+def attention(device: Any, sizes: MeasuredSizes, gpus: bool) -> dict[str, Any]:
     """Return the times of attention on one device. The backward's time is that of both passes minus the forward's."""
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
@@ -90,14 +90,14 @@ def attention(device: Any, sizes: Sizes, gpus: bool) -> dict[str, Any]:
     return found | launches
 
 
-def copies(sizes: Sizes, gpus: bool) -> dict[str, Any]:
+def copies(sizes: MeasuredSizes, gpus: bool) -> dict[str, Any]:
     """Return the times of copies in memory. ``host_copy`` is 0, because the host launches no copies inside a compiled program."""
     copy = jax.jit(lambda x: x + jnp.uint8(1))
     zeros = {size: jnp.zeros(size // 2, jnp.uint8) for size in (sizes.copied // 4, sizes.copied)}
     return {"copy": tuple((float(size), seconds(lambda x=x: copy(x))) for size, x in zeros.items()), "host_copy": 0.0}
 
 
-def transfers(devices: list[Any], sizes: Sizes, gpus: bool) -> dict[str, Any]:
+def transfers(devices: list[Any], sizes: MeasuredSizes, gpus: bool) -> dict[str, Any]:
     """Return the times of transfers between all devices."""
     ranks = len(devices)
     mesh = Mesh(np.array(devices), ("seq",))

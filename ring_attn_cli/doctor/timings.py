@@ -15,7 +15,7 @@ FITTED, NARROW = 128, 64
 """Size of the heads for which a record has rates; and the narrower one that is measured to be printed."""
 
 
-class Sizes(NamedTuple):
+class MeasuredSizes(NamedTuple):
     """The sizes to measure: ``tokens`` of a sequence, ``bytes`` of a transfer, and ``copied`` bytes of a copy in memory."""
 
     tokens: tuple[int, ...]
@@ -25,8 +25,8 @@ class Sizes(NamedTuple):
     dtype: str
 
 
-OF_GPU = Sizes((4096, 16384), 16, (2**20, 2**23, 2**26), 2**28, "bfloat16")
-OF_CPU = Sizes((256, 1024), 2, (2**16, 2**20, 2**22), 2**24, "float32")
+OF_GPU = MeasuredSizes((4096, 16384), 16, (2**20, 2**23, 2**26), 2**28, "bfloat16")
+OF_CPU = MeasuredSizes((256, 1024), 2, (2**16, 2**20, 2**22), 2**24, "float32")
 IN_FLIGHT = 8
 """Transfers, one after the other, whose time is measured together."""
 

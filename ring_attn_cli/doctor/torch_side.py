@@ -16,7 +16,7 @@ from ring_attn_torch.ring.transfer import send
 
 from ..processes import Report
 from ..train.torch_ranks import CPU, device_of, member
-from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, Points, Sizes, Timings
+from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Timings
 
 REPEATS = 7
 LAUNCHES = 20
@@ -73,7 +73,7 @@ class Clock:
             torch.cuda.synchronize(self.device)
 
 
-def attention(clock: Clock, sizes: Sizes) -> dict[str, Any]:
+def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of attention on one rank."""
     forward: dict[int, Points] = {}
     backward: dict[int, Points] = {}
@@ -86,7 +86,7 @@ def attention(clock: Clock, sizes: Sizes) -> dict[str, Any]:
     return {"forward": forward, "backward": backward} | host
 
 
-def _passes(clock: Clock, sizes: Sizes, tokens: int, dim: int) -> tuple[Callable[[], object], Callable[[], object]]:
+def _passes(clock: Clock, sizes: MeasuredSizes, tokens: int, dim: int) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return functions that run a forward and a backward of full attention, in a ring of one rank."""
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))
@@ -96,7 +96,7 @@ def _passes(clock: Clock, sizes: Sizes, tokens: int, dim: int) -> tuple[Callable
     return run, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)  # type: ignore[arg-type]
 
 
-def copies(clock: Clock, sizes: Sizes) -> dict[str, Any]:
+def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of copies in memory."""
     found, short = [], torch.zeros(128, device=clock.device)
     for size in (sizes.copied // 4, sizes.copied):
@@ -106,7 +106,7 @@ def copies(clock: Clock, sizes: Sizes) -> dict[str, Any]:
     return {"copy": tuple(found), "host_copy": clock.host(short.clone)}
 
 
-def transfers(clock: Clock, sizes: Sizes, ranks: int) -> dict[str, Any]:
+def transfers(clock: Clock, sizes: MeasuredSizes, ranks: int) -> dict[str, Any]:
     """Return the times of transfers between all ranks of the default group."""
     group, link, collective = dist.group.WORLD, [], []
     for size in sizes.bytes:

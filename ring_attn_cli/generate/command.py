@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..error_reporting import mistakes_in_one_line
+from ..error_reporting import errors_in_one_line
 
 
 def generate(
@@ -37,7 +37,7 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="In which to keep the weights.", show_default="the config's")] = None,
 ) -> None:
     """Continue a prompt with a language model: write the new text to stdout and the progress to stderr."""
-    with mistakes_in_one_line():
+    with errors_in_one_line():
         from .run import run
         from .settings import GenerateSettings
 

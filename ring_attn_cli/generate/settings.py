@@ -107,8 +107,8 @@ class GenerateSettings:
         """Return the stop token ids."""
         if self.stop is not None:
             return self.stop
-        told = self.config.get("eos_token_id") if self.llama else None
-        return tuple(told) if isinstance(told, list) else () if told is None else (told,)
+        ids = self.config.get("eos_token_id") if self.llama else None
+        return tuple(ids) if isinstance(ids, list) else () if ids is None else (ids,)
 
     @property
     def arguments(self) -> dict[str, Any]:

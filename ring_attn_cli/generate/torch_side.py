@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ring_attn_torch import load_llama, load_weights
 
 from ..processes import Report
-from ..train.torch_ranks import device_of, member, mistakes
+from ..train.torch_ranks import device_of, member, reported_errors
 from .settings import GenerateSettings
 
 
@@ -22,15 +22,15 @@ def work(report: Report, rank: int, settings: GenerateSettings, ids: list[int], 
     device = device_of(rank, settings.ranks)
     if device.type == "cpu" and settings.ranks > 1:
         torch.set_num_threads(1)
-    told: dict[str, Any] = {}
+    callbacks: dict[str, Any] = {}
     if rank == 0:
-        told["on_token"] = lambda request, token: report("token", token)
-        told["progress"] = lambda done, total: report("prefilled", (done, total))
-    with member(device, rank, settings.ranks, store), mistakes(report):
+        callbacks["on_token"] = lambda request, token: report("token", token)
+        callbacks["progress"] = lambda done, total: report("prefilled", (done, total))
+    with member(device, rank, settings.ranks, store), reported_errors(report):
         with device:
             load = load_llama if settings.llama else load_weights
             model = load(settings.weights, dtype=settings.dtype, group=dist.group.WORLD)
         if rank == 0:
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
             report("loaded", f"{sum(p.numel() for p in model.parameters()):,} weights on {settings.ranks} x {name}")
-        model.generate([ids], **settings.arguments, **told)
+        model.generate([ids], **settings.arguments, **callbacks)

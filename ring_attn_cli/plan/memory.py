@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ring_attn_core.model.memory import StepMemory, Term, Training
 
 
-class Question(NamedTuple):
+class MemoryOptions(NamedTuple):
     """The options of ``ring-attn plan --model``.
 
     ``model``: the path of a config.json or a model's name. ``memory``: GiB of each GPU. ``host_memory``: GiB of host memory for
@@ -30,27 +30,27 @@ class Question(NamedTuple):
     activations: str
 
 
-def answer(question: Question) -> RenderableType:
+def answer(options: MemoryOptions) -> RenderableType:
     """Return a table of tokens and memory for rich. Raise ValueError if the model is unknown, a size invalid, or nothing fits."""
     from rich.console import Group
     from rich.text import Text
 
     from ring_attn_core.model.memory import Training, longest, peak_memory, weights
 
-    config = config_of(question.model)
-    for name, size in (("memory", question.memory), ("host-memory", question.host_memory)):
+    config = config_of(options.model)
+    for name, size in (("memory", options.memory), ("host-memory", options.host_memory)):
         if size is not None and not 0 < size < 1e6:
             raise ValueError(f"--{name} must be a number of GiB above 0, got {size:g}")
-    limit, host = _bytes(question.memory), None if question.host_memory is None else _bytes(question.host_memory)
-    asked = Training(gpus=question.gpus, tokens=question.tokens or 1, activations=question.activations)
-    tokens = question.tokens or longest(config, asked, limit, host)
+    limit, host = _bytes(options.memory), None if options.host_memory is None else _bytes(options.host_memory)
+    wanted = Training(gpus=options.gpus, tokens=options.tokens or 1, activations=options.activations)
+    tokens = options.tokens or longest(config, wanted, limit, host)
     if not tokens:
-        raise ValueError(_too_small(config, asked, question))
-    training = Training(gpus=question.gpus, tokens=tokens, activations=question.activations)
+        raise ValueError(_too_small(config, wanted, options))
+    training = Training(gpus=options.gpus, tokens=tokens, activations=options.activations)
     memory = peak_memory(config, training)
     lines = [
-        Text(f"{question.model}: {weights(config):,} weights, activations={training.activations!r}", style="bold"),
-        Text(_verdict(question, training, memory)),
+        Text(f"{options.model}: {weights(config):,} weights, activations={training.activations!r}", style="bold"),
+        Text(_verdict(options, training, memory)),
         Text(_fixed(training)),
     ]
     return Group(*lines, _table(memory))
@@ -69,17 +69,17 @@ def config_of(model: str) -> TransformerConfig:
     return config_of(found) if "model_type" in found else TransformerConfig.from_json(json.dumps(found))
 
 
-def _verdict(question: Question, training: Training, memory: StepMemory) -> str:
+def _verdict(options: MemoryOptions, training: Training, memory: StepMemory) -> str:
     from ring_attn_core.model.memory import total
 
     tokens, host = f"{training.tokens:,} tokens a GPU, {training.tokens * training.gpus:,} on {training.gpus}", total(memory.host)
-    needed = f"{_gib(memory.peak)} GiB of {question.memory:g}" + (
+    needed = f"{_gib(memory.peak)} GiB of {options.memory:g}" + (
         f" and {_gib(host)} GiB of the host for each GPU" if host else ""
     )
-    if question.tokens is None:
+    if options.tokens is None:
         return f"at most {tokens}: {needed}"
-    limit = question.host_memory
-    fits = memory.peak <= _bytes(question.memory) and (limit is None or host <= _bytes(limit))
+    limit = options.host_memory
+    fits = memory.peak <= _bytes(options.memory) and (limit is None or host <= _bytes(limit))
     return f"{tokens} {'fit' if fits else 'do not fit'}: {needed}"
 
 
@@ -92,14 +92,12 @@ def _fixed(training: Training) -> str:
     return f"on the GPU stay weights, gradients and moments, sharded over all of them, and {inputs[training.activations]}"
 
 
-def _too_small(config: TransformerConfig, asked: Training, question: Question) -> str:
+def _too_small(config: TransformerConfig, wanted: Training, options: MemoryOptions) -> str:
     from ring_attn_core.model.memory import peak_memory
 
-    least = _gib(peak_memory(config, asked).peak)
-    host = "" if question.host_memory is None else f", or {question.host_memory:g} GiB of the host are too few"
-    return (
-        f"{question.model} fits no 1,024 tokens a GPU: one token takes {least} GiB of {question.memory:g}{host}; take more GPUs"
-    )
+    least = _gib(peak_memory(config, wanted).peak)
+    host = "" if options.host_memory is None else f", or {options.host_memory:g} GiB of the host are too few"
+    return f"{options.model} fits no 1,024 tokens a GPU: one token takes {least} GiB of {options.memory:g}{host}; take more GPUs"
 
 
 def _table(memory: StepMemory) -> Table:

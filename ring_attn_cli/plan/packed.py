@@ -98,8 +98,8 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
     count = f"{len(documents)} document{'s' if len(documents) > 1 else ''} of {sizes} tokens, {sum(documents):,} in all"
     title = f"{layout} layout, {mask_in_words(mask)}, {ranks} rank{'s' if ranks > 1 else ''}"
     held = [drawn.documents_of(rank) for rank in range(ranks)]
-    holders = [sum(document in each for each in held) for document in range(len(documents))]
-    whole = holders.count(1)
+    rank_counts = [sum(document in each for each in held) for document in range(len(documents))]
+    whole = rank_counts.count(1)
     lines = [
         Text(title, style="bold"),
         Text(count),
@@ -110,7 +110,7 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
     ]
     return Group(
         *lines,
-        rank_table(drawn, [(sum(holders[d] == 1 for d in each), len(each)) for each in held]),
+        rank_table(drawn, [(sum(rank_counts[d] == 1 for d in each), len(each)) for each in held]),
         layout_table([drawn, *others]),
     )
 

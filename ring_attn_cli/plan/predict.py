@@ -18,7 +18,7 @@ MOST_GPUS = 4096
 """Most GPUs of a prediction; the time of a prediction grows with their number."""
 
 
-class Question(NamedTuple):
+class PredictOptions(NamedTuple):
     """The options of ``ring-attn plan --gpus``.
 
     ``machine``: the name of a built-in record, or the path of one. ``heads``: query heads and key heads, as ``32/8``.
@@ -61,15 +61,15 @@ def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tupl
     return f"{config.heads}/{config.kv_heads}", config.head_dim
 
 
-def answer(question: Question) -> RenderableType:
+def answer(prediction: PredictOptions) -> RenderableType:
     """Return the predicted times as a table for rich. Raise ValueError if the machine is unknown or an option is invalid."""
     from rich.console import Group
     from rich.text import Text
 
     from .words import title
 
-    machine = machine_of(question.machine)
-    problem = problem_of(question, machine)
+    machine = machine_of(prediction.machine)
+    problem = problem_of(prediction, machine)
     problem.check()
     load, choice = problem.load, problem.choice
     hosts = f"{load.hosts} hosts of {load.local} GPUs" if load.hosts > 1 else f"one host of {load.local} GPUs"
@@ -77,7 +77,7 @@ def answer(question: Question) -> RenderableType:
         return Group(Text(title(problem.plan), style="bold"), Text(choice.why))
     return Group(
         Text(f"{title(problem.plan)}, {load.plan.seq_local:,} a GPU", style="bold"),
-        Text(f"{question.heads} heads of {question.head_dim}, bfloat16, one layer, on {hosts}, {machine.name}; predicted"),
+        Text(f"{prediction.heads} heads of {prediction.head_dim}, bfloat16, one layer, on {hosts}, {machine.name}; predicted"),
         _table(problem),
         Text(f'"auto" with this record takes {choice.why}'),
     )
@@ -99,25 +99,25 @@ def machine_of(text: str) -> Machine:
         raise ValueError(f"{text} is not the record of a machine: {error}") from error
 
 
-def problem_of(question: Question, machine: Machine) -> Problem:
+def problem_of(prediction: PredictOptions, machine: Machine) -> Problem:
     """Return the problem to predict: one batch row in bfloat16. Raise ValueError if an option is invalid."""
     from ring_attn_core import layouts, masks
     from ring_attn_core.problem.options import Options
     from ring_attn_core.problem.problem import Problem
 
-    if not 2 <= question.gpus <= MOST_GPUS:
-        raise ValueError(f"--gpus must be 2 to {MOST_GPUS}, got {question.gpus}")
-    if question.host_gpus < 1:
-        raise ValueError(f"--host-gpus must be at least 1, got {question.host_gpus}")
-    found = re.fullmatch(r"(\d+)(?:/(\d+))?", question.heads)
+    if not 2 <= prediction.gpus <= MOST_GPUS:
+        raise ValueError(f"--gpus must be 2 to {MOST_GPUS}, got {prediction.gpus}")
+    if prediction.host_gpus < 1:
+        raise ValueError(f"--host-gpus must be at least 1, got {prediction.host_gpus}")
+    found = re.fullmatch(r"(\d+)(?:/(\d+))?", prediction.heads)
     if found is None:
-        raise ValueError(f"--heads must be query heads, or query and key heads, such as 32/8, got {question.heads!r}")
+        raise ValueError(f"--heads must be query heads, or query and key heads, such as 32/8, got {prediction.heads!r}")
     heads, kv_heads = int(found[1]), int(found[2] or found[1])
-    local = layouts.padded_local(question.layout, question.gpus, question.length)
-    q, k = (1, local, heads, question.head_dim), (1, local, kv_heads, question.head_dim)
-    options = Options(layout=question.layout, mask=masks.parse(question.mask), length=question.length)
-    where = {"device": "cuda", "framework": "torch", "machine": machine, "host_ranks": question.host_gpus}
-    return Problem(q, k, k, ("bfloat16",) * 3, ranks=question.gpus, options=options, **where)  # type: ignore[arg-type]
+    local = layouts.padded_local(prediction.layout, prediction.gpus, prediction.length)
+    q, k = (1, local, heads, prediction.head_dim), (1, local, kv_heads, prediction.head_dim)
+    options = Options(layout=prediction.layout, mask=masks.parse(prediction.mask), length=prediction.length)
+    where = {"device": "cuda", "framework": "torch", "machine": machine, "host_ranks": prediction.host_gpus}
+    return Problem(q, k, k, ("bfloat16",) * 3, ranks=prediction.gpus, options=options, **where)  # type: ignore[arg-type]
 
 
 def _table(problem: Problem) -> RenderableType:

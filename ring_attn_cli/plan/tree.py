@@ -88,6 +88,6 @@ def answer(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
         *strips(drawn, width, "segments"),
     ]
     held = [drawn.documents_of(rank) for rank in range(ranks)]
-    holders = [sum(segment in each for each in held) for segment in range(len(tree.lengths))]
-    counts = [(sum(holders[segment] == 1 for segment in each), len(each)) for each in held]
+    rank_counts = [sum(segment in each for each in held) for segment in range(len(tree.lengths))]
+    counts = [(sum(rank_counts[segment] == 1 for segment in each), len(each)) for each in held]
     return Group(*lines, rank_table(drawn, counts, "segments"), layout_table([drawn, *others]))

@@ -39,7 +39,7 @@ from .arithmetic import first_weights, rates
 from .config import DTYPES, Config, Optimizer
 from .data import arguments, check_vocab, is_llama
 from .loop import Tell, train
-from .side import Machine, TrainStep
+from .side import RunDevices, TrainStep
 
 AXES = "data", "seq"
 MOST_BYTES = 4096
@@ -84,9 +84,9 @@ def of_first(words: str) -> str:
     """Broadcast a text from process 0 to all processes, truncated to ``MOST_BYTES``."""
     if jax.process_count() == 1:
         return words
-    told = np.frombuffer(words.encode(errors="replace")[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
-    told = np.asarray(multihost_utils.broadcast_one_to_all(told))
-    return told.astype(np.uint8).tobytes().decode(errors="ignore").rstrip()
+    sent = np.frombuffer(words.encode(errors="replace")[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
+    sent = np.asarray(multihost_utils.broadcast_one_to_all(sent))
+    return sent.astype(np.uint8).tobytes().decode(errors="ignore").rstrip()
 
 
 def mesh_of(config: Config) -> Mesh:
@@ -144,9 +144,9 @@ class JaxTrainer:
         how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
         if folder is not None:
-            given = dict(self._config.model)
+            arguments = dict(self._config.model)
             load = load_llama if is_llama(folder) else load_weights
-            return load(folder, dtype=given.get("param_dtype"), compute_dtype=given.get("compute_dtype"), **how)
+            return load(folder, dtype=arguments.get("param_dtype"), compute_dtype=arguments.get("compute_dtype"), **how)
         model = RingTransformer.from_config(self._config.transformer(), **how, rngs=nnx.Rngs(0))
         from_numpy(model, first_weights(to_numpy(model), self._config.seed))
         return model
@@ -173,13 +173,13 @@ class JaxTrainer:
         missed = np.asarray(best) != labels[rows, tokens]
         return np.bincount(rows, missed, len(labels)).astype(int).tolist()
 
-    def machine(self) -> Machine:
+    def machine(self) -> RunDevices:
         device = jax.local_devices()[0] if self._mesh.size > 1 else self._mesh.local_devices[0]
         stats = None if device.platform == "cpu" else device.memory_stats()
         if stats:
-            return Machine(device.device_kind, self._mesh.size, stats["peak_bytes_in_use"])
+            return RunDevices(device.device_kind, self._mesh.size, stats["peak_bytes_in_use"])
         unit = 1 if sys.platform == "darwin" else 1024
-        return Machine(device.device_kind, self._mesh.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        return RunDevices(device.device_kind, self._mesh.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _how(self, shard: Shard) -> StaticArguments:
         return StaticArguments(self._mesh, self._config.ring.chunk, shard.length, self._config.rows)
@@ -290,8 +290,8 @@ def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: Sta
 
 def _hidden(model: RingTransformer, batch: Batch, how: StaticArguments, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
     """Return the input of the head. With a ``seed``, apply dropout with it and with the row index within the step."""
-    given = batch.ids, batch.positions, how.length
-    return model(*given, extents=batch.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
+    inputs = batch.ids, batch.positions, how.length
+    return model(*inputs, extents=batch.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
 
 def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, how: StaticArguments) -> jax.Array:

@@ -245,24 +245,24 @@ def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Ca
 
 def _part(table: Mapping[str, Any], peak: float, steps: int) -> Callable[[int], float]:
     """Return one schedule as a function of its own steps."""
-    given = {key: value for key, value in table.items() if key not in ("name", "until")}
+    arguments = {key: value for key, value in table.items() if key not in ("name", "until")}
     name = table.get("name")
     if not isinstance(name, str) or name not in SCHEDULES:
         near = get_close_matches(str(name), SCHEDULES, 1, 0.4)
         meant = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(f"optimizer.schedule: no schedule is called {name!r}: {meant}there are {', '.join(SCHEDULES)}")
     known, rate = SCHEDULES[name]
-    for key in given:
+    for key in arguments:
         if key not in known:
             near = get_close_matches(key, known, 1, 0.4)
             meant = f"did you mean {near[0]!r}? " if near else ""
             raise ValueError(f"optimizer.schedule: {name} has no argument {key!r}: {meant}it has {', '.join(known)}")
     values: dict[str, Any] = {"base": peak}
     for key, (kind, default) in known.items():
-        value = given.get(key, peak if default is PEAK else steps if default is ALL else default)
+        value = arguments.get(key, peak if default is PEAK else steps if default is ALL else default)
         if value is NEEDED:
             raise ValueError(f"optimizer.schedule: {name} needs {key}, {kind.words}")
-        if key in given and not kind.fits(value):
+        if key in arguments and not kind.fits(value):
             raise ValueError(f"optimizer.schedule: {key} of {name} must be {kind.words}, got {value!r}")
         values[key] = value
     found = SimpleNamespace(**values)

@@ -17,7 +17,7 @@ class TrainStep(NamedTuple):
     """Global norm of the gradients before clipping."""
 
 
-class Machine(NamedTuple):
+class RunDevices(NamedTuple):
     """The devices of a run: name of one, their number, and the peak memory of one so far, in bytes."""
 
     device: str
@@ -65,4 +65,4 @@ class Side(Protocol):
         """Return for each row the number of labels that differ from the most probable token."""
         ...
 
-    def machine(self) -> Machine: ...
+    def machine(self) -> RunDevices: ...

@@ -40,9 +40,9 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 
 
 @contextmanager
-def mistakes(report: Report) -> Iterator[None]:
+def reported_errors(report: Report) -> Iterator[None]:
     """Report a ValueError, equal on every rank, as a user's mistake."""
     try:
         yield
-    except ValueError as mistake:
-        report("mistake", str(mistake))
+    except ValueError as error:
+        report("mistake", str(error))

@@ -39,8 +39,8 @@ from .arithmetic import first_weights, rates
 from .config import Config
 from .data import arguments, check_vocab, is_llama
 from .loop import Tell, train
-from .side import Machine, TrainStep
-from .torch_ranks import backend_of, device_of, member, mistakes
+from .side import RunDevices, TrainStep
+from .torch_ranks import backend_of, device_of, member, reported_errors
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
@@ -49,7 +49,7 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
     device = device_of(rank, ranks)
     if device.type == "cpu":
         torch.set_num_threads(1)
-    with member(device, rank, ranks, store), mistakes(report):
+    with member(device, rank, ranks, store), reported_errors(report):
         run(config, report, device)
 
 
@@ -81,9 +81,9 @@ def launched(config: Config, tell: Tell) -> None:
 
 def of_first(words: str, group: dist.ProcessGroup | None = None) -> str:
     """Broadcast a text from rank 0 to all ranks."""
-    told = [words]
-    dist.broadcast_object_list(told, 0, group)
-    return told[0]
+    sent = [words]
+    dist.broadcast_object_list(sent, 0, group)
+    return sent[0]
 
 
 def is_first() -> bool:
@@ -130,9 +130,9 @@ class TorchTrainer:
         how |= {"activations": of.activations, "group": self._places.ring}
         with self._places.device:
             if folder is not None:
-                given = dict(self._config.model)
+                arguments = dict(self._config.model)
                 load = load_llama if is_llama(folder) else load_weights
-                return load(folder, dtype=given.get("param_dtype"), compute_dtype=given.get("compute_dtype"), **how)
+                return load(folder, dtype=arguments.get("param_dtype"), compute_dtype=arguments.get("compute_dtype"), **how)
             model = RingTransformer.from_config(self._config.transformer(), **how)
         from_numpy(model, first_weights(to_numpy(model), self._config.seed))
         return model
@@ -190,12 +190,12 @@ class TorchTrainer:
         dist.all_reduce(missed, group=of.everybody)
         return missed.tolist()
 
-    def machine(self) -> Machine:
+    def machine(self) -> RunDevices:
         ranks, device = dist.get_world_size(self._places.everybody), self._places.device
         if device.type == "cuda":
-            return Machine(torch.cuda.get_device_name(device), ranks, torch.cuda.max_memory_allocated(device))
+            return RunDevices(torch.cuda.get_device_name(device), ranks, torch.cuda.max_memory_allocated(device))
         unit = 1 if sys.platform == "darwin" else 1024
-        return Machine("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+        return RunDevices("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
         """Return the last hidden states, from which the head computes logits. Apply dropout only with a ``step``.
@@ -205,8 +205,8 @@ class TorchTrainer:
         """
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
         seed = None if step is None or not self.config.dropout_rate else self._config.seed + step
-        given = shard.ids, shard.positions, shard.length
-        return self._model(*given, extents=shard.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
+        inputs = shard.ids, shard.positions, shard.length
+        return self._model(*inputs, extents=shard.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the loss summed over the labels of all ranks, computed in chunks of tokens."""

@@ -27,7 +27,7 @@ class TrainWatch:
         self._progress = Progress(*columns, console=console)
         self._task = self._progress.add_task("starting", total=config.steps)
         self._found: list[str] = []
-        self._told = float("-inf")
+        self._shown = float("-inf")
 
     def __enter__(self) -> TrainWatch:
         self._progress.start()
@@ -50,8 +50,8 @@ class TrainWatch:
             self._progress.update(self._task, completed=line["step"], description="" if at_end else "first step")
         elif kind == "step":
             self._progress.update(self._task, completed=line["step"], description=in_short(line))
-            if not self._console.is_terminal and time.monotonic() - self._told > EVERY:
-                self._told = time.monotonic()
+            if not self._console.is_terminal and time.monotonic() - self._shown > EVERY:
+                self._shown = time.monotonic()
                 self._console.print(f"step {line['step']}: {in_short(line)}")
         elif kind == "evaluation":
             known = (f"{end}: {x:.3f}" for end, x in zip(line["ends"], line["by_position"], strict=True) if x is not None)

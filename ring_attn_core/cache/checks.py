@@ -52,23 +52,23 @@ def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
 
     ``what``: the end of the message, which explains ``most``.
     """
-    given = list(lengths) if isinstance(lengths, Sequence) else [lengths]
-    if len(given) != batch or not all(is_integer(x) for x in given):
+    values = list(lengths) if isinstance(lengths, Sequence) else [lengths]
+    if len(values) != batch or not all(is_integer(x) for x in values):
         raise ValueError(f"lengths must be {batch} ints, one for every request, got {in_words(lengths)}: {lengths!r}")
-    for row, length in enumerate(map(int, given)):
+    for row, length in enumerate(map(int, values)):
         if not 0 <= length <= most:
             raise ValueError(f"lengths[{row}]={length}: it must be 0 to {most}, {what}")
-    return [int(x) for x in given]
+    return [int(x) for x in values]
 
 
 def check_rows(name: str, rows: Any, batch: int) -> list[int]:
     """Return ``rows``, an int or a list, as a list. Raise ValueError if one is outside of 0 .. ``batch - 1`` or repeated."""
-    given = list(rows) if isinstance(rows, Sequence) else [rows]
-    if not all(is_integer(row) and 0 <= row < batch for row in given):
+    values = list(rows) if isinstance(rows, Sequence) else [rows]
+    if not all(is_integer(row) and 0 <= row < batch for row in values):
         raise ValueError(f"{name} must be an int or ints from 0 to {batch - 1}, the cache's requests, got {rows!r}")
-    if len(set(map(int, given))) != len(given):
+    if len(set(map(int, values))) != len(values):
         raise ValueError(f"{name} names a request twice: {rows!r}")
-    return [int(row) for row in given]
+    return [int(row) for row in values]
 
 
 def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[int]]:
@@ -76,11 +76,11 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
     Raise ValueError if an index is not a request of the cache, a target is repeated, or the lengths do not match.
     """
-    given = list(source) if isinstance(source, Sequence) else [source]
-    for row in given:
+    values = list(source) if isinstance(source, Sequence) else [source]
+    for row in values:
         check_rows("source", row, batch)
     targets = check_rows("target", target, batch)
-    sources = [int(row) for row in given] * (len(targets) if len(given) == 1 else 1)
+    sources = [int(row) for row in values] * (len(targets) if len(values) == 1 else 1)
     if len(sources) != len(targets):
         raise ValueError(f"fork copies one request to some, or as many as there are targets, got {source!r} to {target!r}")
     return sources, targets
@@ -88,10 +88,10 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
 def check_step_rows(rows: Any, batch: int) -> list[int]:
     """Return ``rows`` checked by ``check_rows``. Raise ValueError also if ``rows`` is empty."""
-    given = check_rows("rows", rows, batch)
-    if not given:
+    values = check_rows("rows", rows, batch)
+    if not values:
         raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")
-    return given
+    return values
 
 
 def check_layer(spec: CacheSpec, layer: Any) -> None:

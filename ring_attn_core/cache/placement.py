@@ -10,11 +10,11 @@ rank. With counts (5, 3, 4) the next tokens go to
     rank 2         3rd  6th  9th
 
 because the rank with the fewest tokens has the next slot of the lowest index. So the append rank of a slot, the number
-of tokens appended before the one in slot ``level`` of ``rank``, needs no loop over tokens:
+of tokens appended before the one in slot ``slot_index`` of ``rank``, needs no loop over tokens:
 
     turn(rank, level) = sum over ranks r of max(0, level + [r < rank] - counts[r])
 
-``place`` is the reference, one token at a time; both frameworks run the arithmetic of ``turns`` on the device.
+``place`` is the reference, one token at a time; both frameworks run the arithmetic of ``append_indices`` on the device.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ def earlier(ranks: int) -> list[list[int]]:
     return [[int(other < rank) for other in range(ranks)] for rank in range(ranks)]
 
 
-def turns(counts: Any, levels: Any, earlier: Any) -> Any:
+def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
     """Return the append rank of each empty slot, [batch, ranks, slots]: how many new tokens come before the slot's token.
 
-    ``counts`` [batch, ranks]: tokens that each rank holds. ``levels`` [batch, ranks, slots]: slot indices, not less than the
-    rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. Arrays of numpy, torch or jnp.
+    ``counts`` [batch, ranks]: tokens that each rank holds. ``slot_indices`` [batch, ranks, slots]: slot indices, not less than
+    the rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. Arrays of numpy, torch or jnp.
     """
-    return (levels[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
+    return (slot_indices[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:

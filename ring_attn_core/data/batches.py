@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from . import records, token_arrays
 from .cache import tokenised
-from .documents import Documents, File, found
+from .documents import File, TokenizedDocuments, found
 from .index import Index, batches_of, reads, state_of
 from .reader import Reader
 from .settings import COLUMN, DatasetSettings
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-def documents_of(settings: DatasetSettings) -> Documents:
+def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
     """Return the documents of the folder, which holds texts, files of rows, or token arrays.
 
     Raise ValueError on all ranks if the folder holds several kinds or none, or a file has no tokens.
@@ -78,18 +78,18 @@ class Batches:
         self.settings, self.vocab, self._digest, self._former = settings, data.vocab, data.digest, data.former
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
-        self.start = self.given = 0
+        self.start = self.yielded = 0
         """The number of the batch at which an iteration begins, and of the one that the latest iteration yields next."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches ``start + offset``, ``start + offset + every``, and so on, to the end."""
         self.reader.check()
         start = self.start
-        self.given = start
+        self.yielded = start
         end = self.index.end
         for number in itertools.count(start + offset, every) if end is None else range(start + offset, end, every):
             arrays = self.arrays(number)
-            self.given = number + 1
+            self.yielded = number + 1
             yield arrays
 
     def arrays(self, number: int) -> BatchArrays:
@@ -101,21 +101,21 @@ class Batches:
         shape = of.batch_size, len(where)
         ids, labels = np.zeros(shape, np.int32), np.full(shape, of.ignore_index, np.int32)
         positions, extents = np.tile(where.astype(np.int32), (of.batch_size, 1)), np.zeros((*shape, 2), np.int32)
-        for row, pieces in enumerate(self.index.batch(number)):
-            for read in reads(pieces, runs):
-                slots, piece = slice(read.slot, read.slot + read.count), read.piece
+        for row, spans in enumerate(self.index.batch(number)):
+            for read in reads(spans, runs):
+                slots, span = slice(read.slot, read.slot + read.count), read.span
                 tokens, following = self.reader.read(read)
                 ids[row, slots] = tokens
                 labels[row, read.slot : read.slot + read.labelled] = following
-                extents[row, slots] = piece.begin, piece.begin + piece.count
+                extents[row, slots] = span.begin, span.begin + span.count
         if of.restart_positions:
             positions -= extents[..., 0]
         return BatchArrays(ids, labels, positions, extents)
 
     def state(self, batches: int | None = None) -> str:
         """Return the state after ``batches`` batches as JSON, for ``resume``. Default: the batches yielded so far."""
-        return state_of(self.given if batches is None else batches, self._digest, self.index, self.settings)
+        return state_of(self.yielded if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
         """Start the next iteration where ``state`` was taken. Raise ValueError if it belongs to other data or settings."""
-        self.start = self.given = batches_of(state, (self._digest, self._former), self.index, self.settings)
+        self.start = self.yielded = batches_of(state, (self._digest, self._former), self.index, self.settings)

@@ -30,7 +30,7 @@ from typing import Any
 
 from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
 from . import records
-from .documents import Document, Documents, File, content_of, unchanged
+from .documents import Document, File, TokenizedDocuments, content_of, unchanged
 from .encoding import CODES, Encode, encoder
 from .settings import DatasetSettings
 
@@ -41,7 +41,7 @@ TOKENIZER = "tokenizer.json"
 """Name of the file in a tokenizer's folder."""
 
 
-def tokenised(files: Sequence[File], settings: DatasetSettings) -> Documents:
+def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
     """Return the documents of these texts from the cache. Tokenise and write them first if they are not there.
 
     Raise ValueError if a text is not UTF-8 or the cache cannot be written.
@@ -92,7 +92,7 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -
     return sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
-def _kept(index: Path, files: Sequence[File]) -> Documents | None:
+def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
     """Return the cached documents of these files; None if the cache is missing, damaged or made from other texts."""
     try:
         kept = read_json(index)
@@ -134,16 +134,18 @@ def _names(files: Sequence[File], rows: Sequence[list[int] | None]) -> list[str]
     ]
 
 
-def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> Documents:
+def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> TokenizedDocuments:
     width, offset, documents = kept["width"], 0, []
     size, where, dtype = width * sum(kept["tokens"]), str(path), f"<u{width}"
     for name, tokens in zip(_names(files, _rows(kept, files)), kept["tokens"], strict=True):
         documents.append(Document(name, where, size, dtype, offset, tokens, None, kept["sample"]))
         offset += width * tokens
-    return Documents(tuple(documents), kept["digest"], kept["vocab"])
+    return TokenizedDocuments(tuple(documents), kept["digest"], kept["vocab"])
 
 
-def _written(folder: Path, index: Path, files: Sequence[File], encoding: tuple[Encode, int], ends: int | None) -> Documents:
+def _written(
+    folder: Path, index: Path, files: Sequence[File], encoding: tuple[Encode, int], ends: int | None
+) -> TokenizedDocuments:
     encode, vocab = encoding
     width = 1 if vocab <= 1 << 8 else 2 if vocab <= 1 << 16 else 4
     end = b"" if ends is None else int(ends).to_bytes(width, "little")

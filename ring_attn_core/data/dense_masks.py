@@ -34,7 +34,7 @@ NEITHER = (
 """The end of the error about a mask without parts."""
 
 
-class MaskParts(NamedTuple):
+class DenseMaskArguments(NamedTuple):
     """A mask as arguments of ``ring_attention``, in natural order. A query sees the keys that all of these arguments permit."""
 
     band: Band
@@ -74,24 +74,24 @@ class Hulls:
         self.key_extents[..., 0] = np.where(new, below[..., 0], self.key_extents[..., 0])
         self.key_extents[..., 1] = np.where(seen, below[..., 1], self.key_extents[..., 1])
 
-    def parts(self) -> MaskParts | None:
+    def parts(self) -> DenseMaskArguments | None:
         """Return the arguments that express the mask, a band if possible; None if it is not the intersection of its hulls."""
         import numpy as np
 
         seen = self.key_extents[..., 1] > 0
         everybody = np.ones_like(seen)
         if (band := self._band(everybody)) is not None:
-            return MaskParts(band)
+            return DenseMaskArguments(band)
         if self._fits(everybody, *np.moveaxis(self.extents, 2, 0)):
-            return MaskParts(full(), self.extents)
+            return DenseMaskArguments(full(), self.extents)
         if (band := self._band(seen)) is not None:
-            return MaskParts(band, key_mask=seen)
+            return DenseMaskArguments(band, key_mask=seen)
         if self._fits(seen, *np.moveaxis(self.extents, 2, 0)):
-            return MaskParts(full(), self.extents, key_mask=seen)
+            return DenseMaskArguments(full(), self.extents, key_mask=seen)
         columns, both = self._fitting_columns()
         if columns:
-            return MaskParts(full(), key_extents=self.key_extents)
-        return MaskParts(full(), self.extents, self.key_extents) if both else None
+            return DenseMaskArguments(full(), key_extents=self.key_extents)
+        return DenseMaskArguments(full(), self.extents, self.key_extents) if both else None
 
     def _band(self, key_mask: Any) -> Band | None:
         """Return a band whose intersection with ``key_mask`` is the mask, without limits if possible, else None."""
@@ -141,7 +141,7 @@ class Hulls:
         return alone, both
 
 
-def parts_of(visible: Any) -> MaskParts | None:
+def dense_mask_arguments(visible: Any) -> DenseMaskArguments | None:
     """Convert a numpy mask, bool [rows, queries, keys] in natural order, to arguments of ``ring_attention``.
 
     Return None if the mask is not the intersection of its hulls.

@@ -47,7 +47,7 @@ class Document(NamedTuple):
     """Digest of blocks spread over the file."""
 
 
-class Documents(NamedTuple):
+class TokenizedDocuments(NamedTuple):
     """All documents of a folder, in order of name."""
 
     documents: tuple[Document, ...]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..files import parse_json
 from ..runs import Run
 from ..validation import in_words, is_integer
-from .packing import Contexts, DocumentSpan, shuffled
+from .packing import DocumentSpan, PackedRows, shuffled
 from .settings import DatasetSettings
 
 FORMAT = 1
@@ -26,7 +26,7 @@ class ShardSpan(NamedTuple):
 
     slot: int
     """The first slot."""
-    piece: DocumentSpan
+    span: DocumentSpan
     first: int
     """Index in the document of the token in the first slot; each next slot has the token ``stride`` further on."""
     count: int
@@ -35,7 +35,7 @@ class ShardSpan(NamedTuple):
     """Number of tokens with a label, which is the token after each: all, or all but the last if it ends the piece."""
 
 
-def reads(pieces: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
+def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
     """Yield the spans that a rank reads for one packed row.
 
     A span is the part of a piece (a document's tokens in the row) that lies in one of ``runs``, the runs of the rank.
@@ -43,16 +43,16 @@ def reads(pieces: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[Shard
     With stride 1, a span reads one more token, the label of its last token, if the piece continues. With another stride, a span
     reads its labels separately, because they are tokens of other ranks.
     """
-    pieces, slot = tuple(pieces), 0
+    spans, slot = tuple(spans), 0
     for run in runs:
-        for piece in pieces:
+        for span in spans:
             index = lambda position, run=run: -(-(position - run.start) // run.stride)  # the first slot at or after the position
-            begin, end = max(index(piece.begin), 0), min(index(piece.begin + piece.count), run.length)
+            begin, end = max(index(span.begin), 0), min(index(span.begin + span.count), run.length)
             if begin < end:
                 position, final = run.start + begin * run.stride, run.start + (end - 1) * run.stride
-                ends = final == piece.begin + piece.count - 1
-                first = piece.first + position - piece.begin
-                yield ShardSpan(slot + begin, piece, first, end - begin, run.stride, end - begin - ends)
+                ends = final == span.begin + span.count - 1
+                first = span.first + position - span.begin
+                yield ShardSpan(slot + begin, span, first, end - begin, run.stride, end - begin - ends)
         slot += run.length
 
 
@@ -62,7 +62,7 @@ class Index:
     def __init__(self, lengths: Sequence[int], settings: DatasetSettings) -> None:
         """Count the batches. ``lengths``: tokens of each document. Raise ValueError if they do not fill one batch."""
         self._lengths, self._settings = lengths, settings
-        self._epoch: tuple[int, Contexts, Sequence[int]] | None = None
+        self._epoch: tuple[int, PackedRows, Sequence[int]] | None = None
         tokens, batch = sum(lengths), settings.rows * settings.length
         self.batches = tokens // batch if settings.last == "drop" else -(-tokens // batch)
         """Batches of an epoch."""
@@ -77,20 +77,20 @@ class Index:
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
         """Return the pieces of each packed row of this replica in a batch. A row after the end of the data is empty."""
         epoch, at = divmod(number, self.batches)
-        contexts, order = self._contexts(epoch)
+        packed_rows, order = self._packed_rows(epoch)
         first = at * self._settings.rows + self._settings.replica * self._settings.batch_size
         wanted = range(first, first + self._settings.batch_size)
-        return [contexts.pieces(order[row] if row < len(order) else row) for row in wanted]
+        return [packed_rows.spans(order[row] if row < len(order) else row) for row in wanted]
 
-    def _contexts(self, epoch: int) -> tuple[Contexts, Sequence[int]]:
+    def _packed_rows(self, epoch: int) -> tuple[PackedRows, Sequence[int]]:
         """Return the packed rows of an epoch and the order of the full rows. A row that is not full stays last."""
         if self._epoch is None or self._epoch[0] != epoch:
             of, key = self._settings, (self._settings.seed, epoch)
             documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
-            contexts = Contexts(self._lengths, of.length, documents)
-            whole = contexts.tokens // of.length
+            packed_rows = PackedRows(self._lengths, of.length, documents)
+            whole = packed_rows.tokens // of.length
             order = shuffled(whole, "contexts", *key) if of.shuffle else range(whole)
-            self._epoch = epoch, contexts, order
+            self._epoch = epoch, packed_rows, order
         return self._epoch[1:]
 
 

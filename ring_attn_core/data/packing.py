@@ -31,7 +31,7 @@ class DocumentSpan(NamedTuple):
     """Number of tokens."""
 
 
-class Contexts:
+class PackedRows:
     """The documents of an epoch in a given order, cut into packed rows."""
 
     def __init__(self, lengths: Sequence[int], length: int, order: Sequence[int] | None = None) -> None:
@@ -45,9 +45,9 @@ class Contexts:
         """Return the number of rows that hold at least one token."""
         return -(-self.tokens // self._length)
 
-    def pieces(self, context: int) -> tuple[DocumentSpan, ...]:
+    def spans(self, row: int) -> tuple[DocumentSpan, ...]:
         """Return the pieces of a row in order of position. A row after the last token has none."""
-        start, found = context * self._length, []
+        start, found = row * self._length, []
         position, stop = start, min(start + self._length, self.tokens)
         at = bisect_right(self._ends, position)
         while position < stop:

@@ -72,10 +72,10 @@ class Reader:
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids [count] and the labels [labelled] of a span. The label of a token is the id of the next token."""
         if read.stride == 1:
-            tokens = self._tokens(read.piece.document, read.first, max(read.count, read.labelled + 1), 1)
+            tokens = self._tokens(read.span.document, read.first, max(read.count, read.labelled + 1), 1)
             return tokens[: read.count], tokens[1 : 1 + read.labelled]
         ids, labels = ((read.first, read.count), (read.first + 1, read.labelled))
-        return tuple(self._tokens(read.piece.document, *each, read.stride) for each in (ids, labels))  # type: ignore[return-value]
+        return tuple(self._tokens(read.span.document, *each, read.stride) for each in (ids, labels))  # type: ignore[return-value]
 
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
         import numpy as np

@@ -182,11 +182,11 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
     """Return each rollout's tokens as an int64 array. Raise ValueError if one is not a list of token ids or is too long."""
     import numpy as np
 
-    given = list(rollouts) if isinstance(rollouts, Iterable) and not isinstance(rollouts, str | dict) else None
-    if not given:
+    listed = list(rollouts) if isinstance(rollouts, Iterable) and not isinstance(rollouts, str | dict) else None
+    if not listed:
         raise ValueError(f"rollouts must be a list of token lists, at least one, got {in_words(rollouts)}")
     lists = []
-    for i, tokens in enumerate(given):
+    for i, tokens in enumerate(listed):
         array = _array(tokens)
         if array is not None and array.ndim == 1 and not array.size:
             raise ValueError(f"rollouts[{i}] is empty: a rollout has at least one token, leave it out")
@@ -204,22 +204,22 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
     return lists
 
 
-def _values(name: str, given: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
+def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
     """Return the caller's values as float64 arrays, with one value for each token of each rollout.
 
-    ``given``: the values of each rollout, or None for 1.
+    ``yielded``: the values of each rollout, or None for 1.
     """
     import numpy as np
 
-    each = [1.0] * len(lists) if given is None else given
+    each = [1.0] * len(lists) if values is None else values
     each = list(each) if isinstance(each, Iterable) and not isinstance(each, str | dict) else None
     if each is None or len(each) != len(lists):
-        got = in_words(given) if each is None else str(len(each))
+        got = in_words(values) if each is None else str(len(each))
         raise ValueError(f"{name} must be a list with one entry for each of the {len(lists)} rollouts, got {got}")
     arrays = []
     for i, (x, tokens) in enumerate(zip(each, lists, strict=True)):
         array = _array(x)
-        shapes = [tokens.shape] if name == "loss_masks" and given is not None else [tokens.shape, ()]
+        shapes = [tokens.shape] if name == "loss_masks" and values is not None else [tokens.shape, ()]
         if array is None and getattr(x, "requires_grad", False):
             raise ValueError(f"{name}[{i}] requires a gradient, and weights are constants: pass {name}[{i}].detach()")
         if array is None or array.dtype.kind not in "biuf" or array.shape not in shapes:

@@ -10,7 +10,7 @@ from hashlib import sha256
 from typing import BinaryIO
 
 from ..files import identity, open_file, read_at, sample
-from .documents import Document, Documents, File, empty, vanished
+from .documents import Document, File, TokenizedDocuments, empty, vanished
 
 SUFFIX = ".npy"
 ENDS = 4096
@@ -20,7 +20,7 @@ LONGEST = 10_000
 """The most bytes of a header; numpy has the same limit."""
 
 
-def described(files: Sequence[File]) -> Documents:
+def described(files: Sequence[File]) -> TokenizedDocuments:
     """Return the documents of these files. Raise ValueError if a file is not an array of token ids."""
     documents, digest, former = [], sha256(), sha256()
     for file in files:
@@ -34,7 +34,7 @@ def described(files: Sequence[File]) -> Documents:
         what = json.dumps([document.name, document.dtype, document.tokens]).encode()
         digest.update(what + document.sample.encode())
         former.update(what + ends)
-    return Documents(tuple(documents), digest.hexdigest(), None, former.hexdigest())
+    return TokenizedDocuments(tuple(documents), digest.hexdigest(), None, former.hexdigest())
 
 
 def _array(file: File, opened: BinaryIO) -> Document:

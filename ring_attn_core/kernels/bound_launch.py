@@ -80,9 +80,9 @@ class BoundLaunch:
 
 def parameters(launch: Launch, kernel: Any) -> Parameters:
     """Return the parameters of a launch's compiled kernel, without Triton's scratch memory, which these kernels do not use."""
-    given, formats = dict(launch.arguments), iter(encodings(kernel))
+    arguments, formats = dict(launch.arguments), iter(encodings(kernel))
     of = Parameters([], [], [])
-    for x in (given[name] for name in kernel_function(launch.kernel).arg_names if name in given):
+    for x in (arguments[name] for name in kernel_function(launch.kernel).arg_names if name in arguments):
         if isinstance(x, Scalar):
             of.values.append(x.value)
         elif isinstance(x, Descriptor):

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ..dropout import rescale, threshold
-from ..plan.ulysses import HeadShares
+from ..plan.ulysses import HeadSplit
 from ..problem.problem import Problem
 from ..records import hashed_once
 from .launch import Argument, Array, Scalar
@@ -19,14 +19,15 @@ BEYOND = 2**30
 @hashed_once
 @dataclass(frozen=True)
 class RingCall:
-    """The parameters that all launches of one ring share; ``given`` names the optional arrays.
+    """The parameters that all launches of one ring share; ``array_names`` names the optional arrays.
 
     Shapes describe a step's shards, which a strategy may join. ``packed``: keys travel, and k and v are one array [batch, tokens,
     kv_heads, head_dim + v_dim] with float32 gradients; otherwise k and v are two arrays. ``aligned``: one dropout counter serves
-    eight probabilities. ``clean``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries,
-    padding included, may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``: the
-    launcher can pass TMA descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes ("forward",
-    "backward") listed in ``portable``. ``tiles_asked``: tiles that replace the result of ``choose_tiles``, for comparison.
+    eight probabilities. ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some
+    queries, padding included, may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``:
+    the launcher can pass TMA descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes
+    ("forward", "backward") listed in ``portable``. ``tiles_override``: tiles that replace the result of ``choose_tiles``, for
+    comparison.
     """
 
     batch: int
@@ -42,17 +43,17 @@ class RingCall:
     scale: float
     softcap: float | None
     dropout_rate: float
-    given: frozenset[str]
+    array_names: frozenset[str]
     packed: bool
     aligned: bool
-    clean: bool
+    zero_masked: bool
     fully_masked: bool
     tf32: bool
     capability: int
     tma: bool = True
     hopper: bool = False
     portable: frozenset[str] = frozenset()
-    tiles_asked: TileConfig | None = None
+    tiles_override: TileConfig | None = None
 
     @property
     def carries_rest(self) -> bool:
@@ -62,17 +63,17 @@ class RingCall:
     @property
     def features(self) -> frozenset[str]:
         """Return the names of the optional arrays, and "softcap" if the call has one."""
-        return self.given if self.softcap is None else self.given | {"softcap"}
+        return self.array_names if self.softcap is None else self.array_names | {"softcap"}
 
     @property
     def by_extents(self) -> bool:
         """Return whether the call has extents or key extents, which decide the tiles that a program visits."""
-        return not self.given.isdisjoint({"extents", "key_extents"})
+        return not self.array_names.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:
-        """Return the tiles of a kernel: ``tiles_asked`` if set, else the result of ``choose_tiles``."""
-        if self.tiles_asked is not None:
-            return self.tiles_asked
+        """Return the tiles of a kernel: ``tiles_override`` if set, else the result of ``choose_tiles``."""
+        if self.tiles_override is not None:
+            return self.tiles_override
         return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)
 
     @property
@@ -85,7 +86,7 @@ class RingCall:
         return {
             "inner": Scalar(self.scale * log2e if cap is None else self.scale / cap, "fp32"),
             "softcap": None if cap is None else Scalar(cap * log2e, "fp32"),
-            "threshold": Scalar(threshold(self.dropout_rate) << 16, "u32") if "dropout_seed" in self.given else None,
+            "threshold": Scalar(threshold(self.dropout_rate) << 16, "u32") if "dropout_seed" in self.array_names else None,
             "rescale": Scalar(rescale(self.dropout_rate), "fp32"),
             "S": Scalar(self.seq_local, "i32"),
             "T": Scalar(self.kv_local, "i32"),
@@ -99,18 +100,18 @@ class RingCall:
         """Return the number of key tiles of ``block`` keys in a shard."""
         return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
 
-    def array(self, given: str, dtype: str = "float32", name: str = "") -> Array | None:
-        """Return the kernel argument of the optional array ``given``; None if the call does not have that array.
+    def array(self, source: str, dtype: str = "float32", name: str = "") -> Array | None:
+        """Return the kernel argument of the optional array ``source``; None if the call does not have that array.
 
-        ``name``: the name of an array computed from ``given``, which the kernel gets in its place.
+        ``name``: the name of an array computed from ``source``, which the kernel gets in its place.
         """
-        return Array(name or given, dtype) if given in self.given else None
+        return Array(name or source, dtype) if source in self.array_names else None
 
 
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> RingCall:
     """Return the parameters that the launches of a problem share. ``anywhere``: runs may start at any position."""
     plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
-    shares = plan.shares or HeadShares(h, g, 1)
+    head_split = plan.head_split or HeadSplit(h, g, 1)
     names = {array.name for array in problem.arrays}
     if 0 in problem.q_shape:
         names -= {"dropout_seed"}  # an empty q has no probabilities to drop
@@ -118,8 +119,8 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         batch=b,
         seq_local=s * plan.q_shards,
         kv_local=t * plan.k_shards,
-        heads=shares.q_local,
-        kv_heads=shares.k_local,
+        heads=head_split.q_local,
+        kv_heads=head_split.k_local,
         head_dim=d,
         v_dim=problem.v_shape[-1],
         q_runs=len(plan.q_runs[0]),
@@ -128,10 +129,10 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         scale=problem.scale,
         softcap=problem.options.softcap,
         dropout_rate=problem.options.dropout_rate,
-        given=frozenset(names),
+        array_names=frozenset(names),
         packed=plan.travels,
         aligned=plan.by_counter and not anywhere,
-        clean=plan.blank_keys or not names.isdisjoint({"extents", "key_extents"}) or anywhere,
+        zero_masked=plan.blank_keys or not names.isdisjoint({"extents", "key_extents"}) or anywhere,
         fully_masked=problem.blanks or anywhere,
         tf32=backend == "triton_tf32",
         capability=problem.capability,

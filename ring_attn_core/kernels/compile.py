@@ -55,7 +55,7 @@ MODULES = {
     "dq": "portable.backward_dq",
     "dkv": "portable.backward_dkv",
     "unpack_key_mask": "portable.loads",
-    "dropout_streams": "portable.dropout",
+    "philox_keys": "portable.dropout",
     "decode": "portable.decode",
     "merge_pairs": "portable.decode",
     "hopper_forward": "hopper.forward",
@@ -87,15 +87,15 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 
 @contextmanager
-def _told(kernel: str) -> Iterator[None]:
+def _slow_notice(kernel: str) -> Iterator[None]:
     """Print a line if compilation takes longer than ``PATIENCE`` and stderr is a terminal; erase it at the end."""
     shown = threading.Event()
 
-    def tell() -> None:
+    def notify() -> None:
         shown.set()
         print(f"Triton compiles {kernel}, once for this machine ...", end="", file=sys.stderr, flush=True)
 
-    timer = threading.Timer(PATIENCE, tell)
+    timer = threading.Timer(PATIENCE, notify)
     if sys.stderr.isatty():
         timer.start()
     try:
@@ -155,7 +155,7 @@ def _kept(source: Any, capability: int, options: dict[str, Any]) -> Any:
 
     _find_cache()
     compile_it = lambda: triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    with _told(source.fn.__name__), changed_for_products(triton_release()):
+    with _slow_notice(source.fn.__name__), changed_for_products(triton_release()):
         try:
             return compile_it()
         except OSError as error:

@@ -22,9 +22,9 @@ MOST_ROWS = 64
 @hashed_once
 @dataclass(frozen=True)
 class DecodeCall:
-    """The parameters that all launches of one decoding call share. ``given``: names of the call's optional arrays.
+    """The parameters that all launches of one decoding call share. ``array_names``: names of the call's optional arrays.
 
-    ``fp8``: k and v have one byte per element. ``tiles_asked``, ``splits_asked``: replacements of the computed values, for
+    ``fp8``: k and v have one byte per element. ``tiles_override``, ``splits_override``: replacements of the computed values, for
     comparison.
     """
 
@@ -40,11 +40,11 @@ class DecodeCall:
     scale: float
     softcap: float | None
     window: int | None
-    given: frozenset[str]
+    array_names: frozenset[str]
     capability: int
     multiprocessors: int
-    tiles_asked: TileConfig | None = None
-    splits_asked: int | None = None
+    tiles_override: TileConfig | None = None
+    splits_override: int | None = None
 
     @property
     def rows(self) -> int:
@@ -53,9 +53,9 @@ class DecodeCall:
 
     @property
     def tiles(self) -> TileConfig:
-        """Return the tiles: ``tiles_asked`` if set, else the result of ``decode_tiles``."""
-        if self.tiles_asked is not None:
-            return self.tiles_asked
+        """Return the tiles: ``tiles_override`` if set, else the result of ``decode_tiles``."""
+        if self.tiles_override is not None:
+            return self.tiles_override
         return decode_tiles(self.rows, max(padded(self.head_dim), padded(self.v_dim)), self.dtype, self.fp8, self.capability)
 
     @property
@@ -65,9 +65,9 @@ class DecodeCall:
 
     @property
     def splits(self) -> int:
-        """Return the number of splits: ``splits_asked`` if set, else the result of ``count_splits``."""
-        if self.splits_asked is not None:
-            return self.splits_asked
+        """Return the number of splits: ``splits_override`` if set, else the result of ``count_splits``."""
+        if self.splits_override is not None:
+            return self.splits_override
         programs = self.batch * self.kv_heads * self.row_tiles
         at_once = self.multiprocessors * residents(self)
         return count_splits(programs, -(-self.slots // self.tiles.block_k), at_once, LEAST_SLOTS // self.tiles.block_k)
@@ -137,7 +137,7 @@ def call_of_decode(problem: Decode) -> DecodeCall:
         scale=problem.factor,
         softcap=None if problem.softcap is None else float(problem.softcap),
         window=problem.window,
-        given=problem.names,
+        array_names=problem.names,
         capability=problem.capability,
         multiprocessors=problem.multiprocessors,
     )

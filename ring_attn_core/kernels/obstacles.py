@@ -61,5 +61,5 @@ def cause_of(error: BaseException) -> str:
         error = error.__cause__
     lines = [re.sub(r"\S*\.ptx\b", "its PTX", line.strip()) for line in str(error).splitlines()]
     lines = [line for line in lines if line and not line.startswith(("PTXAS error", "Repro command", "^"))]
-    told = [line for line in lines if re.search(r"\b(fatal|error) *:", line)] or lines[-1:]
-    return ": ".join([type(error).__name__, *told[:1]])
+    errors = [line for line in lines if re.search(r"\b(fatal|error) *:", line)] or lines[-1:]
+    return ": ".join([type(error).__name__, *errors[:1]])

@@ -17,10 +17,10 @@ from .tile_sizes import HOPPER_BACKWARD_KEYS, hopper_passes
 
 def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
     """Yield each different launch in the forward of a ring of ``steps`` steps."""
-    if "key_mask" in call.given:
+    if "key_mask" in call.array_names:
         yield portable.unpack_key_mask(call.batch, call.kv_local)
-    if "dropout_seed" in call.given:
-        yield portable.dropout_streams(call.batch, call.heads)
+    if "dropout_seed" in call.array_names:
+        yield portable.philox_keys(call.batch, call.heads)
     yield from lists(call, "forward")
     for first, last in _ends(steps):
         yield forward(call, first, last)
@@ -29,7 +29,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
 def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
     """Yield each different launch in the backward that is not in the forward."""
     yield portable.delta(call, call.dtype)
-    if "extents" in call.given:
+    if "extents" in call.array_names:
         yield extent_bounds(call)
     for first, last in _ends(steps):
         if in_one_pass(call):
@@ -53,7 +53,7 @@ def in_one_pass(call: RingCall) -> bool:
     """Return whether one launch, ``hopper.backward``, computes all gradients of a step, instead of ``dq`` and ``dkv``."""
     widths = columns(call.head_dim), columns(call.v_dim)
     group = call.heads // call.kv_heads
-    return _takes(call, "backward") and hopper_passes(*widths, group, call.kv_local, "extents" in call.given) == 1
+    return _takes(call, "backward") and hopper_passes(*widths, group, call.kv_local, "extents" in call.array_names) == 1
 
 
 def _takes(call: RingCall, name: str) -> bool:
@@ -95,12 +95,12 @@ def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
     """
     if not call.by_extents or not _takes(call, "forward" if kernel == "forward" else "backward"):
         return ()
-    of_keys = "key_extents" in call.given
+    of_keys = "key_extents" in call.array_names
     if kernel in ("backward", "dkv"):
         one_pass = hopper.queries(call), HOPPER_BACKWARD_KEYS
         sizes = one_pass if kernel == "backward" else (wide.tiles_of(call).dkv_block_q, wide.BLOCK_K)
         found = _intervals(call, *sizes, whole=False) if of_keys else ()
-        ranges = (extent_launches.key_ranges(call),) if "extents" in call.given else ()
+        ranges = (extent_launches.key_ranges(call),) if "extents" in call.array_names else ()
         return *found, *ranges, extent_launches.query_tiles(call, *sizes)
     tiles = hopper.tiles_of_forward(call) if kernel == "forward" else wide.tiles_of(call)
     sizes = tiles.block_q, tiles.block_k

@@ -37,6 +37,6 @@ def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]]
     return of_fields
 
 
-def part(record: type[Record], of: Any) -> Record:
+def extract(record: type[Record], of: Any) -> Record:
     """Make a ``record`` (a dataclass) from the attributes of ``of`` that have the names of the record's fields."""
     return record(**{x.name: getattr(of, x.name) for x in fields(record) if hasattr(of, x.name)})  # type: ignore[arg-type]

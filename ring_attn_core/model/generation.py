@@ -123,11 +123,11 @@ class Generation:
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks, by name, in types that JSON can hold."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
-        drawn = self.sampling.choice
-        sampling = {"temperature": drawn.temperature or 0.0, "top_k": drawn.top_k, "top_p": drawn.top_p}
+        parameters = self.sampling.parameters
+        sampling = {"temperature": parameters.temperature or 0.0, "top_k": parameters.top_k, "top_p": parameters.top_p}
         sampling["seed"] = int(self.sampling.seed)
-        asked = {"prompts": digest, "max_new_tokens": list(self.new), "stop": list(self.stop), "chunk": self.chunk}
-        return asked | {"cache_dtype": self.cache_dtype} | sampling
+        found = {"prompts": digest, "max_new_tokens": list(self.new), "stop": list(self.stop), "chunk": self.chunk}
+        return found | {"cache_dtype": self.cache_dtype} | sampling
 
 
 class Answers:
@@ -136,10 +136,10 @@ class Answers:
     ``on_token(request, token)`` is called for each new token.
     """
 
-    def __init__(self, asked: Generation, on_token: OnToken | None) -> None:
-        self._stop, self._new, self._on_token = frozenset(asked.stop), asked.new, on_token
-        self.tokens: list[list[int]] = [[] for _ in asked.prompts]
-        self._open = set(range(len(asked.prompts)))
+    def __init__(self, generation: Generation, on_token: OnToken | None) -> None:
+        self._stop, self._new, self._on_token = frozenset(generation.stop), generation.new, on_token
+        self.tokens: list[list[int]] = [[] for _ in generation.prompts]
+        self._open = set(range(len(generation.prompts)))
 
     def take(self, tokens: Sequence[int]) -> bool:
         """Append the new token of each unfinished request. Return True if all requests are finished."""

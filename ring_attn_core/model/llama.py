@@ -107,7 +107,7 @@ def config_of(theirs: Theirs) -> TransformerConfig:
         if value is not None and (isinstance(value, bool) != (kinds is bool) or not isinstance(value, kinds)):
             raise ValueError(f"{name} of a {kind} model must be {words}, got {in_words(value)}: restore config.json")
     biases = {name: bool(theirs.get(name)) for name in ("attention_bias", "mlp_bias")}
-    strange = [name for name, given in biases.items() if given and name not in family.biased]
+    strange = [name for name, present in biases.items() if present and name not in family.biased]
     if strange:
         raise ValueError(f"{strange[0]} of a {kind} model must be False, got True: {family.architecture} has none")
     get = lambda name, default=None: theirs.get(name, family.defaults.get(name, default))
@@ -183,8 +183,8 @@ def their_config(config: TransformerConfig, length: int | None = None) -> dict[s
         **{name: getattr(published, name) for name in PUBLISHED if name != "max_position_embeddings"},
         "torch_dtype": config.param_dtype,
     }
-    given = {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
-    found |= {name: given[name] for name in FAMILIES[kind].biased}
+    biases = {"attention_bias": config.o_bias, "mlp_bias": config.mlp_bias}
+    found |= {name: biases[name] for name in FAMILIES[kind].biased}
     found |= _their_rotary(config.rotary)
     if kind in ("qwen2", "qwen3"):
         slides = [w is not None for w in windows]
@@ -233,33 +233,33 @@ def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -
 
 def _rotary(theirs: Theirs) -> Rotary:
     """Return the rotary embedding from ``rope_parameters``, or from ``rope_scaling`` and ``rope_theta`` of older transformers."""
-    given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    if any(isinstance(x, Mapping) for x in given.values()):
-        raise ValueError(f"rope_parameters must be one for all layers, got {', '.join(given)}")
-    if given.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_parameters must turn whole heads, got partial_rotary_factor {given['partial_rotary_factor']}")
-    base = given.get("rope_theta") or theirs.get("rope_theta") or 10000.0
-    kind = str(given.get("rope_type") or given.get("type") or "default")
+    scaling = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    if any(isinstance(x, Mapping) for x in scaling.values()):
+        raise ValueError(f"rope_parameters must be one for all layers, got {', '.join(scaling)}")
+    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"rope_parameters must turn whole heads, got partial_rotary_factor {scaling['partial_rotary_factor']}")
+    base = scaling.get("rope_theta") or theirs.get("rope_theta") or 10000.0
+    kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
     most = theirs.get("max_position_embeddings")
-    original = theirs.get("original_max_position_embeddings") or given.get("original_max_position_embeddings") or most
+    original = theirs.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings") or most
     always = {"linear": ("factor",), "llama3": ("factor", "low_freq_factor", "high_freq_factor")}
     needs = always.get(kind, ("factor",) if kind == "yarn" and not most else ())
-    missing = [name for name in needs if given.get(name) is None]
+    missing = [name for name in needs if scaling.get(name) is None]
     if missing:
-        raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)}, got {dict(given)}")
+        raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)}, got {dict(scaling)}")
     if kind == "default":
         return Rotary(base)
     if kind == "linear":
-        return Rotary(base, Linear(given["factor"]))
+        return Rotary(base, Linear(scaling["factor"]))
     if kind == "llama3":
-        factor, low, high = (given[name] for name in needs)
+        factor, low, high = (scaling[name] for name in needs)
         return Rotary(base, Llama3(factor, low, high, original))  # type: ignore[arg-type]
     if kind == "yarn":
-        scales = given.get("mscale"), given.get("mscale_all_dim")
+        scales = scaling.get("mscale"), scaling.get("mscale_all_dim")
         mscale, mscale_all = scales if all(scales) else (None, None)  # transformers ignores one alone
-        factor = most / original if given.get("factor") is None else given["factor"]  # type: ignore[operator]
-        fast, slow = given.get("beta_fast") or 32.0, given.get("beta_slow") or 1.0
-        attention, truncate = given.get("attention_factor"), given.get("truncate", True)
+        factor = most / original if scaling.get("factor") is None else scaling["factor"]  # type: ignore[operator]
+        fast, slow = scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0
+        attention, truncate = scaling.get("attention_factor"), scaling.get("truncate", True)
         return Rotary(base, YaRN(factor, original, fast, slow, attention, mscale, mscale_all, truncate))  # type: ignore[arg-type]
     raise ValueError(
         f"rope_type must be default, linear, llama3 or yarn, got {kind!r}: set another in config.json. What is called dynamic "

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ..runs import Band, Run
 from ..validation import in_words
 
-MOST_ENTRIES, MOST_CONTENTS, MOST_HOLDERS = 8, 4, 8
+MOST_ENTRIES, MOST_CONTENTS, MOST_OWNERS = 8, 4, 8
 """The most entries in a message, contents per entry, and holders per content; the message counts the rest."""
 
 LONGEST = 48
@@ -24,13 +24,13 @@ PLAIN = "a number, str, bool, None, mask, Run or numpy array"
 
 
 class Replica(NamedTuple):
-    """A description of the replica of an entry on one ``holder``, such as ("rank", 2).
+    """A description of the replica of an entry on one ``owner``, such as ("rank", 2).
 
     ``kind``: type, dtype and shape in words, equal in all copies. ``part``: the shard, if the array is sharded on purpose, else
     "". ``content``: a value or a digest, equal in all copies of one part.
     """
 
-    holder: tuple[str, int]
+    owner: tuple[str, int]
     kind: str
     content: str
     part: str = ""
@@ -40,10 +40,10 @@ Table = Mapping[str, Sequence[Replica]]
 """The copies of each entry in one process, by the entry's name."""
 
 
-def as_told(tables: Iterable[Any]) -> list[Table]:
+def tables_from_json(tables: Iterable[Any]) -> list[Table]:
     """Convert the lists in tables received as JSON back to ``Replica`` records."""
-    copy = lambda holder, *rest: Replica((holder[0], holder[1]), *rest)
-    return [{name: [copy(*each) for each in copies] for name, copies in table.items()} for table in tables]
+    replica = lambda owner, *rest: Replica((owner[0], owner[1]), *rest)
+    return [{name: [replica(*each) for each in replicas] for name, replicas in table.items()} for table in tables]
 
 
 class RankDifference(ValueError):
@@ -53,16 +53,16 @@ class RankDifference(ValueError):
     """
 
 
-def check_alike(what: str, holder: str, found: Sequence[str]) -> None:
-    """Raise RankDifference if the texts in ``found``, one per ``holder`` (such as "rank"), differ.
+def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
+    """Raise RankDifference if the texts in ``found``, one per ``unit`` (such as "rank"), differ.
 
     ``what``: the thing that the texts describe, for the message.
     """
     if len(set(found)) > 1:
-        others = [f"{holder} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
-        listed = "; ".join(others[:MOST_HOLDERS])
+        others = [f"{unit} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
+        listed = "; ".join(others[:MOST_OWNERS])
         raise RankDifference(
-            f"{what} are not the same on every {holder}: {holder} 0 read {found[0]}; {listed}. Load them when nobody saves "
+            f"{what} are not the same on every {unit}: {unit} 0 read {found[0]}; {listed}. Load them when nobody saves "
             "there, from one folder that all hosts share or from equal copies of it"
         )
 
@@ -86,17 +86,17 @@ def check_plain(name: str, x: Any, arrays: str) -> None:
         raise ValueError(f"{name} must be {arrays} or {PLAIN} to be compared between ranks, got {in_words(x)}")
 
 
-def plain_copy(holder: tuple[str, int], x: Any) -> Replica:
+def plain_replica(owner: tuple[str, int], x: Any) -> Replica:
     """Return the ``Replica`` of a value that passes ``check_plain``. NaNs compare by their bits."""
     kind = type(x).__name__
     if _is_numpy(x):
-        return Replica(holder, array_kind(kind, x.dtype, x.shape), array_content(x.tobytes(), x.item() if x.size == 1 else None))
+        return Replica(owner, array_kind(kind, x.dtype, x.shape), array_content(x.tobytes(), x.item() if x.size == 1 else None))
     text = hex(x) if isinstance(x, int) and x.bit_length() > 64 else repr(x)  # Python refuses to write very long ints in decimal
     if len(text) > LONGEST:
         text = f"{text[:LONGEST]}... {digest(text.encode())}"
     elif x != x:
         text = f"{text} {digest(struct.pack('<d', x))}"
-    return Replica(holder, kind, text)
+    return Replica(owner, kind, text)
 
 
 def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
@@ -113,15 +113,15 @@ def digest(data: Any) -> str:
     return "#" + blake2b(data, digest_size=8).hexdigest()
 
 
-def essence(table: Table) -> str:
+def table_digest(table: Table) -> str:
     """Return a digest of a table's replicas without their holders.
 
     If the digests of all tables are equal, it is enough to check one table.
     """
-    return digest(repr(sorted({(name, *copy[1:]) for name, copies in table.items() for copy in copies})).encode())
+    return digest(repr(sorted({(name, *replica[1:]) for name, replicas in table.items() for replica in replicas})).encode())
 
 
-def check_copies(tables: Sequence[Table], unit: str, remedy: str) -> None:
+def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
     """Raise ValueError if copies of an entry differ or a table lacks an entry.
 
     The message names each such entry and the holders of each content, and is the same for the same tables. ``tables``: one for
@@ -138,46 +138,46 @@ def check_copies(tables: Sequence[Table], unit: str, remedy: str) -> None:
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
     """Describe each entry that differs and the holders of each content, in the order of the first table."""
     names = dict.fromkeys(name for table in tables for name in table)
-    told = {name: _difference([table.get(name) for table in tables], unit) for name in names}
-    return [name + text for name, text in told.items() if text]
+    found = {name: _difference([table.get(name) for table in tables], unit) for name in names}
+    return [name + text for name, text in found.items() if text]
 
 
-def _difference(told: Sequence[Sequence[Replica] | None], unit: str) -> str:
+def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
     """Describe the differences between an entry's copies, in words that follow its name; "" if the copies are equal."""
-    copies = [copy for each in told for copy in each or ()]
-    kinds = _grouped((copy.kind, copy.holder) for copy in copies)
-    absent = [(unit, i) for i, each in enumerate(told) if each is None]
+    replicas = [replica for each in by_rank for replica in each or ()]
+    kinds = _grouped((replica.kind, replica.owner) for replica in replicas)
+    absent = [(unit, i) for i, each in enumerate(by_rank) if each is None]
     if absent:
         kinds["absent"] = absent
     if len(kinds) > 1:
         return f" is {_listed(kinds)}"
-    for part in dict.fromkeys(copy.part for copy in copies):
-        contents = _grouped((copy.content, copy.holder) for copy in copies if copy.part == part)
+    for part in dict.fromkeys(replica.part for replica in replicas):
+        contents = _grouped((replica.content, replica.owner) for replica in replicas if replica.part == part)
         if len(contents) > 1:
-            return f" ({copies[0].kind}{f', {part}' if part else ''}) is {_listed(contents)}"
+            return f" ({replicas[0].kind}{f', {part}' if part else ''}) is {_listed(contents)}"
     return ""
 
 
 def _grouped(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
     """Group (content, holder) ``pairs`` by content, and return the holders of each content."""
     groups: dict[str, list[tuple[str, int]]] = {}
-    for content, holder in pairs:
-        groups.setdefault(content, []).append(holder)
+    for content, owner in pairs:
+        groups.setdefault(content, []).append(owner)
     return groups
 
 
 def _listed(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
-    texts = [f"{content} on {holders(whose)}" for content, whose in groups.items()]
+    texts = [f"{content} on {owners(whose)}" for content, whose in groups.items()]
     return ", ".join(texts[:MOST_CONTENTS]) + _more(len(texts) - MOST_CONTENTS, ", ")
 
 
-def holders(whose: Sequence[tuple[str, int]]) -> str:
+def owners(whose: Sequence[tuple[str, int]]) -> str:
     """Return a list of holders in words, such as "ranks 0, 1, 3"."""
     texts = []
     for unit in dict.fromkeys(unit for unit, _ in whose):
         numbers = [str(number) for each, number in whose if each == unit]
         plural = "" if len(numbers) == 1 else "es" if unit.endswith("s") else "s"
-        texts.append(f"{unit}{plural} {', '.join(numbers[:MOST_HOLDERS])}{_more(len(numbers) - MOST_HOLDERS, ' ')}")
+        texts.append(f"{unit}{plural} {', '.join(numbers[:MOST_OWNERS])}{_more(len(numbers) - MOST_OWNERS, ' ')}")
     return " and ".join(texts)
 
 

@@ -92,9 +92,9 @@ class YaRN:
         _check_numbers(self, 1e-6, "fast", "slow")
         if self.fast <= self.slow:
             raise ValueError(f"YaRN keeps what turns fast: fast={self.fast!r} must be greater than slow={self.slow!r}")
-        given = [name for name in ("attention_factor", "mscale", "mscale_all") if getattr(self, name) is not None]
-        _check_numbers(self, 1e-6, *given)
-        if "attention_factor" not in given and len(given) == 1:
+        passed = [name for name in ("attention_factor", "mscale", "mscale_all") if getattr(self, name) is not None]
+        _check_numbers(self, 1e-6, *passed)
+        if "attention_factor" not in passed and len(passed) == 1:
             raise ValueError("YaRN takes mscale and mscale_all together, or neither: attention_factor is 0.1 ln(factor) + 1 then")
 
 
@@ -174,8 +174,8 @@ def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int)
             f"rotaries must be a list of one value for each of {depth} layers, a Rotary, a base, or None for a layer without "
             f"positions, got {rotaries!r}"
         )
-    given = map(as_number, rotaries)
-    return tuple(x if x is None else Rotary(x) if isinstance(x, int | float) else rotary_of(x, Rotary.base) for x in given)
+    values = map(as_number, rotaries)
+    return tuple(x if x is None else Rotary(x) if isinstance(x, int | float) else rotary_of(x, Rotary.base) for x in values)
 
 
 def check_rotary(head_dim: int, rotary: Rotary) -> None:

@@ -17,7 +17,7 @@ from .machine import Machine
 from .ring import RingPlan
 from .timeline import Timeline
 from .two_level import TwoLevelPlan
-from .ulysses import HeadShares
+from .ulysses import HeadSplit
 
 GATHERED, EXCHANGED = 1.12, 1.50
 """The factors of the backward kernels' time on joined keys, and on joined keys and queries: measured on two H200s."""
@@ -93,7 +93,7 @@ def memory(name: str, load: Load, group: int = 0) -> int:
     if name == "gather":
         return ranks * (keys + 3 * gradients)
     if name == "ulysses":
-        sent = load.item * (load.q * (load.head_dim + 2 * load.v_dim) + load.kv * _shares(load, group).copies)
+        sent = load.item * (load.q * (load.head_dim + 2 * load.v_dim) + load.kv * _head_split_of(load, group).copies)
         return 3 * sent + load.wide * (load.q * load.head_dim + 2 * load.kv) + (group < ranks) * (keys + 2 * gradients)
     shards = {"ring": 1, "direct": 1, "two_way": 2, "two_level": 2}[name]
     return shards * (keys + 2 * gradients)
@@ -199,21 +199,21 @@ def _gather(run: Pass, group: int) -> None:
         line.copy(3 * ranks * sent, 1)
 
 
-def _shares(load: Load, group: int) -> HeadShares:
-    return HeadShares(load.heads, load.kv_heads, group)
+def _head_split_of(load: Load, group: int) -> HeadSplit:
+    return HeadSplit(load.heads, load.kv_heads, group)
 
 
 def _ulysses(run: Pass, group: int) -> None:
     """Schedule "ulysses": exchange heads inside a group before the first and after the last step; groups form the ring."""
     line, load, plan = run.line, run.load, run.load.plan
-    shares, across = _shares(load, group), load.host_ranks < group
-    kv = load.kv * shares.copies / group
+    head_split, across = _head_split_of(load, group), load.host_ranks < group
+    kv = load.kv * head_split.copies / group
     q, w, i = load.q / group, load.wide, load.item
     lse = w * q * (2 if i >= 4 else 1)
     there, back = i * (q * load.head_dim + kv), i * q * load.v_dim + lse
     if run.backward:
         there += 2 * i * q * load.v_dim + lse + w * q
-        back = i * q * load.head_dim + kv * (i if shares.copies == 1 else w)
+        back = i * q * load.head_dim + kv * (i if head_split.copies == 1 else w)
 
     def exchange(size: float) -> None:
         line.copy(2 * size * group, EXCHANGE)

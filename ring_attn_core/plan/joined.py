@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from .ring import RingPlan
-from .ulysses import HeadShares
+from .ulysses import HeadSplit
 
 Runs = tuple[tuple[tuple[int, int, int, int], ...], ...]
 
@@ -17,12 +17,12 @@ class JoinedPlan(RingPlan):
 
     ``q_shards``, ``k_shards``: number of query shards and of key shards that are joined; both divide ``ranks``. The runs of all
     ranks of a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions refer to single shards.
-    ``shares``: the heads that each rank of a group computes; None: all heads.
+    ``head_split``: the heads that each rank of a group computes; None: all heads.
     """
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan
     k_shards: int = 1  # type: ignore[misc]
-    shares: HeadShares | None = None  # type: ignore[misc]
+    head_split: HeadSplit | None = None  # type: ignore[misc]
 
     @cached_property
     def q_runs(self) -> Runs:

@@ -18,7 +18,7 @@ from ..masks import check_mask, with_numbers
 from ..runs import Band, Row, Run, row
 from ..validation import hold_numbers, number_in_words
 from .balanced_layout import BalancedLayout
-from .ulysses import HeadShares
+from .ulysses import HeadSplit
 
 
 def check_steps(steps: Any) -> None:
@@ -53,7 +53,7 @@ class RingPlan:
     steps: tuple[int, ...] | None = None
     q_shards: ClassVar[int] = 1
     k_shards: ClassVar[int] = 1
-    shares: ClassVar[HeadShares | None] = None
+    head_split: ClassVar[HeadSplit | None] = None
 
     def __post_init__(self) -> None:
         check_mask(self.mask)

@@ -29,7 +29,7 @@ class Ulysses:
         return f"Ulysses(ranks={self.ranks})"
 
 
-class HeadShares(NamedTuple):
+class HeadSplit(NamedTuple):
     """The split of ``heads`` query heads and ``kv_heads`` key heads between the ``ranks`` ranks of a group, in order.
 
     Rank i of the group computes ``heads / ranks`` query heads from ``i * heads / ranks`` on, and gets the key heads that these

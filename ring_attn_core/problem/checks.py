@@ -200,7 +200,7 @@ def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) 
         _check_pair(taken, pair, is_array, expected)
     shapes = [tuple(shape) for out, lse in pairs for shape in (out.shape, (*lse.shape, 1))]
     sizes = [set(dims) - {1} for dims in zip_longest(*map(reversed, shapes), fillvalue=1)]
-    if any(len(given) > 1 for given in sizes[1:]) or len({shape[-1:] for shape in shapes[::2]} - {(1,)}) > 1:
+    if any(len(size) > 1 for size in sizes[1:]) or len({shape[-1:] for shape in shapes[::2]} - {(1,)}) > 1:
         got = ", ".join(f"out {list(out.shape)} and lse {list(lse.shape)}" for out, lse in pairs)
         raise ValueError(
             "merge takes pairs of out [batch, tokens, heads, v_dim] and lse [batch, tokens, heads] of the same queries, got "

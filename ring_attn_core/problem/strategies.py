@@ -14,7 +14,7 @@ from ..plan.direct import DirectPlan
 from ..plan.joined import JoinedPlan
 from ..plan.ring import RingPlan
 from ..plan.two_level import TwoLevel, TwoLevelPlan
-from ..plan.ulysses import HeadShares, Ulysses
+from ..plan.ulysses import HeadSplit, Ulysses
 
 STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level")
 RECORDS = {"ulysses": Ulysses, "two_level": TwoLevel}
@@ -67,7 +67,7 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int)
         return JoinedPlan(**own, k_shards=plan.ranks)
     if name == "ulysses":
         size = group_of(strategy, plan.ranks)
-        return JoinedPlan(**own, q_shards=size, k_shards=size, shares=HeadShares(heads, kv_heads, size))
+        return JoinedPlan(**own, q_shards=size, k_shards=size, head_split=HeadSplit(heads, kv_heads, size))
     if name == "two_level":
         return TwoLevelPlan(**own, host_ranks=group_of(strategy, plan.ranks))
     return plan

@@ -29,7 +29,7 @@ class Traffic(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sizes:
+class SentSizes:
     """The sizes of the arrays that a rank sends, in elements or bytes.
 
     ``shards``: number of joined key shards. ``slice``: number of tokens, if only a part of a shard is sent; None: the whole
@@ -97,9 +97,9 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     plan, even = problem.steps, problem.framework == "jax"
     assert isinstance(plan, DirectPlan)
 
-    def sizes(owner: int, shift: int) -> list[Sizes]:
+    def sizes(owner: int, shift: int) -> list[SentSizes]:
         tokens = [each.tokens(owner % plan.ranks, even) for each in plan.slices(shift)]
-        return [Sizes(problem, 0, problem.k_shape[2], slice=count) for count in tokens if count]
+        return [SentSizes(problem, 0, problem.k_shape[2], slice=count) for count in tokens if count]
 
     keys = gradients = Traffic(0, 0)
     for shift in plan.shifts[1:]:
@@ -117,9 +117,9 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
     With joined shards, a message holds the keys of all of them.
     """
     plan = problem.steps
-    shares = plan.shares
-    kv_heads = problem.k_shape[2] if shares is None else shares.k_local
-    sizes = Sizes(problem, 0, kv_heads, plan.k_shards)
+    head_split = plan.head_split
+    kv_heads = problem.k_shape[2] if head_split is None else head_split.k_local
+    sizes = SentSizes(problem, 0, kv_heads, plan.k_shards)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(len(plan.hops))
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(len(plan.hops) + (plan.home > 0))
 
@@ -129,36 +129,36 @@ def _two_way(problem: Problem) -> tuple[Traffic, Traffic]:
 
     Each hop sends a key shard, and in the backward also its gradients.
     """
-    sizes, hops = Sizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
+    sizes, hops = SentSizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(hops)
 
 
 def _gather(problem: Problem) -> tuple[Traffic, Traffic]:
-    sizes, others = Sizes(problem, 0, problem.k_shape[2]), problem.ranks - 1
+    sizes, others = SentSizes(problem, 0, problem.k_shape[2]), problem.ranks - 1
     arrays = 1 + sum(array.name in ("key_mask", "key_extents") for array in problem.arrays)
     keys = Traffic(arrays, sizes.kv * sizes.item + sizes.of_keys).times(others)
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(others)
 
 
 def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:
-    shares, d, e = problem.steps.shares, problem.q_shape[-1], problem.v_shape[-1]
-    assert shares is not None
-    sizes = Sizes(problem, shares.q_local, shares.k_local)
+    head_split, d, e = problem.steps.head_split, problem.q_shape[-1], problem.v_shape[-1]
+    assert head_split is not None
+    sizes = SentSizes(problem, head_split.q_local, head_split.k_local)
     keys = sizes.kv * sizes.item + sizes.of_keys + sizes.of_queries
     q, out, dlse = sizes.queries * d * sizes.item, sizes.queries * e * sizes.item, sizes.queries * sizes.wide
     lse = dlse * (2 if sizes.item >= 4 else 1)  # with its rest
-    dkv = sizes.kv * (sizes.item if shares.copies == 1 else sizes.wide)
+    dkv = sizes.kv * (sizes.item if head_split.copies == 1 else sizes.wide)
     there, back = Traffic(1, keys + q), Traffic(1, out + lse)
     there_again, gradients = Traffic(1, keys + q + 2 * out + lse + dlse), Traffic(1, q + dkv)
     forward, backward = _ring(problem)
-    others = shares.ranks - 1
+    others = head_split.ranks - 1
     return (there + back).times(others) + forward, (there_again + gradients).times(others) + backward
 
 
 def _two_level(problem: Problem) -> tuple[Traffic, Traffic]:
     """Return the traffic of "two_level" as (forward, backward), inside hosts and between hosts."""
-    plan, sizes = problem.steps, Sizes(problem, 0, problem.k_shape[2])
+    plan, sizes = problem.steps, SentSizes(problem, 0, problem.k_shape[2])
     assert isinstance(plan, TwoLevelPlan)
     rings = plan.inner_rings
     crossings = len(rings) - 1

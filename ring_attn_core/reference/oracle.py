@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dropout import kept, rescale
+from ..dropout import keep_mask, rescale
 from ..runs import Band
 
 Array = np.ndarray
@@ -193,5 +193,5 @@ def _dropout(features: Features, groups: tuple[int, int, int], queries: range, k
     if not features.dropout_rate:
         return np.ones(1)
     b, g, r = groups
-    keeps = kept(features.dropout_seed, features.dropout_rate, b, g * r, queries, keys)  # type: ignore[arg-type]
+    keeps = keep_mask(features.dropout_seed, features.dropout_rate, b, g * r, queries, keys)  # type: ignore[arg-type]
     return keeps.reshape(*groups, len(queries), len(keys)) * rescale(features.dropout_rate)

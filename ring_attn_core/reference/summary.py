@@ -39,34 +39,36 @@ class SummaryFeatures(NamedTuple):
     softcap: float | None = None
 
 
-def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: SummaryFeatures) -> SummaryAttended:
+def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures) -> SummaryAttended:
     """Return summary attention and its gradients in float64; in extended precision if q is float64.
 
     Arrays are global, in the natural order of tokens.
     """
-    return _attention((q, k, v, dout, dlse), asked, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
+    return _attention((q, k, v, dout, dlse), features, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
 
 
-def plain_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, asked: SummaryFeatures, dtype: str) -> SummaryAttended:
+def plain_summary(
+    q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures, dtype: str
+) -> SummaryAttended:
     """Compute the results of ``exact_summary`` as a single device does in ``dtype``.
 
     Sums and softmax are in float32 (in float64 for "float64"); results and summaries are rounded.
     """
     working = np.float64 if dtype == "float64" else np.float32
-    return _attention((q, k, v, dout, dlse), asked, working, rounding(dtype))
+    return _attention((q, k, v, dout, dlse), features, working, rounding(dtype))
 
 
-def who_sees_what(length: int, asked: SummaryFeatures) -> tuple[Array, Array]:
+def who_sees_what(length: int, features: SummaryFeatures) -> tuple[Array, Array]:
     """Return two masks: the tokens and summaries that each query sees, and the tokens that each summary pools.
 
     The first is bool [length, length + blocks * summaries], with the tokens before the summaries; the second is bool
     [blocks * summaries, length].
     """
-    block, m = asked.block, asked.summaries
+    block, m = features.block, features.summaries
     i, j = np.arange(length)[:, None], np.arange(length)
-    first = block * (np.maximum(i - asked.window, 0) // block)
+    first = block * (np.maximum(i - features.window, 0) // block)
     n, u = np.divmod(np.arange(-(-length // block) * m), m)
-    if asked.pool is None:
+    if features.pool is None:
         part = block // m
         of = (j // part) == (n * m + u)[:, None]
     else:
@@ -75,32 +77,32 @@ def who_sees_what(length: int, asked: SummaryFeatures) -> tuple[Array, Array]:
 
 
 def _attention(
-    arrays: tuple[Array, Array, Array, Array, Array], asked: SummaryFeatures, dtype: Any, rounded: Callable[[Array], Array]
+    arrays: tuple[Array, Array, Array, Array, Array], features: SummaryFeatures, dtype: Any, rounded: Callable[[Array], Array]
 ) -> SummaryAttended:
     q, k, v, dout, dlse = (x.astype(dtype) for x in arrays)
-    (b, s, h, d), g, m = q.shape, k.shape[2], asked.summaries
-    scale = dtype(d**-0.5 if asked.scale is None else asked.scale)
+    (b, s, h, d), g, m = q.shape, k.shape[2], features.summaries
+    scale = dtype(d**-0.5 if features.scale is None else features.scale)
     heads = lambda x: np.moveaxis(x.reshape(b, s, g, h // g, -1), 1, 3)  # [b g r s d]
     q, dout, dlse = heads(q), heads(dout), heads(dlse)
     k, v = np.moveaxis(k, 1, 2), np.moveaxis(v, 1, 2)  # [b g s d]
-    keep = np.ones((b, s), bool) if asked.key_mask is None else asked.key_mask
-    seen, of = who_sees_what(s, asked)
+    keep = np.ones((b, s), bool) if features.key_mask is None else features.key_mask
+    seen, of = who_sees_what(s, features)
     # Pooling: a softmax over the tokens of each summary.
     mine = of & keep[:, None]  # [b n s]
-    pool = np.zeros((m, g, d), dtype) if asked.pool is None else rounded(asked.pool.astype(dtype))
+    pool = np.zeros((m, g, d), dtype) if features.pool is None else rounded(features.pool.astype(dtype))
     pool = np.tile(np.moveaxis(pool, 1, 0), (1, len(of) // m, 1))  # [g n d]
     pooled = _softmax(np.where(mine[:, None], pool @ k.swapaxes(-1, -2) * dtype(d**-0.5), -np.inf))[0]
     pooled = rounded(pooled)
     kbar, vbar = rounded(pooled @ k), rounded(pooled @ v)
-    count = mine.sum(-1) / (m if asked.pool is not None else 1)
+    count = mine.sum(-1) / (m if features.pool is not None else 1)
     # Attention over tokens and summaries, concatenated.
     keys, values = np.concatenate([k, kbar], 2)[:, :, None], np.concatenate([v, vbar], 2)[:, :, None]
     with np.errstate(divide="ignore"):
         stands_for = np.log(np.concatenate([keep, count], 1).astype(dtype))[:, None, None, None]  # -inf: masked
     scores, steepness = q @ keys.swapaxes(-1, -2) * scale, dtype(1)
-    if asked.softcap is not None:
-        steepness = np.tanh(scores / dtype(asked.softcap))
-        scores, steepness = dtype(asked.softcap) * steepness, 1 - steepness**2
+    if features.softcap is not None:
+        steepness = np.tanh(scores / dtype(features.softcap))
+        scores, steepness = dtype(features.softcap) * steepness, 1 - steepness**2
     p, lse = _softmax(np.where(seen, scores + stands_for, -np.inf))
     out = rounded(rounded(p) @ values)
     delta = (dout * out).sum(-1, keepdims=True) - np.where(np.isneginf(lse), 0, dlse)
@@ -117,7 +119,7 @@ def _attention(
     dpool = (dpooled @ k * dtype(d**-0.5)).sum(0).reshape(g, -1, m, d).sum(1)
     whole = lambda x: np.moveaxis(x, 3, 1).reshape(b, s, h, -1)
     gradients = rounded(np.moveaxis(dk, 1, 2)), rounded(np.moveaxis(dv, 1, 2))
-    dpool = None if asked.pool is None else np.moveaxis(dpool, 1, 0)
+    dpool = None if features.pool is None else np.moveaxis(dpool, 1, 0)
     return SummaryAttended(whole(out), whole(lse)[..., 0], whole(dq), *gradients, dpool)
 
 

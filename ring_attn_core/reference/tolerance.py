@@ -36,8 +36,8 @@ def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
     return 2 * relative_error(plain, exact) + 2 * UNIT_ROUNDOFF[dtype]
 
 
-def bound_of_sinks(plain: Attention, exact: Attention, given: Mapping[str, np.ndarray], dtype: str) -> float:
-    """Return the allowed relative error of the gradient of sinks. ``given``: the sinks [heads], and the gradients dout and dlse.
+def bound_of_sinks(plain: Attention, exact: Attention, arrays: Mapping[str, np.ndarray], dtype: str) -> float:
+    """Return the allowed relative error of the gradient of sinks. ``arrays``: the sinks [heads], and the gradients dout and dlse.
 
     The gradient has few numbers, so the plain computation may be accurate by chance and ``bound`` too strict. Each number is a
     sum over queries. If the errors of its terms are independent and as large as the plain computation's plus a rounding, the
@@ -46,10 +46,10 @@ def bound_of_sinks(plain: Attention, exact: Attention, given: Mapping[str, np.nd
     assert plain.dsinks is not None and exact.dsinks is not None
 
     def terms(got: Attention) -> np.ndarray:
-        sinks = given["sinks"].astype(got.lse.dtype)
-        return np.exp(sinks - got.lse) * ((given["dout"] * got.out).sum(-1) - given["dlse"])
+        sinks = arrays["sinks"].astype(got.lse.dtype)
+        return np.exp(sinks - got.lse) * ((arrays["dout"] * got.out).sum(-1) - arrays["dlse"])
 
     wrong = np.stack([terms(plain) - terms(exact), terms(plain) * UNIT_ROUNDOFF[dtype]])
-    sigma = np.linalg.norm(wrong.astype(np.float64).reshape(-1, len(given["sinks"])), axis=0)
+    sigma = np.linalg.norm(wrong.astype(np.float64).reshape(-1, len(arrays["sinks"])), axis=0)
     by_chance = relative_error(exact.dsinks + 5 * sigma, exact.dsinks)
     return max(bound(plain.dsinks, exact.dsinks, dtype), by_chance)

@@ -1,19 +1,19 @@
 """Dilated attention as ring attention over the tokens that each head keeps: positions, visibility and shifts.
 
 A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions p with
-``p % r == h % r``. Heads with equal ``h % r`` form a head group (a *class* in the code). A rank folds its shard into folded
-batches (*lanes*), one for each batch row and head group. A head group keeps one token in each stretch of r tokens, and slot i of
-its lanes holds the token of stretch i. With lanes as batch rows, a pattern is one ring attention in contiguous layout.
+``p % r == h % r``. Heads with equal ``h % r`` form a head group. A rank folds its shard into folded
+batches, one for each batch row and head group. A head group keeps one token in each stretch of r tokens, and slot i of
+its batches holds the token of stretch i. With these as batch rows, a pattern is one ring attention in contiguous layout.
 
     shard of 8 tokens, r = 2            p   0 1 2 3 4 5 6 7
-    class 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
-    class 1 (heads 1, 3, ...)                 #   #   #   #       slots 0 1 2 3
+    group 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
+    group 1 (heads 1, 3, ...)                 #   #   #   #       slots 0 1 2 3
 
-Slot i of class t on rank R is position ``base(R) + i r + t``. If r does not divide a shard, the base lies up to r - 1 tokens
+Slot i of group t on rank R is position ``base(R) + i r + t``. If r does not divide a shard, the base lies up to r - 1 tokens
 before the shard, and the first or last slot may hold no token of the rank; a key mask hides such slots. The slots of all ranks
-are in order of position, so a query sees one interval of the slots of its lane: an extent.
+are in order of position, so a query sees one interval of the slots of its folded batch: an extent.
 
-Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). A rank, slot or class may be an int or an array of any framework.
+Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). A rank, slot or group may be an int or an array of any framework.
 """
 
 from __future__ import annotations
@@ -87,16 +87,16 @@ class Patterns(NamedTuple):
             )
 
 
-def lanes_of(problem: Problem, asked: Patterns) -> tuple[FoldedBatches, ...]:
+def batches_of(problem: Problem, options: Patterns) -> tuple[FoldedBatches, ...]:
     """Check the call and return the folded batches of each pattern."""
-    patterns, mixing = asked.check(), asked.mixing
+    patterns, mixing = options.check(), options.mixing
     total = problem.check()
     (_, local, heads, _), (_, kv_local, kv_heads, _) = problem.q_shape, problem.k_shape
     if kv_local != local:
         raise ValueError(
             f"q has {local} tokens and k has {kv_local}: dilated attention is among the tokens of one sequence, pass equally many"
         )
-    asked.check_heads(heads)
+    options.check_heads(heads)
     made = []
     for i, (segment, dilation) in enumerate(patterns):
         segment, dilation = _within(segment, dilation, max(problem.ranks * local, heads))
@@ -107,7 +107,7 @@ def lanes_of(problem: Problem, asked: Patterns) -> tuple[FoldedBatches, ...]:
                 dilation=dilation,
                 first=own[0],
                 heads=len(own),
-                share=heads // kv_heads,
+                group_size=heads // kv_heads,
                 ranks=problem.ranks,
                 local=local,
                 length=total.length,
@@ -124,34 +124,34 @@ def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
     return min(segment, -(-most // dilation) * dilation), dilation
 
 
-class HeadPart(NamedTuple):
-    """The heads of an array that a pattern uses (kept heads), and their head groups (classes).
+class HeadSelection(NamedTuple):
+    """The heads of an array that a pattern uses (kept heads), and their head groups.
 
     Take heads ``first`` to ``end`` (exclusive). Repeat each head ``repeat`` times. Drop the first ``skip`` of these heads; the
-    next ``kept`` heads are the kept heads. There are ``spread * together`` classes. Kept head j becomes head ``j // spread`` in
-    each of ``together`` consecutive classes, of which the first is class ``j % spread * together``.
+    next ``selected`` heads are the kept heads. There are ``spread * together`` groups. Kept head j becomes head ``j // spread``
+    in each of ``together`` consecutive groups, of which the first is group ``j % spread * together``.
     """
 
     first: int
     end: int
     repeat: int
     skip: int
-    kept: int
+    selected: int
     spread: int
     together: int
 
     @property
     def padded(self) -> int:
-        """Number of kept heads, rounded up so that all classes have the same number of heads."""
-        return -(-self.kept // self.spread) * self.spread
+        """Number of kept heads, rounded up so that all groups have the same number of heads."""
+        return -(-self.selected // self.spread) * self.spread
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedBatches:
     """The folded batches of one pattern over a ring.
 
-    ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the query heads that use the pattern. ``share``: query heads that
-    share a key head. ``ranks``, ``local``: number of ranks, tokens of a shard. ``length``: true tokens of all shards.
+    ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the query heads that use the pattern. ``group_size``: query heads
+    that share a key head. ``ranks``, ``local``: number of ranks, tokens of a shard. ``length``: true tokens of all shards.
     ``mask``: a Band in token positions.
     """
 
@@ -159,20 +159,20 @@ class FoldedBatches:
     dilation: int
     first: int
     heads: int
-    share: int
+    group_size: int
     ranks: int
     local: int
     length: int
     mask: Band
 
     @property
-    def classes(self) -> int:
-        """Number of head groups (classes). Class t holds the heads ``first + t``, ``first + t + dilation``, and so on."""
+    def head_groups(self) -> int:
+        """Number of head groups. Group t holds the heads ``first + t``, ``first + t + dilation``, and so on."""
         return min(self.dilation, self.heads)
 
     @property
     def shift(self) -> int:
-        """The value of ``p % dilation`` for the token positions p that class 0 keeps."""
+        """The value of ``p % dilation`` for the token positions p that group 0 keeps."""
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
@@ -196,28 +196,28 @@ class FoldedBatches:
 
     @property
     def aligned(self) -> bool:
-        """True if slot i of a class, counted over all ranks, holds the i-th token that the class keeps."""
+        """True if slot i of a group, counted over all ranks, holds the i-th token that the group keeps."""
         return self.shift == 0 and (self.ranks == 1 or self.local % self.dilation == 0)
 
     @property
-    def of_queries(self) -> HeadPart:
+    def of_queries(self) -> HeadSelection:
         """The folding of q and of arrays with as many heads, such as out."""
-        return HeadPart(self.first, self.first + self.heads, 1, 0, self.heads, self.classes, 1)
+        return HeadSelection(self.first, self.first + self.heads, 1, 0, self.heads, self.head_groups, 1)
 
     @property
-    def of_keys(self) -> HeadPart:
+    def of_keys(self) -> HeadSelection:
         """The folding of k and v.
 
-        A class holds one copy of each key head that its query heads read. If the query heads of a key head do not spread evenly
-        over the classes, a class holds one copy for each of its query heads.
+        A group holds one copy of each key head that its query heads read. If the query heads of a key head do not spread evenly
+        over the groups, a group holds one copy for each of its query heads.
         """
-        first, end = self.first // self.share, -(-(self.first + self.heads) // self.share)
-        whole = self.first % self.share == 0 and self.heads % self.share == 0
-        if whole and self.classes % self.share == 0:
-            return HeadPart(first, end, 1, 0, end - first, self.classes // self.share, self.share)
-        if whole and self.share % self.classes == 0:
-            return HeadPart(first, end, 1, 0, end - first, 1, self.classes)
-        return HeadPart(first, end, self.share, self.first - first * self.share, self.heads, self.classes, 1)
+        first, end = self.first // self.group_size, -(-(self.first + self.heads) // self.group_size)
+        whole = self.first % self.group_size == 0 and self.heads % self.group_size == 0
+        if whole and self.head_groups % self.group_size == 0:
+            return HeadSelection(first, end, 1, 0, end - first, self.head_groups // self.group_size, self.group_size)
+        if whole and self.group_size % self.head_groups == 0:
+            return HeadSelection(first, end, 1, 0, end - first, 1, self.head_groups)
+        return HeadSelection(first, end, self.group_size, self.first - first * self.group_size, self.heads, self.head_groups, 1)
 
     @property
     def needs_extents(self) -> bool:
@@ -238,13 +238,13 @@ class FoldedBatches:
             return Band(lo, hi)
         return causal() if lo == 0 else full()
 
-    def visible(self, rank: Any, slot: Any, of_class: Any) -> tuple[Any, Any, Any]:
+    def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
         """Return whether a slot holds a true token, and the interval ``first .. end - 1`` of slots that it sees as a query.
 
         The interval counts slots over all ranks, ``slots`` for each. It may include slots that ``band`` masks. An empty interval
         is (0, 0).
         """
-        p = self.position(rank, slot, of_class)
+        p = self.position(rank, slot, of_group)
         start = rank * self.local
         holds = (p >= start) & (p < start + self.local) & (p < self.length)
         first = p // self.segment * self.segment
@@ -254,14 +254,14 @@ class FoldedBatches:
             first = _at_least(first, p - hi)
         if lo is not None and not self.aligned and self.band.lo is None:
             end = _at_most(end, p - lo + 1)
-        first = p - (p - first) // self.dilation * self.dilation  # the first position that the class keeps
+        first = p - (p - first) // self.dilation * self.dilation  # the first position that the group keeps
         last = p + (end - 1 - p) // self.dilation * self.dilation
         some = holds & (first <= last)
         return holds, only_where(some, self.slot_of(first)), only_where(some, self.slot_of(last) + 1)
 
-    def position(self, rank: Any, slot: Any, of_class: Any) -> Any:
+    def position(self, rank: Any, slot: Any, of_group: Any) -> Any:
         """Return the token position of a slot. The slot is empty if the position lies outside the rank's shard."""
-        return rank * self.local - self.front(rank) + slot * self.dilation + of_class
+        return rank * self.local - self.front(rank) + slot * self.dilation + of_group
 
     def slot_of(self, position: Any) -> Any:
         """Return the slot, counted over all ranks, of the token at ``position``."""

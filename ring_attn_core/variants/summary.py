@@ -101,10 +101,10 @@ class SummaryOptions:
     @property
     def compared(self) -> tuple[tuple[str, Any], ...]:
         """The options by name, for comparison between ranks."""
-        return tuple([(name, getattr(self, name)) for name in ASKED])
+        return tuple([(name, getattr(self, name)) for name in OPTION_NAMES])
 
 
-ASKED = tuple(field.name for field in fields(SummaryOptions))
+OPTION_NAMES = tuple(field.name for field in fields(SummaryOptions))
 """The names of the options. torch.compile can trace attribute lookups by these names, but not ``asdict``."""
 
 
@@ -147,7 +147,7 @@ class SummaryPlan:
         return max(min(-(-(start + self.local) // block), self.blocks) - start // block for start in starts)
 
     @property
-    def holders(self) -> int:
+    def owners(self) -> int:
         """The largest number of ranks that one block spans.
 
         Within a shard, blocks start at multiples of ``gcd(block, local)``; the block at the last such start spans the most ranks.
@@ -157,7 +157,7 @@ class SummaryPlan:
         return min((latest + block - 1) // local + 1, self.ranks)
 
     @property
-    def near(self) -> Options:
+    def exact_options(self) -> Options:
         """The options of the local attention: its window limits how far keys travel, and extents cut it at block starts."""
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
@@ -166,7 +166,7 @@ class SummaryPlan:
     def ring(self) -> RingPlan:
         """The ring plan of the local attention. Raise ValueError if the length does not fit the shards."""
         lengths: Any = (None, self.options.length)
-        return RingPlan("contiguous", self.near.mask, self.ranks, self.local, *lengths)
+        return RingPlan("contiguous", self.exact_options.mask, self.ranks, self.local, *lengths)
 
     def first(self, positions: Any) -> Any:
         """Return the first exactly visible position of the queries at ``positions``, an integer or integer array."""
@@ -174,29 +174,29 @@ class SummaryPlan:
         block, window = min(self.options.block, most), min(self.options.window, most)
         return clamp(positions - window, 0, self.length) // block * block
 
-    def pooled(self, slot_of: Any, part: Any, rank: Any) -> tuple[Any, Any]:
+    def pooled(self, slot_of: Any, index: Any, rank: Any) -> tuple[Any, Any]:
         """Return (first, end) of the local tokens ``first .. end - 1`` that ``rank`` pools for one summary.
 
-        ``slot_of``: the slot of the block on this rank; ``part``: the index of the summary within the block. An empty slot has an
-        empty interval.
+        ``slot_of``: the slot of the block on this rank; ``index``: the index of the summary within the block. An empty slot has
+        an empty interval.
         """
         block, width = self.options.block, self.options.width
         start = rank * self.local
         of_block = (start // block + slot_of) * block
-        of_part = of_block + part * width if self.options.pooling == "mean" else of_block
+        of_summary = of_block + index * width if self.options.pooling == "mean" else of_block
         here = lambda position: clamp(clamp(position, 0, self.blocks * block) - start, 0, self.local)
-        return here(of_part), here(of_part + width)
+        return here(of_summary), here(of_summary + width)
 
-    def held(self, block: Any, holder: Any) -> tuple[Any, Any]:
+    def held(self, block: Any, owner: Any) -> tuple[Any, Any]:
         """Return the index of a partial summary of ``block`` in the gathered array, and whether the summary exists.
 
-        ``holder`` selects the rank that made the summary: 0 is the first rank with tokens of the block. If the block has too few
+        ``owner`` selects the rank that made the summary: 0 is the first rank with tokens of the block. If the block has too few
         ranks, the summary does not exist, and the index is that of the first rank's summary.
         """
         size, local = self.options.block, self.local
         first = block * size // local
-        exists = (first + holder) * local < (block + 1) * size
-        rank = first + only_where(exists, holder)
+        exists = (first + owner) * local < (block + 1) * size
+        rank = first + only_where(exists, owner)
         return rank * self.slots + block - rank * local // size, exists
 
     def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> SentBytes:
@@ -212,8 +212,8 @@ class SummaryPlan:
         hops = self.ring.hops
         home = 1 if self.ring.home else 0
         parts = batch * self.slots * self.options.summaries * kv_heads * (sum(dims) + 1 + key_mask) * wide
-        far = parts * (self.ranks - 1) if self.blocks else 0
-        return SentBytes(len(hops) * keys + far, len(hops) * keys + (len(hops) + home) * numbers * wide + far)
+        summaries = parts * (self.ranks - 1) if self.blocks else 0
+        return SentBytes(len(hops) * keys + summaries, len(hops) * keys + (len(hops) + home) * numbers * wide + summaries)
 
 
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:

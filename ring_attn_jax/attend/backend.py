@@ -19,7 +19,7 @@ from .state import BackwardInputs, Gradients, State
 class Backend(Protocol):
     """An implementation of attention over the keys of one shard. It is hashable, as a constant of the traced program."""
 
-    apart: ClassVar[bool]
+    two_arrays: ClassVar[bool]
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
@@ -30,7 +30,9 @@ class Backend(Protocol):
         """
         ...
 
-    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
+    def backward_inputs(
+        self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
+    ) -> BackwardInputs:
         """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse. The loop calls it once per backward.
 
         ``total``: the state after the last step; ``dtotal``: (dout, dlse). A probability is ``exp(s - lse - rest)``, and each

@@ -35,14 +35,14 @@ from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
 from .state import BackwardInputs, Gradients, State, carries_rest, rest_of
-from .tiles import Pair, Part, accumulation_dtype, dot
+from .tiles import Pair, TileInputs, accumulation_dtype, dot
 
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain jnp, tile by tile. ``even``: see ``Part``."""
+    """The backend "blockwise": plain jnp, tile by tile. ``even``: see ``TileInputs``."""
 
-    apart: ClassVar[bool] = False
+    two_arrays: ClassVar[bool] = False
     even: bool = True
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
@@ -50,8 +50,10 @@ class Blockwise:
         state = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total, even=self.even)
         return state._replace(out=state.out.astype(q.dtype)) if last else state
 
-    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """See ``Backend.cotangents``."""
+    def backward_inputs(
+        self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
+    ) -> BackwardInputs:
+        """See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         seen = lse > -jnp.inf
         dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
@@ -106,12 +108,12 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
     """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return it."""
     if q.size == 0 or keys.kv.size == 0:
         return total
-    part = Part.of(q, keys, rows, score, even)
+    inputs = TileInputs.of(q, keys, rows, score, even)
 
     def query_tile(index: jax.Array, total: State) -> State:
-        queries = part.query_tile(index)
-        q_tile = queries.load(q, part.groups) * score.scale
-        out, lse, *rest = (queries.load(x, part.groups, valid_only=False) for x in total.arrays)
+        queries = inputs.query_tile(index)
+        q_tile = queries.load(q, inputs.groups) * score.scale
+        out, lse, *rest = (queries.load(x, inputs.groups, valid_only=False) for x in total.arrays)
         row_sum = (lse > -jnp.inf).astype(lse.dtype)
         if rest:
             row_sum = row_sum * jnp.exp(rest[0])
@@ -128,13 +130,13 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
             acc = acc * decay[..., None] + dot("bgrqk,bgke->bgrqe", pair.drop(p), v_tile)
             return acc, l * decay + p.sum(-1), m_new
 
-        acc, l, m = part.over_keys(queries, key_tile, (out, row_sum, lse))
+        acc, l, m = inputs.over_keys(queries, key_tile, (out, row_sum, lse))
         out = acc / jnp.where(l == 0, 1, l)[..., None]
         lse = m + jnp.log(l)
         tiles = (out, lse, rest_of(m, jnp.log(l), lse)) if rest else (out, lse)
         return State(*map(queries.store, total.arrays, tiles))
 
-    return lax.fori_loop(0, part.query_tiles, query_tile, total)
+    return lax.fori_loop(0, inputs.query_tiles, query_tile, total)
 
 
 @partial(jax.jit, static_argnames="even")
@@ -154,27 +156,27 @@ def attend_backward(
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:
         return dq, dkv
-    part = Part.of(q, keys, rows, score, even)
+    inputs = TileInputs.of(q, keys, rows, score, even)
 
     def query_tile(index: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         dq, dkv = gradients
-        queries = part.query_tile(index)
-        q_tile = queries.load(q, part.groups) * score.scale
-        dout_tile, lse_tile, delta_tile = (queries.load(x, part.groups) for x in (dout, lse, delta))
+        queries = inputs.query_tile(index)
+        q_tile = queries.load(q, inputs.groups) * score.scale
+        dout_tile, lse_tile, delta_tile = (queries.load(x, inputs.groups) for x in (dout, lse, delta))
 
         def key_tile(pair: Pair, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             dq_tile, dkv = state
             k_tile, v_tile = pair.load_kv()
-            q_seen, dout_seen = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
-            scores, tanh = pair.scores(q_seen, k_tile)
+            q_visible, dout_visible = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
+            scores, tanh = pair.scores(q_visible, k_tile)
             p = jnp.where(pair.visible, jnp.exp(scores - lse_tile[..., None]), 0)
-            dp = pair.drop(dot("bgrqe,bgke->bgrqk", dout_seen, v_tile)) - delta_tile[..., None]
+            dp = pair.drop(dot("bgrqe,bgke->bgrqk", dout_visible, v_tile)) - delta_tile[..., None]
             ds = jnp.where(pair.visible, p * dp if tanh is None else p * dp * (1 - tanh * tanh), 0)
-            dk_tile, dv_tile = dot("bgrqk,bgrqd->bgkd", ds, q_seen), dot("bgrqk,bgrqe->bgke", pair.drop(p), dout_seen)
+            dk_tile, dv_tile = dot("bgrqk,bgrqd->bgkd", ds, q_visible), dot("bgrqk,bgrqe->bgke", pair.drop(p), dout_visible)
             dq_tile = dq_tile + score.scale * dot("bgrqk,bgkd->bgrqd", ds, k_tile)
             return dq_tile, pair.keys.add(dkv, jnp.concatenate([dk_tile, dv_tile], -1)[:, :, None])
 
-        dq_tile, dkv = part.over_keys(queries, key_tile, (queries.load(dq, part.groups, valid_only=False), dkv))
+        dq_tile, dkv = inputs.over_keys(queries, key_tile, (queries.load(dq, inputs.groups, valid_only=False), dkv))
         return queries.store(dq, dq_tile), dkv
 
-    return lax.fori_loop(0, part.query_tiles, query_tile, (dq, dkv))
+    return lax.fori_loop(0, inputs.query_tiles, query_tile, (dq, dkv))

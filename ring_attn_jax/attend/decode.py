@@ -52,7 +52,7 @@ class DecodeArrays(NamedTuple):
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
     """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split, [splits b n h e+1]."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
-    given = {
+    arguments = {
         "q": arrays.q,
         "k": as_bytes(arrays.k),
         "v": as_bytes(arrays.v),
@@ -60,12 +60,12 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
         "k_positions": arrays.k_positions,
     }
     if arrays.tree_mask is not None:
-        given["tree_mask"] = arrays.tree_mask.astype(jnp.uint8)
-        given["depths"] = depths(arrays)
+        arguments["tree_mask"] = arrays.tree_mask.astype(jnp.uint8)
+        arguments["depths"] = depths(arrays)
     for name in ("alibi_slopes", "k_scale", "v_scale"):
         if (x := getattr(arrays, name)) is not None:
-            given[name] = x.astype(jnp.float32)
-    (pairs,) = launch(launches.decode(call), given)
+            arguments[name] = x.astype(jnp.float32)
+    (pairs,) = launch(launches.decode(call), arguments)
     return pairs
 
 
@@ -79,8 +79,8 @@ def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks by a kernel. Return out in q's dtype and lse."""
-    given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
-    out, lse = launch(launches.merge_pairs(call, ranks, True), given)
+    arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
+    out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
 
 
@@ -193,26 +193,26 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
     return _Visibility(visible if window is None else visible & (lag <= window), lag)
 
 
-def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, seen: _Visibility, score: _Score) -> _State:
+def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Visibility, score: _Score) -> _State:
     """Return the online softmax of ``rows`` [b g, n heads, d] over one chunk of slots.
 
     ``keys`` [b c g d], ``values`` [b c g e]: those of the chunk.
     """
-    (b, g, m, _), n = rows.shape, seen.visible.shape[1]
+    (b, g, m, _), n = rows.shape, visibility.visible.shape[1]
     s = _products(rows, keys)
     if score.softcap is not None:
         s = score.softcap * jnp.tanh(s / score.softcap)
     s = s.reshape(b, g, n, m // n, -1)
     if score.alibi_slopes is not None:
         slopes = score.alibi_slopes.astype(s.dtype).reshape(1, g, 1, m // n, 1)
-        s = s - slopes * seen.lag[:, None, :, None].astype(s.dtype)
-    s = jnp.where(seen.visible[:, None, :, None], s, -jnp.inf).reshape(b, g, m, -1)
+        s = s - slopes * visibility.lag[:, None, :, None].astype(s.dtype)
+    s = jnp.where(visibility.visible[:, None, :, None], s, -jnp.inf).reshape(b, g, m, -1)
     top = s.max(-1)
     p = jnp.exp(s - jnp.where(top == -jnp.inf, 0, top)[..., None])
     product = _sums(p, values)
-    read = seen.visible.any(1)[..., None, None]
-    clean = lambda: _sums(p, jnp.where(read, values, 0))
-    return _State(top, p.sum(-1), lax.cond(jnp.isfinite(product).all(), lambda: product, clean))
+    read = visibility.visible.any(1)[..., None, None]
+    zeroed = lambda: _sums(p, jnp.where(read, values, 0))
+    return _State(top, p.sum(-1), lax.cond(jnp.isfinite(product).all(), lambda: product, zeroed))
 
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
@@ -225,8 +225,8 @@ def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
     if g * m > FEW_ROWS:
         return dot("bgmd,bcgd->bgmc", rows, keys)
     mine = jnp.eye(g, dtype=bool)[None, :, None, :, None]
-    apart = jnp.where(mine, rows[:, :, :, None], 0).reshape(b, g * m, g * d)
-    return dot("bmd,bcd->bmc", apart, keys.reshape(*keys.shape[:2], g * d)).reshape(b, g, m, -1)
+    by_head = jnp.where(mine, rows[:, :, :, None], 0).reshape(b, g * m, g * d)
+    return dot("bmd,bcd->bmc", by_head, keys.reshape(*keys.shape[:2], g * d)).reshape(b, g, m, -1)
 
 
 def _sums(p: jax.Array, values: jax.Array) -> jax.Array:

@@ -10,18 +10,18 @@ import numpy as np
 
 from ring_attn_core.dropout import (
     WORD,
-    check_draw,
+    check_seed,
     number,
     philox2x32,
+    philox_key,
     place_of_key,
     place_of_query,
     seed_words,
-    stream,
     threshold,
 )
 
 
-class Draw(NamedTuple):
+class DropoutState(NamedTuple):
     """The dropout state as 0-d uint32: both words of the seed, and the global indices of the first batch row and head."""
 
     low: jax.Array
@@ -30,12 +30,12 @@ class Draw(NamedTuple):
     head: jax.Array
 
 
-def draw_of(seed: Any, offset: Any) -> Draw:
-    """Return the dropout state of a seed and an offset; a ``seed`` that is a ``Draw`` already is returned unchanged.
+def dropout_state(seed: Any, offset: Any) -> DropoutState:
+    """Return the dropout state of a seed and an offset; a ``seed`` that is a ``DropoutState`` already is returned unchanged.
 
     Raise ValueError if a number is not an int or a 0-d integer array.
     """
-    if isinstance(seed, Draw):
+    if isinstance(seed, DropoutState):
         return seed
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         raise ValueError(
@@ -45,8 +45,8 @@ def draw_of(seed: Any, offset: Any) -> Draw:
         of_integers = _is_integer(x) if isinstance(x, jax.Array | np.ndarray) else isinstance(x, int | np.integer)
         if not of_integers or isinstance(x, bool):
             raise ValueError(f"{name} must be an int or a 0-d integer array (of a PRNG key: jax.random.bits(key)), got {x!r}")
-    check_draw(*(x if isinstance(x, jax.Array) else int(x) for x in (seed, *offset)))
-    return Draw(*_words(seed), *(_words(x)[0] for x in offset))
+    check_seed(*(x if isinstance(x, jax.Array) else int(x) for x in (seed, *offset)))
+    return DropoutState(*_words(seed), *(_words(x)[0] for x in offset))
 
 
 def _words(x: Any) -> tuple[jax.Array, jax.Array]:
@@ -64,24 +64,24 @@ def _is_integer(x: Any) -> bool:
     return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def streams(draw: Draw, batch: int, heads: int) -> jax.Array:
+def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
     Compute it once for all tiles of a step, because it is half of the dropout mask's code to compile.
     """
-    b = draw.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
-    h = draw.head + jnp.arange(heads, dtype=jnp.uint32)[None]
-    return stream((draw.low, draw.high), b, h, multiply, jnp.uint32)
+    b = state.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
+    h = state.head + jnp.arange(heads, dtype=jnp.uint32)[None]
+    return philox_key((state.low, state.high), b, h, multiply, jnp.uint32)
 
 
-def kept(streams: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
+def keep_mask(philox_keys: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.Array) -> jax.Array:
     """Return dropout's keep mask, bool [batch, heads, queries, keys], True for kept.
 
     ``q_pos`` [queries], ``k_pos`` [keys]: global positions.
     """
     word = lambda x: x.astype(jnp.uint32)
     (of_q, which), (of_k, turn) = place_of_query(word(q_pos)[None, None, :, None]), place_of_key(word(k_pos)[None, None, None])
-    words = philox2x32((of_q, of_k), streams[:, :, None, None], multiply, jnp.uint32)
+    words = philox2x32((of_q, of_k), philox_keys[:, :, None, None], multiply, jnp.uint32)
     return number(jnp.where(which == 0, *words), turn) >= threshold(rate)
 
 

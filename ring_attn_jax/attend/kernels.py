@@ -31,7 +31,7 @@ class Kernels:
     """
 
     call: RingCall
-    apart: ClassVar[bool] = True
+    two_arrays: ClassVar[bool] = True
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
         """See ``Backend.attend``."""
@@ -41,8 +41,10 @@ class Kernels:
         _add_lists(arrays, steps.lists(self.call, "forward"))
         return State(*launch(steps.forward(self.call, total is None, last), arrays))
 
-    def cotangents(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """See ``Backend.cotangents``."""
+    def backward_inputs(
+        self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
+    ) -> BackwardInputs:
+        """See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         dout = dout.astype(q.dtype)
         if self.call.fully_masked and not steps.zeroes_queries(self.call):
@@ -150,6 +152,6 @@ def _arrays(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str
         arrays["alibi_slopes"] = score.alibi_slopes.astype(jnp.float32)
     if score.dropout_seed is not None:
         (arrays["dropout"],) = launch(
-            portable.dropout_streams(q.shape[0], q.shape[2]), {"dropout_seed": jnp.stack(score.dropout_seed)}
+            portable.philox_keys(q.shape[0], q.shape[2]), {"dropout_seed": jnp.stack(score.dropout_seed)}
         )
     return arrays

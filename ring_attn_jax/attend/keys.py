@@ -27,18 +27,18 @@ class Keys(NamedTuple):
 
 
 def pack(
-    k: jax.Array, v: jax.Array, key_mask: jax.Array | None = None, key_extents: jax.Array | None = None, apart: bool = False
+    k: jax.Array, v: jax.Array, key_mask: jax.Array | None = None, key_extents: jax.Array | None = None, two_arrays: bool = False
 ) -> Keys:
     """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2].
 
     Masked keys and values become 0, even if they are NaN. Extents are clipped to positions that fit the kernels' arithmetic.
     """
-    arrays = [k, v] if apart else [jnp.concatenate([k, v], -1)]
+    arrays = [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
     bits = None
     if key_mask is not None:
         arrays = [jnp.where(key_mask[..., None, None], x, 0) for x in arrays]
         bits = bits_of(key_mask)
-    return Keys(arrays[0], bits, arrays[1] if apart else None, None if key_extents is None else clipped(key_extents))
+    return Keys(arrays[0], bits, arrays[1] if two_arrays else None, None if key_extents is None else clipped(key_extents))
 
 
 def bits_of(key_mask: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 
-from .dropout import Draw
+from .dropout import DropoutState
 
 
 @partial(
@@ -31,4 +31,4 @@ class Score:
     """[h]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: jax.Array | None = None
     """[h]: the ALiBi bias for each position that the key is ahead of the query."""
-    dropout_seed: Draw | None = None
+    dropout_seed: DropoutState | None = None

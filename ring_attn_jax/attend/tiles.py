@@ -17,7 +17,7 @@ from ring_attn_core.dropout import rescale
 from ring_attn_core.kernels.tile_sizes import blockwise_tiles, visible_tiles
 from ring_attn_core.runs import Row
 
-from .dropout import kept, streams
+from .dropout import keep_mask, philox_keys
 from .keys import Keys, unpack
 from .score import Score
 
@@ -83,26 +83,26 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class TileInputs:
     """The inputs of a call, and the ranges of tiles to visit.
 
-    ``seen`` bool [b t]: the key mask. ``key_extents`` int32 [b t 2]. ``streams`` uint32 [b h]: the Philox keys of dropout.
-    ``even``: True if the shard is cut into equal slots, one per run; else runs have any length and follow each other.
+    ``key_mask`` bool [b t]: the key mask. ``key_extents`` int32 [b t 2]. ``philox_keys`` uint32 [b h]: the Philox keys of
+    dropout. ``even``: True if the shard is cut into equal slots, one per run; else runs have any length and follow each other.
     """
 
     q: jax.Array
     kv: jax.Array
-    seen: jax.Array | None
+    key_mask: jax.Array | None
     key_extents: jax.Array | None
     rows: jax.Array
     score: Score
-    streams: jax.Array | None
+    philox_keys: jax.Array | None
     even: bool = True
 
     @classmethod
-    def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, even: bool = True) -> Part:
-        draws = None if score.dropout_seed is None else streams(score.dropout_seed, q.shape[0], q.shape[2])
-        return cls(q, keys.kv, unpack(keys), keys.extents, rows, score, draws, even)
+    def of(cls, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, even: bool = True) -> TileInputs:
+        dropout_keys = None if score.dropout_seed is None else philox_keys(score.dropout_seed, q.shape[0], q.shape[2])
+        return cls(q, keys.kv, unpack(keys), keys.extents, rows, score, dropout_keys, even)
 
     @property
     def groups(self) -> int:
@@ -198,7 +198,7 @@ class Part:
 class Pair:
     """The scores of one pair of query tile and key tile, with masking and dropout."""
 
-    part: Part
+    inputs: TileInputs
     queries: Tile
     keys: Tile
     row: Row
@@ -208,9 +208,9 @@ class Pair:
 
         Such keys may hold NaN.
         """
-        tile = self.keys.load(self.part.kv, self.part.groups, valid_only=False)[:, :, 0]
+        tile = self.keys.load(self.inputs.kv, self.inputs.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
-        d = self.part.q.shape[-1]
+        d = self.inputs.q.shape[-1]
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: jax.Array) -> jax.Array:
@@ -220,49 +220,49 @@ class Pair:
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
         """Return the unmasked scores [b g r block_q block_k], and softcap's tanh (None without softcap) for the backward."""
         scores, tanh = dot("bgrqd,bgkd->bgrqk", q_tile, k_tile), None
-        if self.part.score.softcap is not None:
-            tanh = jnp.tanh(scores / self.part.score.softcap)
-            scores = tanh * self.part.score.softcap
-        if self.part.score.alibi_slopes is not None:
-            slopes = self.part.score.alibi_slopes.astype(scores.dtype).reshape(1, self.part.groups, -1, 1, 1)
+        if self.inputs.score.softcap is not None:
+            tanh = jnp.tanh(scores / self.inputs.score.softcap)
+            scores = tanh * self.inputs.score.softcap
+        if self.inputs.score.alibi_slopes is not None:
+            slopes = self.inputs.score.alibi_slopes.astype(scores.dtype).reshape(1, self.inputs.groups, -1, 1, 1)
             lag = (self.k_pos[None] - self.q_pos[:, None]).astype(scores.dtype)
             scores = scores + slopes * lag[None, None, None]
         return scores, tanh
 
     def drop(self, p: jax.Array) -> jax.Array:
         """Apply dropout to ``p``: set dropped probabilities to 0 and rescale the others."""
-        if self.kept is None:
+        if self.keep_mask is None:
             return p
-        return jnp.where(self.kept.reshape(p.shape), p * rescale(self.part.score.dropout_rate), 0)
+        return jnp.where(self.keep_mask.reshape(p.shape), p * rescale(self.inputs.score.dropout_rate), 0)
 
     @cached_property
-    def kept(self) -> jax.Array | None:
+    def keep_mask(self) -> jax.Array | None:
         """The dropout mask, bool [b h block_q block_k], True for kept; None without dropout."""
-        if self.part.streams is None:
+        if self.inputs.philox_keys is None:
             return None
-        mine = lax.dynamic_slice_in_dim(self.part.streams, *self.queries.batch)
-        return kept(mine, self.part.score.dropout_rate, self.q_pos, self.k_pos)
+        mine = lax.dynamic_slice_in_dim(self.inputs.philox_keys, *self.queries.batch)
+        return keep_mask(mine, self.inputs.score.dropout_rate, self.q_pos, self.k_pos)
 
     @cached_property
     def visible(self) -> jax.Array:
         """The mask, bool [b or 1, 1, 1, block_q, block_k]: True if the query sees the key and both are valid in their tiles."""
         lag = (self.queries.index[:, None] - self.keys.index[None])[None]
         visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[None, :, None] & self.keys.valid[None, None]
-        if self.part.score.extents is not None:
-            first, end = (x[..., None] for x in self.part.extents(self.queries))
+        if self.inputs.score.extents is not None:
+            first, end = (x[..., None] for x in self.inputs.extents(self.queries))
             k_pos = self.k_pos[None, None]
             visible &= (k_pos >= first) & (k_pos < end)
-        if self.part.key_extents is not None:
+        if self.inputs.key_extents is not None:
             visible &= self.within_key_extents
-        if self.part.seen is not None:
-            visible &= self.keys.tokens_of(self.part.seen)[:, None]
+        if self.inputs.key_mask is not None:
+            visible &= self.keys.tokens_of(self.inputs.key_mask)[:, None]
         return visible[:, None, None]
 
     @cached_property
     def within_key_extents(self) -> jax.Array:
         """Return bool [1 block_q block_k]: True if the query lies in the key's extent."""
-        assert self.part.key_extents is not None
-        first, end = jnp.unstack(self.keys.tokens_of(self.part.key_extents)[:, None], axis=-1)
+        assert self.inputs.key_extents is not None
+        first, end = jnp.unstack(self.keys.tokens_of(self.inputs.key_extents)[:, None], axis=-1)
         q_pos = self.q_pos[None, :, None]
         return (q_pos >= first) & (q_pos < end)
 
@@ -282,12 +282,12 @@ class Pair:
         return self.row.k_start + self.row.stride * self.keys.index
 
 
-def zero_unless(seen: jax.Array, tile: jax.Array) -> jax.Array:
-    """Return ``tile`` with 0 at elements that are not ``seen``.
+def zero_unless(visible: jax.Array, tile: jax.Array) -> jax.Array:
+    """Return ``tile`` with 0 at elements that are not ``visible``.
 
     Most tiles are fully visible; branching to return them unchanged saves 5 % of the time.
     """
-    return lax.cond(seen.all(), lambda: tile, lambda: jnp.where(seen, tile, 0))
+    return lax.cond(visible.all(), lambda: tile, lambda: jnp.where(visible, tile, 0))
 
 
 def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ from ring_attn_core.releases import warn_if_untried
 
 from ..attend.backend import Backend
 from ..attend.blockwise import Blockwise
-from ..attend.dropout import Draw
+from ..attend.dropout import DropoutState
 from ..attend.kernels import Kernels
 from ..attend.keys import Keys, pack
 from ..attend.launch import capability, makes_descriptors
@@ -36,7 +36,7 @@ class Arrays(NamedTuple):
     key_mask: jax.Array | None = None
     sinks: jax.Array | None = None
     alibi_slopes: jax.Array | None = None
-    dropout_seed: Draw | None = None
+    dropout_seed: DropoutState | None = None
     key_extents: jax.Array | None = None
 
 
@@ -69,7 +69,7 @@ class CompiledCall(NamedTuple):
 
     def keys(self, k: jax.Array, v: jax.Array, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents in the form in which they travel."""
-        return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.travels)
+        return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=self.backend.two_arrays and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score parameters with this call's extents, sinks, ALiBi slopes and dropout seed."""

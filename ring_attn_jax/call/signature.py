@@ -12,7 +12,7 @@ from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
 
-from ..attend.dropout import draw_of
+from ..attend.dropout import dropout_state
 from .autograd import attention
 from .prepare import Arrays
 
@@ -109,6 +109,6 @@ def ring_attention(
         backend=backend,
         deterministic=deterministic,
     )
-    draw = draw_of(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
-    out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, draw, key_extents), options, axis_name)
+    state = dropout_state(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
+    out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents), options, axis_name)
     return (out, lse) if return_lse else out

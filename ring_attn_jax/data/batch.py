@@ -154,8 +154,8 @@ def _balanced(owner: jax.Array, ranks: int, tree: Any) -> BalancedLayout:
     return layout_of_ids(ids.tolist(), ranks)
 
 
-def _shaped_like(ids: jax.Array, **given: jax.Array) -> jax.Array:
-    ((name, x),) = given.items()
+def _shaped_like(ids: jax.Array, **array: jax.Array) -> jax.Array:
+    ((name, x),) = array.items()
     if x.shape != ids.shape:
         raise ValueError(f"{name} must have the shape of ids {list(ids.shape)}, got {list(x.shape)}")
     return whole(x, 1)

@@ -148,8 +148,8 @@ def _extents_of_ends(ends: jax.Array, length: int | None) -> jax.Array:
     if values is None and length is None:
         raise ValueError("document_extents needs length=... for a traced cu_seqlens: no shape can depend on its values")
     if ends.shape[0] == 0 or (values is not None and (values[0] != 0 or (np.diff(values) < 0).any())):
-        given = "nothing" if values is None else _short(values)
-        raise ValueError(f"cu_seqlens must be 0 and then the end of every document, none before the last, got {given}")
+        got = "nothing" if values is None else _short(values)
+        raise ValueError(f"cu_seqlens must be 0 and then the end of every document, none before the last, got {got}")
     length = int(values[-1]) if length is None else length  # type: ignore[index]  # refused above where values is None
     if values is not None and values[-1] > length:
         raise ValueError(f"cu_seqlens ends at {values[-1]}, beyond length={length}: pass a length of at least {values[-1]}")

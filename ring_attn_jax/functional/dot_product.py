@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.data.dense_masks import NEITHER, MaskParts, both, parts_of
+from ring_attn_core.data.dense_masks import NEITHER, DenseMaskArguments, both, dense_mask_arguments
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.layouts import named
 from ring_attn_core.masks import causal, full
@@ -84,9 +84,9 @@ def dot_product_attention(
     unbatched = getattr(query, "ndim", 4) == 3
     q, k, v = (_batched(name, x, unbatched) for name, x in (("query", query), ("key", key), ("value", value)))
     shards = Shards.of(q, k, axis_name, layout, (length, kv_length))
-    parts, fits = MaskParts(full()), None
+    parts, fits = DenseMaskArguments(full()), None
     if mask is not None:
-        parts, fits = _parts_of(mask, (q.shape[0], q.shape[2], *shards.lengths))
+        parts, fits = _mask_arguments_of(mask, (q.shape[0], q.shape[2], *shards.lengths))
     band = both(both(parts.band, causal() if is_causal else full()), _window(local_window_size))
     extents = shards.own(parts.extents, 0)
     if query_seq_lengths is not None or key_value_seq_lengths is not None:
@@ -184,8 +184,8 @@ def _window(size: Any) -> Band:
     return Band(-right, left)
 
 
-def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, Any]:
-    """Convert a global mask to MaskParts. Also return bool [rows, queries], True for each query that the parts express exactly.
+def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
+    """Convert a global mask to arguments. Also return bool [rows, queries], True for each query that the parts express exactly.
 
     The second result is None if the mask's values are known, because then the parts express every query. ``shape``: batch, heads,
     length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not fit, if a known mask
@@ -203,27 +203,27 @@ def _parts_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[MaskParts, A
     values = on_host(mask)
     if values is None:
         visible = jnp.broadcast_to(jnp.reshape(mask, sizes), (*sizes[:2], queries, keys))
-        parts, fits = _traced_parts(visible[:, 0])
+        parts, fits = _traced_mask_arguments(visible[:, 0])
         return parts, fits & (visible == visible[:, :1]).all((1, 3))
     visible = values.reshape(sizes)
     if not (visible == visible[:, :1]).all():
         raise ValueError("mask differs between heads, which share what they see: pass the same for all heads of a batch row")
     import numpy as np
 
-    parts = parts_of(np.broadcast_to(visible[:, 0], (rows, queries, keys)))
+    parts = dense_mask_arguments(np.broadcast_to(visible[:, 0], (rows, queries, keys)))
     if parts is None:
         raise ValueError(f"mask {NEITHER}")
     return parts, None
 
 
-def _traced_parts(visible: jax.Array) -> tuple[MaskParts, jax.Array]:
+def _traced_mask_arguments(visible: jax.Array) -> tuple[DenseMaskArguments, jax.Array]:
     """Return the tightest intervals around ``visible`` bool [rows, queries, keys], and for each query whether they are exact."""
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]
     key = jnp.arange(visible.shape[2], dtype=jnp.int32)[None, None]
     rows = (extents[..., :1] <= key) & (key < extents[..., 1:])
     columns = (key_extents[:, None, :, 0] <= query) & (query < key_extents[:, None, :, 1])
-    return MaskParts(full(), extents, key_extents), ((rows & columns) == visible).all(2)
+    return DenseMaskArguments(full(), extents, key_extents), ((rows & columns) == visible).all(2)
 
 
 def _hull(visible: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from ring_attn_core.validation import is_integer
 
 from ..axes import ring_size, vary_alike
 from .requests import DATA, META, Lengths, Requests, Rows
-from .scales import given_scales, of_first, quantized
+from .scales import checked_scales, of_first, quantized
 from .step import CachedRequests, DecodeStep, appended, prefilled
 
 
@@ -102,7 +102,7 @@ class KVCache(Requests):
         options: dict[str, Any] = {"window": window, "room": room, "page": page, "scaled": scaled}
         spec = CacheSpec.of(config, batch, capacity, ranks, dtype=_name(dtype), **options)
         cache = cls(
-            *_empty(spec, 1 if mesh is None else ranks), *given_scales(spec, k_scale, v_scale), spec=spec, axis_name=axis_name
+            *_empty(spec, 1 if mesh is None else ranks), *checked_scales(spec, k_scale, v_scale), spec=spec, axis_name=axis_name
         )
         if mesh is None:
             k, v, where = vary_alike((axis_name,), cache.k, cache.v, cache.positions)
@@ -156,9 +156,9 @@ class KVCache(Requests):
                 raise ValueError(f"lengths must be integers [{batch}], one for every request, got {shape}")
             chunk = jnp.clip(jnp.asarray(lengths), 0, most).astype(jnp.int32)
         else:
-            given = most if lengths is None else lengths
-            given = [given] * batch if is_integer(given) else given
-            known = checks.check_lengths(given, batch, most, "what the shards hold")
+            counts = most if lengths is None else lengths
+            counts = [counts] * batch if is_integer(counts) else counts
+            known = checks.check_lengths(counts, batch, most, "what the shards hold")
             length, ragged = max(known), len(set(known)) > 1
             chunk = jnp.asarray(known, jnp.int32)
         if not fresh:

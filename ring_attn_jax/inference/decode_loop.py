@@ -67,7 +67,7 @@ class Programs(NamedTuple):
     cache with a chunk of the prompts, and set ``hidden`` of the prompts that end in it to the output for their last token.
     ``first(weights, cache, hidden, choice, ends)`` -> newest = (tokens, finished): draw the token after each prompt.
     ``step(weights, cache, newest, choice, ends)`` -> (newest, cache): cache the newest tokens and draw the next ones.
-    ``choice``: sampling parameters. ``ends`` of ``first`` and ``step``: as in ``_ended``.
+    ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: as in ``_ended``.
     """
 
     prefill: Callable[..., Any]
@@ -87,31 +87,31 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
         """Prefill a chunk (ids, lengths, and a mask of the requests that end in it). ``equal``: their common length, or None."""
 
-        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
-            hidden, (ids, lengths, ends) = given
+        def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
+            hidden, (ids, lengths, ends) = inputs
             last, cache = last_hidden(model_of(weights), cache, ids, lengths if equal is None else equal, fresh)
             return jnp.where(ends[:, None], last, hidden), cache
 
         return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, chunk))
 
     @jax.jit
-    def first(weights: Any, cache: KVCache, hidden: jax.Array, choice: Any, ends: Any) -> Any:
-        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
-            hidden, choice, ends = given
-            new = _drawn(logits_of(model_of(weights), hidden), cache, choice)
+    def first(weights: Any, cache: KVCache, hidden: jax.Array, parameters: Any, ends: Any) -> Any:
+        def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
+            hidden, parameters, ends = inputs
+            new = _drawn(logits_of(model_of(weights), hidden), cache, parameters)
             return (new, _ended(new, cache, ends)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, choice, ends))[0]
+        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, parameters, ends))[0]
 
     @partial(jax.jit, donate_argnames="cache")
-    def step(weights: Any, cache: KVCache, newest: Any, choice: Any, ends: Any) -> Any:
-        def on_rank(weights: Any, cache: KVCache, given: Any) -> Any:
-            (tokens, finished), choice, ends = given
+    def step(weights: Any, cache: KVCache, newest: Any, parameters: Any, ends: Any) -> Any:
+        def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
+            (tokens, finished), parameters, ends = inputs
             logits, cache = decoded(model_of(weights), cache, (tokens[:, None], ~finished[:, None]))
-            new = _drawn(logits[:, 0], cache, choice)
+            new = _drawn(logits[:, 0], cache, parameters)
             return (new, finished | _ended(new, cache, ends)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, choice, ends))
+        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, parameters, ends))
 
     return Programs(prefill, first, step)
 
@@ -121,8 +121,8 @@ def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable
     return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
 
-def _drawn(logits: jax.Array, cache: KVCache, choice: Any) -> jax.Array:
-    return drawn(logits, choice, jnp.arange(len(logits)), cache.lengths)
+def _drawn(logits: jax.Array, cache: KVCache, parameters: Any) -> jax.Array:
+    return drawn(logits, parameters, jnp.arange(len(logits)), cache.lengths)
 
 
 def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -141,26 +141,28 @@ class DecodeLoop:
     its tokens.
     """
 
-    def __init__(self, placed: PlacedModel, cache: KVCache, asked: Generation) -> None:
+    def __init__(self, placed: PlacedModel, cache: KVCache, generation: Generation) -> None:
         self._placed, self.cache = placed, cache
-        choice = asked.sampling.choice
+        parameters = generation.sampling.parameters
         number = lambda x: None if x is None else np.asarray(x, jnp.result_type(type(x)))
-        choice = choice._replace(low=np.uint32(choice.low), high=np.uint32(choice.high), temperature=number(choice.temperature))
-        choice = choice._replace(top_k=number(choice.top_k), top_p=number(choice.top_p))
-        ends = np.asarray(asked.stop, np.int32), np.asarray(asked.ends, np.int32)
-        self._choice, self._ends = placed.put(choice), placed.put(ends)
+        parameters = parameters._replace(
+            low=np.uint32(parameters.low), high=np.uint32(parameters.high), temperature=number(parameters.temperature)
+        )
+        parameters = parameters._replace(top_k=number(parameters.top_k), top_p=number(parameters.top_p))
+        ends = np.asarray(generation.stop, np.int32), np.asarray(generation.ends, np.int32)
+        self._parameters, self._ends = placed.put(parameters), placed.put(ends)
         self.newest: tuple[jax.Array, jax.Array]
         self.ahead = placed.mesh.devices.flat[0].platform != "cpu"
         """True if the host reads tokens while the device computes the next ones."""
 
     def begin(self, hidden: jax.Array) -> None:
         """Draw the first new tokens from the last hidden states [requests, dim] of the prompts."""
-        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._choice, self._ends)
+        self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._parameters, self._ends)
 
     def step(self) -> None:
         """Append the newest token of each unfinished request to the cache, and draw the next one."""
-        given = self._placed.weights, self.cache, self.newest, self._choice, self._ends
-        self.newest, self.cache = self._placed.compiled.step(*given)
+        inputs = self._placed.weights, self.cache, self.newest, self._parameters, self._ends
+        self.newest, self.cache = self._placed.compiled.step(*inputs)
 
     def read(self) -> Read:
         """Start the copy of the newest tokens to the host. Return a function that waits for them."""

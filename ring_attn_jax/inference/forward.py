@@ -80,18 +80,20 @@ def prefill_prompts(
     Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and ``fresh`` is False.
     """
     _check(model, ids, cache)
-    given = ids.shape[1] if lengths is None else lengths
-    known = isinstance(given, int | list | tuple)
-    if known or on_host(given) is not None:
-        told = given if known else on_host(given).tolist()  # type: ignore[union-attr]  # read just above
-        checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
+    counts = ids.shape[1] if lengths is None else lengths
+    known = isinstance(counts, int | list | tuple)
+    if known or on_host(counts) is not None:
+        host_counts = counts if known else on_host(counts).tolist()  # type: ignore[union-attr]  # read just above
+        checks.check_lengths(
+            [host_counts] * len(ids) if is_integer(host_counts) else host_counts, ids.shape[0], ids.shape[1], "what ids hold"
+        )
 
     def prompted(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
         ids, lengths = new
-        hidden, cache = last_hidden(model, cache, ids, given if known else lengths, fresh)
+        hidden, cache = last_hidden(model, cache, ids, counts if known else lengths, fresh)
         return logits_of(model, hidden), cache
 
-    return _on_ring(prompted, model, cache, (ids, None if known else given))
+    return _on_ring(prompted, model, cache, (ids, None if known else counts))
 
 
 def _on_ring(function: Callable[..., Any], model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:

@@ -27,46 +27,48 @@ def generated(
     ``arguments``: those of ``Generation.of`` except the model's, by name.
     """
     check_model(model)
-    asked = Generation.of(model.config, computes_in(model), **arguments)
+    generation = Generation.of(model.config, computes_in(model), **arguments)
     for name, function in (("on_token", on_token), ("progress", progress)):
         if function is not None and not callable(function):
             raise ValueError(f"{name} must be a function or None, got {type(function).__name__}")
-    _agree(asked)
+    _agree(generation)
     placed = PlacedModel.of(model)
     layout, ranks = model.ring.layout, placed.mesh.shape[placed.axis_name]
-    shards = [local_tokens(layout, ranks, [tokens]) for _, _, tokens in _chunks(asked)]
-    sizes, where = asked.cache(layout, ranks, shards), {"mesh": placed.mesh, "axis_name": placed.axis_name}
-    cache = KVCache.make(model.config, len(asked.prompts), **sizes, dtype=asked.cache_dtype, **where)
-    hidden, cache = _prefilled(placed, cache, asked, progress)
-    loop = DecodeLoop(placed, cache, asked)
+    shards = [local_tokens(layout, ranks, [tokens]) for _, _, tokens in _chunks(generation)]
+    sizes, where = generation.cache(layout, ranks, shards), {"mesh": placed.mesh, "axis_name": placed.axis_name}
+    cache = KVCache.make(model.config, len(generation.prompts), **sizes, dtype=generation.cache_dtype, **where)
+    hidden, cache = _prefilled(placed, cache, generation, progress)
+    loop = DecodeLoop(placed, cache, generation)
     loop.begin(hidden)
-    return _answered(loop, asked, on_token)
+    return _answered(loop, generation, on_token)
 
 
-def _chunks(asked: Generation) -> list[tuple[int, list[int], int]]:
+def _chunks(generation: Generation) -> list[tuple[int, list[int], int]]:
     """Return (start, tokens of each prompt, padded size) of each chunk of the prompts."""
-    return [(start, lengths, bucket(max(lengths))) for start, lengths in asked.chunks()]
+    return [(start, lengths, bucket(max(lengths))) for start, lengths in generation.chunks()]
 
 
-def _prefilled(placed: PlacedModel, cache: KVCache, asked: Generation, progress: Progress | None) -> tuple[jax.Array, KVCache]:
+def _prefilled(
+    placed: PlacedModel, cache: KVCache, generation: Generation, progress: Progress | None
+) -> tuple[jax.Array, KVCache]:
     """Prefill the prompts into the cache. Return the hidden states of their last tokens, and the cache."""
-    dtype = asked.config.compute_dtype or asked.config.param_dtype
-    hidden, done = placed.put(np.zeros((len(asked.prompts), asked.config.dim), dtype)), 0
-    for start, lengths, tokens in _chunks(asked):
-        ids = np.asarray(asked.ids(start, tokens), np.int32)
-        ends = np.asarray([start < n <= start + max(lengths) for n in asked.lengths])
+    dtype = generation.config.compute_dtype or generation.config.param_dtype
+    hidden, done = placed.put(np.zeros((len(generation.prompts), generation.config.dim), dtype)), 0
+    for start, lengths, tokens in _chunks(generation):
+        ids = np.asarray(generation.ids(start, tokens), np.int32)
+        ends = np.asarray([start < n <= start + max(lengths) for n in generation.lengths])
         chunk = placed.put((ids, np.asarray(lengths, np.int32), ends))
         equal = tokens if set(lengths) == {tokens} else None  # each other length would need a compilation
         hidden, cache = placed.compiled.prefill(placed.weights, cache, hidden, chunk, fresh=not start, equal=equal)
         done += sum(lengths)
         if progress is not None:
             hidden.block_until_ready()  # else progress would count dispatched work as done
-            progress(done, asked.total)
+            progress(done, generation.total)
     return hidden, cache
 
 
-def _answered(loop: DecodeLoop, asked: Generation, on_token: OnToken | None) -> list[list[int]]:
-    answers, most = Answers(asked, on_token), max(asked.new)
+def _answered(loop: DecodeLoop, generation: Generation, on_token: OnToken | None) -> list[list[int]]:
+    answers, most = Answers(generation, on_token), max(generation.new)
     for number in range(1, most + 1):
         read, more = loop.read(), number < most
         if more and loop.ahead:
@@ -78,7 +80,7 @@ def _answered(loop: DecodeLoop, asked: Generation, on_token: OnToken | None) -> 
     return answers.tokens
 
 
-def _agree(asked: Generation) -> None:
+def _agree(generation: Generation) -> None:
     """Raise ValueError in every process if the arguments of ``generate`` differ between processes.
 
     The processes all-gather a digest of their arguments.
@@ -87,9 +89,9 @@ def _agree(asked: Generation) -> None:
         return
     from jax.experimental import multihost_utils
 
-    digest = blake2b(json.dumps(asked.fingerprint()).encode(), digest_size=16).digest()
-    told = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
-    others = [process for process, each in enumerate(told) if not np.array_equal(each, told[0])]
+    digest = blake2b(json.dumps(generation.fingerprint()).encode(), digest_size=16).digest()
+    digests = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.uint8)))
+    others = [process for process, each in enumerate(digests) if not np.array_equal(each, digests[0])]
     if others:
         raise ValueError(
             f"process {others[0]} was given other prompts or arguments than process 0: pass the same to generate in every process"

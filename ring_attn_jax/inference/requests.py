@@ -79,8 +79,8 @@ class Requests:
 
         def longer(x: jax.Array, dim: int, value: int) -> jax.Array:
             parts = x.shape[dim] // self.spec.slots  # the number of ranks whose slots x holds: all or one
-            apart = x.reshape(*x.shape[:dim], parts, self.spec.slots, *x.shape[dim + 1 :])
-            padded = jnp.pad(apart, [(0, more if i == dim + 1 else 0) for i in range(apart.ndim)], constant_values=value)
+            by_rank = x.reshape(*x.shape[:dim], parts, self.spec.slots, *x.shape[dim + 1 :])
+            padded = jnp.pad(by_rank, [(0, more if i == dim + 1 else 0) for i in range(by_rank.ndim)], constant_values=value)
             return jax.device_put(padded.reshape(*x.shape[:dim], -1, *x.shape[dim + 1 :]), x.sharding)
 
         owners = jnp.pad(self.owners, [(0, 0), (0, spec.remembered - self.spec.remembered)])
@@ -96,9 +96,9 @@ class Requests:
         spec = self.spec
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
         if known is not None:
-            given = known.tolist()
-            given = [given] * spec.batch if isinstance(given, int) else given
-            kept = checks.check_lengths(given, spec.batch, 2**30, "what the request keeps")
+            values = known.tolist()
+            values = [values] * spec.batch if isinstance(values, int) else values
+            kept = checks.check_lengths(values, spec.batch, 2**30, "what the request keeps")
             reached = on_host(self.reached) if spec.room is not None else None
             for row, length in enumerate(kept if reached is not None else ()):
                 checks.check_back(spec, int(reached[row]), length, row)  # type: ignore[index]
@@ -135,8 +135,8 @@ class Requests:
 
         All sources are read before a target is written.
         """
-        given = checks.check_fork(source, target, self.spec.batch)
-        sources, targets = (jnp.asarray(x, jnp.int32) for x in given)
+        rows = checks.check_fork(source, target, self.spec.batch)
+        sources, targets = (jnp.asarray(x, jnp.int32) for x in rows)
         arrays: dict[str, Any] = {name: getattr(self, name) for name in ("positions", "counts", "lengths", "reached", "owners")}
         arrays = {name: x.at[targets].set(x[sources]) for name, x in arrays.items()}
         copied = lambda x: x.at[:, targets].set(x[:, sources])

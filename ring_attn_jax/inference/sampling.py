@@ -44,50 +44,50 @@ def sample(
     for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
         if isinstance(number, Tracer):
             raise ValueError(f"{name} is traced, and must be a number when the program is: make it a static argument of jit")
-    choice = Sampling(temperature, top_k, top_p, seed).choice
-    check_drawn(logits, choice, requests, positions)
+    parameters = Sampling(temperature, top_k, top_p, seed).parameters
+    check_drawn(logits, parameters, requests, positions)
     logits = jnp.asarray(logits)
-    return drawn(logits, choice, _numbers(requests, logits), _numbers(positions, logits))
+    return drawn(logits, parameters, _numbers(requests, logits), _numbers(positions, logits))
 
 
-def _numbers(given: Any, logits: jax.Array) -> jax.Array:
-    """Return ``given`` as an array [batch]; None: 0, 1, ..."""
-    if given is None:
+def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
+    """Return ``numbers`` as an array [batch]; None: 0, 1, ..."""
+    if numbers is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
-    if isinstance(given, list | tuple) and not any(isinstance(x, Tracer) for x in given):
-        return jnp.asarray(number_words(given), jnp.uint32)
-    return jnp.asarray(given)
+    if isinstance(numbers, list | tuple) and not any(isinstance(x, Tracer) for x in numbers):
+        return jnp.asarray(number_words(numbers), jnp.uint32)
+    return jnp.asarray(numbers)
 
 
-def drawn(logits: jax.Array, choice: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
+def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """Draw the tokens, int32 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    ``choice``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
+    ``parameters``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
     float64).
     """
-    if choice.temperature is None:
+    if parameters.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
     wide = logits.astype(accumulation_dtype(logits.dtype))
-    scores = (wide - wide.max(-1, keepdims=True)) / jnp.asarray(choice.temperature, wide.dtype)
+    scores = (wide - wide.max(-1, keepdims=True)) / jnp.asarray(parameters.temperature, wide.dtype)
     tokens = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
-    if choice.top_k is not None or choice.top_p is not None:
+    if parameters.top_k is not None or parameters.top_p is not None:
         tokens = jnp.argsort(scores, axis=-1, descending=True, stable=True).astype(jnp.int32)
         scores = jnp.take_along_axis(scores, tokens, -1)
-        if choice.top_k is not None:
+        if parameters.top_k is not None:
             rank = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-            scores = jnp.where(rank >= choice.top_k, -jnp.inf, scores)
-        if choice.top_p is not None:
+            scores = jnp.where(rank >= parameters.top_k, -jnp.inf, scores)
+        if parameters.top_p is not None:
             p = jax.nn.softmax(scores, -1)
-            scores = jnp.where(p.cumsum(-1) - p >= jnp.asarray(choice.top_p, p.dtype), -jnp.inf, scores)
-    best = (scores + gumbel(choice, requests, positions, tokens, scores.dtype)).argmax(-1, keepdims=True)
+            scores = jnp.where(p.cumsum(-1) - p >= jnp.asarray(parameters.top_p, p.dtype), -jnp.inf, scores)
+    best = (scores + gumbel(parameters, requests, positions, tokens, scores.dtype)).argmax(-1, keepdims=True)
     return jnp.take_along_axis(tokens, best, -1)[:, 0]
 
 
-def gumbel(choice: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
+def gumbel(parameters: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 random bits."""
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]
-    seed = jnp.asarray(choice.low, jnp.uint32), jnp.asarray(choice.high, jnp.uint32)
+    seed = jnp.asarray(parameters.low, jnp.uint32), jnp.asarray(parameters.high, jnp.uint32)
     bits = words(seed, *at, word(tokens), (multiply, jnp.uint32))
     uniform = jnp.minimum((bits.astype(dtype) + 0.5) * 2.0**-32, 1 - 2.0**-24)  # float32 would round some of them to 1
     return -jnp.log(-jnp.log1p(-uniform))

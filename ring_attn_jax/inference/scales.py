@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .step import DecodeStep
 
 
-def given_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
+def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
     """Return the scales of k and v, float32 [layers, kv_heads], 0 if not passed.
 
     Raise ValueError if a shape or a known value does not fit, or if only one of the two is passed.

@@ -86,18 +86,20 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
         positions = jnp.where(valid, held.lengths[:, None] + number - 1, -1)
         order = jnp.argsort(~valid, axis=1, stable=True).astype(jnp.int32)
     stored = _fitting(chunk, held, (spec.slots - held.counts).clip(0).sum(-1, dtype=jnp.int32))
-    levels = held.counts[..., None] + index[None]
-    turns = placement.turns(held.counts, levels, jnp.asarray(placement.earlier(spec.ranks), jnp.int32)).astype(jnp.int32)
-    taken = turns < stored[:, None, None]
+    slot_indices = held.counts[..., None] + index[None]
+    append_indices = placement.append_indices(
+        held.counts, slot_indices, jnp.asarray(placement.earlier(spec.ranks), jnp.int32)
+    ).astype(jnp.int32)
+    taken = append_indices < stored[:, None, None]
     writes = min(tokens, spec.slots)
-    turn, here, level = (x[:, held.rank, :writes] for x in (turns, taken, levels))
-    ranks = jnp.broadcast_to(jnp.arange(spec.ranks, dtype=jnp.int16)[None, :, None], turns.shape).reshape(batch, -1)
+    append_index, here, slot_index = (x[:, held.rank, :writes] for x in (append_indices, taken, slot_indices))
+    ranks = jnp.broadcast_to(jnp.arange(spec.ranks, dtype=jnp.int16)[None, :, None], append_indices.shape).reshape(batch, -1)
     row = jnp.arange(batch)[:, None]
-    token = jnp.where(taken, turns, tokens).reshape(batch, -1)
+    token = jnp.where(taken, append_indices, tokens).reshape(batch, -1)
     of_token = jnp.zeros((batch, tokens), jnp.int16).at[row, token].set(ranks, mode="drop")
     source = None
     if tokens > 1:
-        source = jnp.where(here, turn, 0)
+        source = jnp.where(here, append_index, 0)
         source = source if order is None else jnp.take_along_axis(order, source, 1)
     return {
         "positions": positions,
@@ -105,8 +107,8 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
         "chunk": chunk,
         "counts": held.counts + taken.sum(-1, dtype=jnp.int32),
         "lengths": held.lengths + stored,
-        **_written(held, here, level, held.lengths[:, None] + turn),
-        **_noted(held, stored, of_token),
+        **_written(held, here, slot_index, held.lengths[:, None] + append_index),
+        **_recorded_owners(held, stored, of_token),
     }
 
 
@@ -125,15 +127,15 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
     skipped = 0 if spec.window is None else own - writes  # a window may keep the newest tokens of a chunk only
     index = skipped + jnp.arange(writes, dtype=jnp.int32)[None]
     source = jnp.maximum(index, 0)
-    level = held.counts[:, held.rank, None] + index
+    slot_index = held.counts[:, held.rank, None] + index
     return {
         "positions": jnp.where(mine[None] < chunk[:, None], held.lengths[:, None] + mine[None], -1),
         "source": source,
         "chunk": chunk,
         "counts": held.counts + more,
         "lengths": held.lengths + stored,
-        **_written(held, (index >= 0) & (index < own), level, held.lengths[:, None] + mine[source]),
-        **_noted(held, stored, jnp.broadcast_to(owners[None], (len(chunk), len(owners)))),
+        **_written(held, (index >= 0) & (index < own), slot_index, held.lengths[:, None] + mine[source]),
+        **_recorded_owners(held, stored, jnp.broadcast_to(owners[None], (len(chunk), len(owners)))),
     }
 
 
@@ -151,24 +153,24 @@ def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Arr
     return jnp.minimum(chunk, room) if held.spec.window is None else chunk
 
 
-def _written(held: CachedRequests, here: jax.Array, level: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
+def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
     Tokens that are not cached ``here``, or that find this rank full, get an index beyond the slots, which the scatter drops.
     """
-    here = here if held.spec.window is not None else here & (level < held.spec.slots)
-    slots = jnp.where(here, level % held.spec.slots, held.spec.slots)
+    here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
+    slots = jnp.where(here, slot_index % held.spec.slots, held.spec.slots)
     row = jnp.arange(len(slots))[:, None]
     return {"slots": slots, "k_positions": held.positions.at[row, slots].set(position.astype(jnp.int32), mode="drop")}
 
 
-def _noted(held: CachedRequests, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
+def _recorded_owners(held: CachedRequests, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
     """Return the owner ranks of the newest tokens and the indices at which ``KVCache.owners``, a ring buffer, stores them.
 
     ``chunk`` [b]: the number of new tokens of each request. ``of_token`` [b, tokens]: the owner rank of each.
     """
     remembered, tokens = held.spec.remembered, of_token.shape[1]
-    kept = min(tokens, remembered)
-    token = chunk[:, None] - kept + jnp.arange(kept, dtype=jnp.int32)[None]
+    count = min(tokens, remembered)
+    token = chunk[:, None] - count + jnp.arange(count, dtype=jnp.int32)[None]
     slot = jnp.where(token >= 0, (held.lengths[:, None] + token) % remembered, remembered)
     return {"owner_slots": slot, "owners": jnp.take_along_axis(of_token, jnp.maximum(token, 0), 1)}

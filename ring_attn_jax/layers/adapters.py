@@ -16,11 +16,11 @@ from ring_attn_core.masks import full
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
 
-from ..attend.dropout import Draw, draw_of
+from ..attend.dropout import DropoutState, dropout_state
 from ..call.prepare import Arrays
 from ..data.extents import on_host
 from ..sharded import ShardedAxes, sharded
-from .whole_mask import parts_of, visible_of
+from .dense_mask import mask_arguments, visible_of
 
 
 def attention_fn(
@@ -111,8 +111,8 @@ class FlaxFunction:
         Shapes: query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, ...].
         """
         never = bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions
-        for (name, why), given in zip(REFUSED.items(), never, strict=True):
-            if given is not None:
+        for (name, why), refused in zip(REFUSED.items(), never, strict=True):
+            if refused is not None:
                 raise ValueError(f"{name} is given, and ring attention cannot honour it: {why}")
         if promote_dtype is not None:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
@@ -146,11 +146,11 @@ class RingAttentionFunction(FlaxFunction):
     """
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
-        arrays = Arrays(dropout_seed=None if dropout is None else _draw(dropout))
+        arrays = Arrays(dropout_seed=None if dropout is None else _dropout_state(dropout))
         options = replace(options, dropout_rate=0.0 if dropout is None else dropout.rate)
         if visible is None:
             return self._over_the_mesh(*qkv, arrays, options)
-        extents, key_mask, fits = parts_of(visible, self.options.layout, self.where.ranks)
+        extents, key_mask, fits = mask_arguments(visible, self.options.layout, self.where.ranks)
         check_fits(
             fits,
             "be the same for all heads and, apart from keys hidden from everybody, one interval of keys for each query, in the "
@@ -190,7 +190,7 @@ def _causal_part(band: Band) -> Band:
     return Band(max(band.lo or 0, 0), band.hi)
 
 
-def _draw(dropout: DropoutArguments) -> Draw:
+def _dropout_state(dropout: DropoutArguments) -> DropoutState:
     """Return the dropout state of a call. Raise ValueError if ``broadcast`` is True or ``rng`` is None."""
     if dropout.broadcast:
         raise ValueError(
@@ -199,7 +199,7 @@ def _draw(dropout: DropoutArguments) -> Draw:
         )
     if dropout.rng is None:
         raise ValueError("dropout_rate above 0 without deterministic needs dropout_rng: pass the module its rngs")
-    return draw_of(jax.random.bits(dropout.rng), (0, 0))
+    return dropout_state(jax.random.bits(dropout.rng), (0, 0))
 
 
 def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:

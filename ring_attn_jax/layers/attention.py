@@ -15,18 +15,18 @@ from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.model.constructor import takes
 from ring_attn_core.runs import Band
 
-from ..attend.dropout import draw_of
+from ..attend.dropout import dropout_state
 from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
 from ..call.autograd import attention
 from ..call.prepare import Arrays
 from ..sharded import sharded
 from .projections import Projections
-from .ring import LayerArguments, Ring
+from .ring import LayerArguments, LayerRing
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingAttentionArguments(LayerArguments, Ring, AttentionConfig):
+class RingAttentionArguments(LayerArguments, LayerRing, AttentionConfig):
     """The arguments of RingAttention."""
 
 
@@ -58,8 +58,8 @@ class RingAttention(Projections):
     @takes(RingAttentionArguments)
     def __init__(self, arguments: RingAttentionArguments) -> None:
         super().__init__(arguments, arguments.rngs)
-        kept = accumulation_dtype(jnp.dtype(self.config.param_dtype))
-        self.sinks = nnx.Param(jnp.zeros(self.config.heads, kept)) if self.config.sinks else None
+        dtype = accumulation_dtype(jnp.dtype(self.config.param_dtype))
+        self.sinks = nnx.Param(jnp.zeros(self.config.heads, dtype)) if self.config.sinks else None
 
     def __call__(
         self,
@@ -96,20 +96,20 @@ class RingAttention(Projections):
 
         Raise ValueError if x or context has a wrong shape, or if ring_attention refuses an argument.
         """
-        for name, given in (("context_positions", context_positions), ("context_length", context_length)):
-            if given is not None and context is None:
+        for name, value in (("context_positions", context_positions), ("context_length", context_length)):
+            if value is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
         mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             rate = 0.0 if dropout_seed is None else self.config.dropout_rate
-            draw = draw_of(dropout_seed, dropout_offset) if rate else None
+            state = dropout_state(dropout_seed, dropout_offset) if rate else None
             kv_length = context_length
             if context is not None and context_length is None:
                 kv_length = k.shape[1] * (ring_size(self.ring.axis_name) if self.ring.mesh is None else 1)
             options = replace(self.options, mask=mask, length=length, kv_length=kv_length, dropout_rate=rate)
-            arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), draw, key_extents)
+            arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), state, key_extents)
             if (where := self.ring.sharded) is not None:
                 return sharded(q, k, v, arrays, options, where)
             return attention(q, k, v, arrays, options, self.ring.axis_name)[0]

@@ -12,10 +12,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ..data.layout import from_layout, to_layout
 from ..sharded import ShardedAxes, on_explicit_axes
-from .ring import Ring
+from .ring import LayerRing
 
 
-class Rows(NamedTuple):
+class ShardedRows(NamedTuple):
     """The mesh axes over which rows are sharded, and the number of tokens in a row."""
 
     layout: str
@@ -23,12 +23,12 @@ class Rows(NamedTuple):
     length: int
 
     @classmethod
-    def of(cls, ids: jax.Array, mask: jax.Array | None, ring: Ring) -> Rows:
+    def of(cls, ids: jax.Array, mask: jax.Array | None, ring: LayerRing) -> ShardedRows:
         """Return the Rows of global sequences ``ids``. ``ring`` must have a mesh.
 
         Raise ValueError if ``ids`` or ``mask`` are invalid, or if ``batch_axes`` do not divide the rows equally.
         """
-        check_whole(ids, mask)
+        check_global(ids, mask)
         where = ring.sharded
         assert where is not None
         members = math.prod(where.mesh.shape[axis] for axis in where.batch_axes)
@@ -48,12 +48,12 @@ class Rows(NamedTuple):
         """Shard the mask as ``shard`` does. None stays None."""
         return None if mask is None else self.shard(mask)
 
-    def whole(self, x: jax.Array) -> jax.Array:
+    def unshard(self, x: jax.Array) -> jax.Array:
         """Permute [batch, tokens, features] back to natural order and drop the padding: [batch, length, features]."""
         return from_layout(x, self.layout, self.where.ranks, self.length)
 
 
-def check_whole(ids: Any, mask: Any) -> None:
+def check_global(ids: Any, mask: Any) -> None:
     """Raise ValueError if ids are not integers [batch, tokens], or if mask is not bool of their shape."""
     shape, dtype = getattr(ids, "shape", ()), getattr(ids, "dtype", None)
     if len(shape) != 2 or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
@@ -64,10 +64,10 @@ def check_whole(ids: Any, mask: Any) -> None:
         raise ValueError(f"mask must be bool {list(shape)}, True where a token is no padding, got {got}")
 
 
-def check_alone(auto_shard: bool, mask: Any, **given: jax.Array | int | None) -> None:
-    """Raise ValueError if auto_shard is set beside arguments of shards (``given``), or ``mask`` comes without auto_shard."""
+def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:
+    """Raise ValueError if auto_shard is set beside arguments of shards (``of_shards``), or ``mask`` comes without auto_shard."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
-    for name, x in given.items():
+    for name, x in of_shards.items():
         if auto_shard and x is not None:
             raise ValueError(f"{name} belongs to shards, and with auto_shard=True the model shards by itself: pass ids and mask")

@@ -78,7 +78,7 @@ class DilatedAttentionFunction(FlaxFunction):
                 f"there are {tokens} queries and {keys} keys: the segments of dilated attention are of one sequence, so pass "
                 "equally many; attention_fn takes two sequences"
             )
-        seen = VisibleTokens() if visible is None else seen_of(visible, options.mask)
+        seen = VisibleTokens() if visible is None else visible_tokens(visible, options.mask)
         check_fits(
             seen.fits,
             "be the same for all heads and, within mask= of dilated_attention_fn (or is_causal), hide keys from everybody or all "
@@ -104,7 +104,7 @@ class VisibleTokens(NamedTuple):
     """True for each query whose visible keys equal those that band, ``keys`` and ``queries`` permit; None if all fit."""
 
 
-def seen_of(visible: jax.Array, band: Band) -> VisibleTokens:
+def visible_tokens(visible: jax.Array, band: Band) -> VisibleTokens:
     """Split a mask, bool [rows, heads, queries, keys], within ``band`` into ``VisibleTokens``. Heads and queries may be 1."""
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):

@@ -8,12 +8,12 @@ import jax
 from flax import nnx
 
 from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.constructor import part
+from ring_attn_core.model.constructor import extract
 from ring_attn_core.problem.options import Options
 from ring_attn_core.releases import warn_if_untried
 
 from .parts import LinearMap, RMSNorm
-from .ring import Ring
+from .ring import LayerRing
 from .rotary import RotaryEmbedding
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -29,16 +29,16 @@ class Projections(nnx.Module):
 
     def __init__(self, arguments: AttentionConfig, rngs: nnx.Rngs) -> None:
         warn_if_untried("flax")
-        self.config = config = part(AttentionConfig, arguments)
-        self.options, self.ring = part(Options, arguments), part(Ring, arguments)
-        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
-        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
-        self.q = LinearMap(config.dim, config.heads * size, config.qkv_bias, kept, rngs=rngs)
-        self.k = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
-        self.v = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, kept, rngs=rngs)
-        self.o = LinearMap(config.heads * size, config.dim, config.o_bias, kept, rngs=rngs)
-        self.q_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
-        self.k_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
+        self.config = config = extract(AttentionConfig, arguments)
+        self.options, self.ring = extract(Options, arguments), extract(LayerRing, arguments)
+        dtype, size, rotary = config.param_dtype, config.head_dim, config.rotary
+        self.rotary = None if rotary is None else RotaryEmbedding(size, rotary.base, rotary.scaling)
+        self.q = LinearMap(config.dim, config.heads * size, config.qkv_bias, dtype, rngs=rngs)
+        self.k = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, dtype, rngs=rngs)
+        self.v = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, dtype, rngs=rngs)
+        self.o = LinearMap(config.heads * size, config.dim, config.o_bias, dtype, rngs=rngs)
+        self.q_norm = RMSNorm(size, config.eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.eps, dtype) if config.qk_norm else None
 
     def attended(
         self,
@@ -54,9 +54,9 @@ class Projections(nnx.Module):
         are normalized, and rotated by their positions (None: those of the layout). Raise ValueError if x or context has a wrong
         shape.
         """
-        for name, given in (("x", x), ("context", context)):
-            if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
-                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
+        for name, value in (("x", x), ("context", context)):
+            if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):
+                raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(value.shape)}")
         source = x if context is None else context
         heads = ((self.q, x), (self.k, source), (self.v, source))
         q, k, v = (project(of).reshape(*of.shape[:2], -1, self.config.head_dim) for project, of in heads)

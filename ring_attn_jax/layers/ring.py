@@ -19,7 +19,7 @@ from .parts import dtype_name
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class LayerRing:
     """The ring of a layer or model, and how its attention runs. The fields are arguments of ``ring_attention``.
 
     With a ``mesh`` they are arguments of ``sharded_ring_attention``. Raise ValueError if the mesh lacks an axis.
@@ -56,7 +56,7 @@ class Ring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContiguousRing(Ring):
+class ContiguousRing(LayerRing):
     """The ring of a layer whose shards are contiguous."""
 
     layout: str = field(default="contiguous", init=False)

@@ -10,7 +10,7 @@ from flax import nnx
 
 from ring_attn_core.masks import causal
 from ring_attn_core.model.config import SparseConfig
-from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.summary import SummaryOptions
 
@@ -47,7 +47,7 @@ class SummaryAttention(Projections):
     @takes(SummaryArguments)
     def __init__(self, arguments: SummaryArguments) -> None:
         super().__init__(arguments, arguments.rngs)
-        self.summary = summary = part(SummaryOptions, arguments)
+        self.summary = summary = extract(SummaryOptions, arguments)
         config, make = self.config, nnx.initializers.zeros if summary.summaries == 1 else nnx.initializers.normal(1.0)
         shape, dtype = (summary.summaries, config.kv_heads, config.head_dim), jnp.dtype(config.param_dtype)
         self.pool = nnx.Param(make(arguments.rngs.params(), shape, dtype)) if summary.pooling == "attention" else None

@@ -14,21 +14,21 @@ from jax.sharding import PartitionSpec
 from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
 
 from ..axes import sharded_like
 from .activations import caller
 from .attention import RingAttention
-from .auto_shard import Rows, check_alone
+from .auto_shard import ShardedRows, check_alone
 from .block import Block
 from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
-from .ring import LayerArguments, Ring
+from .ring import LayerArguments, LayerRing
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRing(Ring):
+class ModelRing(LayerRing):
     """The ring of a RingTransformer, and the two constructor arguments that its config does not hold."""
 
     auto_shard: bool = False
@@ -90,11 +90,11 @@ class RingTransformer(nnx.Module):
     def __init__(self, arguments: TransformerArguments) -> None:
         check_activations(arguments.activations)
         self.activations, rngs = arguments.activations, arguments.rngs
-        self.config = config = part(TransformerConfig, arguments)
+        self.config = config = extract(TransformerConfig, arguments)
         check_flags(auto_shard=arguments.auto_shard)
         if arguments.auto_shard and arguments.mesh is None:
             raise ValueError("auto_shard=True shards whole arrays over a mesh: pass mesh=...")
-        self.auto_shard, self.ring = arguments.auto_shard, part(Ring, arguments)
+        self.auto_shard, self.ring = arguments.auto_shard, extract(LayerRing, arguments)
         self.compute_dtype = None if config.compute_dtype is None else jnp.dtype(config.compute_dtype)
         init, kept = nnx.initializers.normal(0.02), jnp.dtype(config.param_dtype)
         self.embed = nnx.Embed(config.vocab, config.dim, embedding_init=init, param_dtype=kept, rngs=rngs)
@@ -108,7 +108,7 @@ class RingTransformer(nnx.Module):
     @takes(FromConfig)
     def from_config(cls, arguments: FromConfig) -> RingTransformer:
         """Construct a model from ``config``. Pass the arguments that it does not hold by name, such as those of the ring."""
-        return cls(**arguments.config.arguments, **vars(part(ModelRing, arguments)), rngs=arguments.rngs)
+        return cls(**arguments.config.arguments, **vars(extract(ModelRing, arguments)), rngs=arguments.rngs)
 
     def __call__(
         self,
@@ -143,7 +143,7 @@ class RingTransformer(nnx.Module):
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
-        rows = Rows.of(ids, mask, self.ring) if self.auto_shard else None
+        rows = ShardedRows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask), rows.length
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
@@ -157,7 +157,7 @@ class RingTransformer(nnx.Module):
             x = block(x, positions, length, **masks, dropout_seed=dropout_seed, dropout_offset=offset, call=call)
         x = self.norm(x)
         x = x if return_hidden else self.logits(x)
-        return x if rows is None else rows.whole(x)
+        return x if rows is None else rows.unshard(x)
 
     def embedded(self, ids: jax.Array) -> jax.Array:
         """Return the input of the first block [b s dim] for token ids [b s]."""

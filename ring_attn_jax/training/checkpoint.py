@@ -88,12 +88,12 @@ class Checkpoints:
         check_kinds(arrays)
         new = self.folder / agreed(lambda: "" if jax.process_index() else self._folder.begin(step).name)[0]
         sees = agreed(lambda: seen(new))
-        blind = [str(process) for process, each in enumerate(sees) if not each]
-        if blind:
+        wrong = [str(process) for process, each in enumerate(sees) if not each]
+        if wrong:
             if jax.process_index() == 0:
                 rmtree(new, ignore_errors=True)
             raise ValueError(
-                f"process{'es' * (len(blind) > 1)} {', '.join(blind)} cannot see {new}, which process 0 has made: shards would "
+                f"process{'es' * (len(wrong) > 1)} {', '.join(wrong)} cannot see {new}, which process 0 has made: shards would "
                 f"be lost. Put {self.folder} on a file system that all processes share"
             )
 

@@ -62,10 +62,10 @@ def token_log_probs(
     x = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
     tokens = labels.astype(jnp.int32).reshape(x.shape[:2])  # unsigned dtypes cannot hold ignore_index
     wide = None if head is None else head.astype(accumulation_dtype(x.dtype))
-    given = vary_alike((), x, wide, tokens)
+    varying = vary_alike((), x, wide, tokens)
     spec = PartitionSpec(*sharded_like(x)[:2])
     settings = LogProbSettings(int(ignore_index), chunk, entropy)
-    values = on_auto_axes(partial(_values, settings=settings), (spec, spec) if entropy else (spec,))(*given)
+    values = on_auto_axes(partial(_values, settings=settings), (spec, spec) if entropy else (spec,))(*varying)
     shaped = tuple(each.reshape(labels.shape) for each in values)
     return shaped if entropy else shaped[0]  # type: ignore[return-value]
 

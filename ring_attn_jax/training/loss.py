@@ -71,15 +71,15 @@ def loss(
     check_number("ignore_index", ignore_index)
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     check_weights(None if label_weights is None else label_weights.shape, labels.shape)
-    settings, given = ChunkSettings(ignore_index, chunk), Labels(labels, label_weights)
+    settings, of_tokens = ChunkSettings(ignore_index, chunk), Labels(labels, label_weights)
     if mesh is not None:
         names = ShardedAxes.of(mesh, axis_name, batch_axes, None)
         axes = names.axis_name, *names.batch_axes
         on_shards = lambda logits, labels, head: _over_ranks(logits, labels, head, settings, reduction, axes)
-        return _mapped(on_shards, names, logits, given, head)
+        return _mapped(on_shards, names, logits, of_tokens, head)
     if batch_axes:
         raise ValueError(f"batch_axes={batch_axes!r} goes with mesh=...: inside shard_map name all axes in axis_name")
-    return _over_ranks(logits, given, head, settings, reduction, axis_name)
+    return _over_ranks(logits, of_tokens, head, settings, reduction, axis_name)
 
 
 def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
@@ -142,8 +142,8 @@ def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: Label
     return jax.shard_map(on_shards, mesh=where.mesh, in_specs=specs, out_specs=PartitionSpec())(*placed)
 
 
-def _check_arrays(given: dict[str, Any]) -> None:
-    for name, x in given.items():
+def _check_arrays(arrays: dict[str, Any]) -> None:
+    for name, x in arrays.items():
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
             raise ValueError(f"{name} must be an array, got {in_words(x)}")
 

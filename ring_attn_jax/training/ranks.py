@@ -22,14 +22,14 @@ from ring_attn_core.model.replica_check import (
     Table,
     array_content,
     array_kind,
-    as_told,
     check_alike,
-    check_copies,
     check_plain,
+    check_replicas,
     differences,
-    essence,
     named,
-    plain_copy,
+    plain_replica,
+    table_digest,
+    tables_from_json,
 )
 from ring_attn_core.validation import in_words
 
@@ -56,13 +56,13 @@ def check_ranks(what: Any) -> None:
     """
     processes, error = jax.process_count(), None
     try:
-        table = {name: _copies(x) for name, x in named(_entries(what)).items()}
+        table = {name: _replicas(x) for name, x in named(_entries(what)).items()}
     except Exception as objection:
         error, table = objection, {}
     if processes == 1 and error is not None:
         raise error
-    tables = [table] if processes == 1 else _told_by_all(table, error)
-    check_copies(tables, "process", REMEDY)
+    tables = [table] if processes == 1 else _tables_of_all(table, error)
+    check_replicas(tables, "process", REMEDY)
 
 
 def _entries(what: Any) -> Iterator[tuple[str, Any]]:
@@ -82,19 +82,19 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
         yield name, x
 
 
-def _copies(x: Any) -> list[Replica]:
+def _replicas(x: Any) -> list[Replica]:
     """Return this process's replicas of a value: for an array, one for each of its devices that shares its part with others."""
     if not isinstance(x, jax.Array):
-        return [plain_copy(("process", jax.process_index()), x)]
+        return [plain_replica(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)
     parts = {device: _part(index, x.shape) for device, index in x.sharding.devices_indices_map(x.shape).items()}
     held, of_every_process = Counter(parts.values()), jax.process_count() > 1 and x.is_fully_addressable
-    copies = []
+    replicas = []
     for shard in x.addressable_shards:
         part = parts[shard.device]
         if held[part] > 1 or of_every_process:
-            copies.append(Replica(("device", shard.device.id), kind, _content(shard.data), part))
-    return copies or [Replica(("process", jax.process_index()), kind, "an array without copies")]
+            replicas.append(Replica(("device", shard.device.id), kind, _content(shard.data), part))
+    return replicas or [Replica(("process", jax.process_index()), kind, "an array without copies")]
 
 
 def _part(index: tuple[slice, ...], shape: tuple[int, ...]) -> str:
@@ -110,26 +110,26 @@ def _content(x: jax.Array) -> str:
     return array_content(values.tobytes(), values.item() if values.size == 1 else None)
 
 
-def _told_by_all(table: Table, error: Exception | None) -> list[Table]:
+def _tables_of_all(table: Table, error: Exception | None) -> list[Table]:
     """All-gather digests of the tables. Return the tables of all processes, or only this one if all are the same.
 
     Raise ValueError if a process has an ``error``.
     """
-    mine = "" if error else essence(table)
+    mine = "" if error else table_digest(table)
     if set(_gathered(mine)) == {mine} and not error and not differences([table], "process"):
         return [table]
-    everybody = [json.loads(told) for told in _gathered(json.dumps({"error": error and str(error), "table": table}))]
+    everybody = [json.loads(encoded) for encoded in _gathered(json.dumps({"error": error and str(error), "table": table}))]
     for process, each in enumerate(everybody):
         if each["error"] is not None:
             raise ValueError(f"process {process}: {each['error']}") from error
-    return as_told(each["table"] for each in everybody)
+    return tables_from_json(each["table"] for each in everybody)
 
 
 def _gathered(text: str) -> list[str]:
     """All-gather a text. Return the texts of all processes in order."""
-    told = np.frombuffer(text.encode(errors="replace"), np.uint8)
-    lengths = np.ravel(multihost_utils.process_allgather(np.array([told.size], np.int32)))
-    texts = np.asarray(multihost_utils.process_allgather(np.pad(told, (0, lengths.max() - told.size))))
+    encoded = np.frombuffer(text.encode(errors="replace"), np.uint8)
+    lengths = np.ravel(multihost_utils.process_allgather(np.array([encoded.size], np.int32)))
+    texts = np.asarray(multihost_utils.process_allgather(np.pad(encoded, (0, lengths.max() - encoded.size))))
     return [each[:length].tobytes().decode() for each, length in zip(texts, lengths, strict=True)]
 
 
@@ -153,14 +153,14 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
             raise error
         return
     mine = {"error": error and [isinstance(error, OSError), str(error)], "alike": alike}
-    everybody = [json.loads(told) for told in _gathered(json.dumps(mine))]
-    errors = [told["error"] for told in everybody]
-    for process, told in enumerate(errors):
-        if told is not None:
-            raise (OSError if told[0] else RankDifference if None in errors else ValueError)(
-                f"process {process}: {told[1]}"
+    everybody = [json.loads(report) for report in _gathered(json.dumps(mine))]
+    errors = [report["error"] for report in everybody]
+    for process, report in enumerate(errors):
+        if report is not None:
+            raise (OSError if report[0] else RankDifference if None in errors else ValueError)(
+                f"process {process}: {report[1]}"
             ) from error
-    check_alike(f"what processes have read while {call}", "process", [", ".join(told["alike"]) for told in everybody])
+    check_alike(f"what processes have read while {call}", "process", [", ".join(report["alike"]) for report in everybody])
 
 
 def check_kinds(arrays: Mapping[str, Any]) -> None:
@@ -170,11 +170,11 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
     """
     if jax.process_count() == 1:
         return
-    holder = ("process", jax.process_index())
-    table = {name: [Replica(holder, array_kind("Array", x.dtype, x.shape), "")] for name, x in arrays.items()}
-    if len(set(_gathered(essence(table)))) > 1:
-        tables = as_told(json.loads(each) for each in _gathered(json.dumps(table)))
-        check_copies(tables, "process", "Make the same model in every process")
+    owner = ("process", jax.process_index())
+    table = {name: [Replica(owner, array_kind("Array", x.dtype, x.shape), "")] for name, x in arrays.items()}
+    if len(set(_gathered(table_digest(table)))) > 1:
+        tables = tables_from_json(json.loads(each) for each in _gathered(json.dumps(table)))
+        check_replicas(tables, "process", "Make the same model in every process")
 
 
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
@@ -195,15 +195,15 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
         return [value]
     objection = error and [isinstance(error, OSError), str(error)]
     mine = {"error": objection, "value": value, "alike": {name: in_words(x) for name, x in alike.items()}}
-    told = [json.loads(text) for text in _gathered(json.dumps(mine))]
-    for process, each in enumerate(told):
+    gathered = [json.loads(text) for text in _gathered(json.dumps(mine))]
+    for process, each in enumerate(gathered):
         if each["error"] is not None:
             raise (OSError if each["error"][0] else ValueError)(f"process {process}: {each['error'][1]}") from error
     for name in alike:
-        values = [each["alike"][name] for each in told]
+        values = [each["alike"][name] for each in gathered]
         if len(set(values)) > 1:
             raise ValueError(f"{by_process(name, values)}: all processes must make the same calls")
-    return [each["value"] for each in told]
+    return [each["value"] for each in gathered]
 
 
 def by_process(name: str, values: list[Any]) -> str:

@@ -94,8 +94,8 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
     """Return the config with other dtypes for the weights and the computation. None keeps the config's."""
-    given = {"param_dtype": kept, "compute_dtype": computed}
-    return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
+    dtypes = {"param_dtype": kept, "compute_dtype": computed}
+    return replace(config, **{name: dtype_name(x) for name, x in dtypes.items() if x is not None})
 
 
 class Empty(NamedTuple):

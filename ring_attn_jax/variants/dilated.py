@@ -12,7 +12,7 @@ from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band
-from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
+from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of
 
 from ..axes import ring_size, vary_alike
 from ..call.autograd import attention, reverse_only
@@ -99,38 +99,42 @@ def attend(
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``dilated_attention`` from records; return (out, lse)."""
-    lanes = lanes_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
+    batches = batches_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)
-    queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
+    queries, keys = (
+        tuple((each, selection) for each, selection in zip(batches, parts, strict=True)) for parts in _parts(batches)
+    )
     outs, lses = [], []
-    of_lanes = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
-    for each, q_of, k_of, v_of in zip(lanes, *of_lanes, strict=True):
+    of_batches = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    for each, q_of, k_of, v_of in zip(batches, *of_batches, strict=True):
         out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), each.options(options), axis_name)
         outs.append(out)
         lses.append(lse)
-    return mixed(outs, lses, lanes, rank)
+    return mixed(outs, lses, batches, rank)
 
 
-def _parts(lanes: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
-    return [each.of_queries for each in lanes], [each.of_keys for each in lanes]
+def _parts(batches: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
+    return [each.of_queries for each in batches], [each.of_keys for each in batches]
 
 
-def _arrays(lanes: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
+def _arrays(batches: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
     """Return the extents and the key mask of the folded batches, each None if not needed."""
-    if not lanes.needs_extents and key_mask is None:
+    if not batches.needs_extents and key_mask is None:
         return Arrays()
-    b, rows = q.shape[0], q.shape[0] * lanes.classes
-    slot, of_class = jnp.arange(lanes.slots, dtype=jnp.int32)[None], jnp.arange(lanes.classes, dtype=jnp.int32)[:, None]
-    holds, first, end = lanes.visible(rank, slot, of_class)
-    extents = jnp.broadcast_to(jnp.stack((first, end), -1), (b, lanes.classes, lanes.slots, 2)).reshape(rows, lanes.slots, 2)
-    seen = None
+    b, rows = q.shape[0], q.shape[0] * batches.head_groups
+    slot, of_group = jnp.arange(batches.slots, dtype=jnp.int32)[None], jnp.arange(batches.head_groups, dtype=jnp.int32)[:, None]
+    holds, first, end = batches.visible(rank, slot, of_group)
+    extents = jnp.broadcast_to(jnp.stack((first, end), -1), (b, batches.head_groups, batches.slots, 2)).reshape(
+        rows, batches.slots, 2
+    )
+    folded_mask = None
     if key_mask is not None:
-        most = lanes.dilation - 1
-        padded = jnp.pad(key_mask, ((0, 0), (most, lanes.spanned - lanes.local)))
-        padded = lax.dynamic_slice_in_dim(padded, most - lanes.front(rank), lanes.spanned, 1)
-        of_lanes = padded.reshape(b, lanes.slots, lanes.dilation)[:, :, : lanes.classes].transpose(0, 2, 1)
-        seen = (of_lanes & holds[None]).reshape(rows, lanes.slots)
-    elif lanes.needs_key_mask:
-        seen = jnp.broadcast_to(holds, (b, lanes.classes, lanes.slots)).reshape(rows, lanes.slots)
-    return Arrays(extents=extents if lanes.needs_extents else None, key_mask=seen)
+        most = batches.dilation - 1
+        padded = jnp.pad(key_mask, ((0, 0), (most, batches.spanned - batches.local)))
+        padded = lax.dynamic_slice_in_dim(padded, most - batches.front(rank), batches.spanned, 1)
+        of_batches = padded.reshape(b, batches.slots, batches.dilation)[:, :, : batches.head_groups].transpose(0, 2, 1)
+        folded_mask = (of_batches & holds[None]).reshape(rows, batches.slots)
+    elif batches.needs_key_mask:
+        folded_mask = jnp.broadcast_to(holds, (b, batches.head_groups, batches.slots)).reshape(rows, batches.slots)
+    return Arrays(extents=extents if batches.needs_extents else None, key_mask=folded_mask)

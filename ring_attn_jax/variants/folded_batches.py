@@ -1,8 +1,8 @@
-"""Folding of a shard into the folded batches ("lanes") of each pattern, and the reverse, with gradients.
+"""Folding of a shard into the folded batches of each pattern, and the reverse, with gradients.
 
-A lane holds the tokens that one head group (class) of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
-``folded`` copies an array into lanes by padding and reshaping, without gather or scatter. ``mixed`` puts the results of all
-patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+A folded batch holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
+``folded`` copies an array into folded batches by padding and reshaping, without gather or scatter. ``mixed`` puts the results of
+all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -19,16 +19,16 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.variants.dilated import FoldedBatches, HeadPart
+from ring_attn_core.variants.dilated import FoldedBatches, HeadSelection
 
 from ..attend.tiles import accumulation_dtype
 
-Place = tuple[FoldedBatches, HeadPart]
+Place = tuple[FoldedBatches, HeadSelection]
 Places = tuple[Place, ...]
 
 
 def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d], for each pattern in ``places``.
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], for each pattern in ``places``.
 
     Differentiable.
     """
@@ -36,13 +36,13 @@ def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ..
 
 
 def mixed(
-    outs: Sequence[jax.Array], lses: Sequence[jax.Array], lanes: tuple[FoldedBatches, ...], rank: jax.Array
+    outs: Sequence[jax.Array], lses: Sequence[jax.Array], batches: tuple[FoldedBatches, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Combine the patterns' lanes: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
+    """Combine the patterns' folded batches: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
-    return _mix((tuple(outs), tuple(lses)), rank, tuple((each, each.of_queries) for each in lanes))
+    return _mix((tuple(outs), tuple(lses)), rank, tuple((each, each.of_queries) for each in batches))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -133,50 +133,54 @@ def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, r
 
 
 def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
-    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d]. Missing tokens and heads are 0."""
-    lanes, part = place
-    x = x[:, :, part.first : part.end]
-    if part.repeat > 1:
-        x = jnp.repeat(x, part.repeat, 2)[:, :, part.skip : part.skip + part.kept]
-    x = _heads_padded(x, 0, part.padded - part.kept)
-    if lanes.padded:
-        most = lanes.dilation - 1
-        x = jnp.pad(x, ((0, 0), (most, lanes.spanned - lanes.local), (0, 0), (0, 0)))
-        x = lax.dynamic_slice_in_dim(x, most - lanes.front(rank), lanes.spanned, 1)
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Missing tokens and heads are 0."""
+    batches, selection = place
+    x = x[:, :, selection.first : selection.end]
+    if selection.repeat > 1:
+        x = jnp.repeat(x, selection.repeat, 2)[:, :, selection.skip : selection.skip + selection.selected]
+    x = _heads_padded(x, 0, selection.padded - selection.selected)
+    if batches.padded:
+        most = batches.dilation - 1
+        x = jnp.pad(x, ((0, 0), (most, batches.spanned - batches.local), (0, 0), (0, 0)))
+        x = lax.dynamic_slice_in_dim(x, most - batches.front(rank), batches.spanned, 1)
     b, _, _, d = x.shape
-    x = x.reshape(b, lanes.slots, lanes.dilation, part.padded, d)[:, :, : lanes.classes]
-    n = part.padded // part.spread
-    x = x.reshape(b, lanes.slots, part.spread, part.together, n, part.spread, d)
-    x = jnp.where(_diagonal(part), x, 0).sum(5, dtype=x.dtype) if part.spread > 1 else x[:, :, :, :, :, 0]
-    return x.transpose(0, 2, 3, 1, 4, 5).reshape(b * lanes.classes, lanes.slots, n, d)
+    x = x.reshape(b, batches.slots, batches.dilation, selection.padded, d)[:, :, : batches.head_groups]
+    n = selection.padded // selection.spread
+    x = x.reshape(b, batches.slots, selection.spread, selection.together, n, selection.spread, d)
+    x = jnp.where(_diagonal(selection), x, 0).sum(5, dtype=x.dtype) if selection.spread > 1 else x[:, :, :, :, :, 0]
+    return x.transpose(0, 2, 3, 1, 4, 5).reshape(b * batches.head_groups, batches.slots, n, d)
 
 
 def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float = 0) -> jax.Array:
-    """Invert ``fold``: return the shard [b s heads d], with ``fill`` for elements that are in no lane.
+    """Invert ``fold``: return the shard [b s heads d], with ``fill`` for elements that are in no folded batch.
 
     If ``fold`` repeats a head, its copies are summed.
     """
-    lanes, part = place
+    batches, selection = place
     rows, slots, n, d = x.shape
-    x = x.reshape(rows // lanes.classes, part.spread, part.together, slots, n, d).transpose(0, 3, 1, 2, 4, 5)[:, :, :, :, :, None]
-    if part.spread > 1:
-        x = jnp.where(_diagonal(part), x, fill)
-    x = x.reshape(x.shape[0], slots, lanes.classes, part.padded, d)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, lanes.dilation - lanes.classes), (0, 0), (0, 0)), constant_values=fill)
-    x = x.reshape(x.shape[0], lanes.spanned, part.padded, d)
-    if lanes.padded:
-        x = lax.dynamic_slice_in_dim(x, lanes.front(rank), lanes.local, 1)
-    x = x[:, :, : part.kept]
-    if part.repeat > 1:
-        x = _heads_padded(x, part.skip, (part.end - part.first) * part.repeat - part.skip - part.kept)
-        x = x.reshape(*x.shape[:2], part.end - part.first, part.repeat, d).sum(3)
-    return _heads_padded(x, part.first, heads - part.end, fill)
+    x = x.reshape(rows // batches.head_groups, selection.spread, selection.together, slots, n, d).transpose(0, 3, 1, 2, 4, 5)[
+        :, :, :, :, :, None
+    ]
+    if selection.spread > 1:
+        x = jnp.where(_diagonal(selection), x, fill)
+    x = x.reshape(x.shape[0], slots, batches.head_groups, selection.padded, d)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, batches.dilation - batches.head_groups), (0, 0), (0, 0)), constant_values=fill)
+    x = x.reshape(x.shape[0], batches.spanned, selection.padded, d)
+    if batches.padded:
+        x = lax.dynamic_slice_in_dim(x, batches.front(rank), batches.local, 1)
+    x = x[:, :, : selection.selected]
+    if selection.repeat > 1:
+        x = _heads_padded(
+            x, selection.skip, (selection.end - selection.first) * selection.repeat - selection.skip - selection.selected
+        )
+        x = x.reshape(*x.shape[:2], selection.end - selection.first, selection.repeat, d).sum(3)
+    return _heads_padded(x, selection.first, heads - selection.end, fill)
 
 
 def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> jax.Array:
     return jnp.pad(x, ((0, 0), (0, 0), (before, behind), (0, 0)), constant_values=fill) if before or behind else x
 
 
-def _diagonal(part: HeadPart) -> jax.Array:
+def _diagonal(selection: HeadSelection) -> jax.Array:
     """Return a bool mask for [b slots spread together heads spread d] that keeps the heads of each class's own offset."""
-    return jnp.eye(part.spread, dtype=bool)[:, None, None, :, None]
+    return jnp.eye(selection.spread, dtype=bool)[:, None, None, :, None]

@@ -73,14 +73,14 @@ def sharded_dilated_attention(
                 f"over head_axis={head_axis!r} every member holds {local} heads: that must be a multiple of each dilation, and "
                 f'mixing "softmax", got dilations={tuple(dilations)} and mixing={mixing!r}: leave head_axis out, or choose others'
             )
-    given = {"q": q, "k": k, "v": v} | ({} if key_mask is None else {"key_mask": key_mask})
-    for array in described({name: x for name, x in given.items() if name == "key_mask"}):
+    inputs = {"q": q, "k": k, "v": v} | ({} if key_mask is None else {"key_mask": key_mask})
+    for array in described({name: x for name, x in inputs.items() if name == "key_mask"}):
         check_array(array, q.shape, k.shape)
     specs = where.specs(k.shape[2])
-    whole = {name: on_mesh(x, where.mesh, specs[name]) for name, x in given.items()}
+    placed = {name: on_mesh(x, where.mesh, specs[name]) for name, x in inputs.items()}
     of_pairs = Patterns(tuple(segment for segment, _ in pairs), tuple(dilation for _, dilation in pairs), mixing)
-    named = tuple((name, specs[name]) for name in whole)
-    return _compiled(where, named, options, of_pairs, return_lse, mapped_over_mesh())(whole)
+    named = tuple((name, specs[name]) for name in placed)
+    return _compiled(where, named, options, of_pairs, return_lse, mapped_over_mesh())(placed)
 
 
 @lru_cache(maxsize=1024)
@@ -94,9 +94,9 @@ def _compiled(
 ) -> Any:
     """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
 
-    def on_shards(given: dict[str, Any]) -> Any:
-        q, k, v = (given[name] for name in "qkv")
-        out, lse = attend(q, k, v, given.get("key_mask"), patterns, options, where.axis_name)
+    def on_shards(inputs: dict[str, Any]) -> Any:
+        q, k, v = (inputs[name] for name in "qkv")
+        out, lse = attend(q, k, v, inputs.get("key_mask"), patterns, options, where.axis_name)
         return (out, lse) if return_lse else out
 
     return program(on_shards, where, dict(specs), return_lse, mapped)

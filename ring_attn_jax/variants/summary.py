@@ -1,7 +1,7 @@
 """Summary attention over a ring, an approximation: exact within a window, with a few summaries of each block before it.
 
-:func:`merge` combines two parts. The local part (``near``) is ``ring_attention`` with extents: a window that starts at the start
-of a block. The compressed part (``far``) attends to summaries. Each rank pools its tokens of a block by ``attend_block`` with the
+:func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents: a window that starts at the start
+of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block`` with the
 pool as queries. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks. Each rank merges them as in a ring,
 and its queries attend to the merged summaries.
 """
@@ -162,29 +162,29 @@ class SummaryInputs(NamedTuple):
 class Summaries(NamedTuple):
     """``k`` [b n g d] and ``v`` [b n g e] of all summaries, sorted by block, in the accumulation dtype.
 
-    ``share`` [b n], with a key mask: the fraction of a summary's tokens that are unmasked.
+    ``fraction`` [b n], with a key mask: the fraction of a summary's tokens that are unmasked.
     """
 
     k: jax.Array
     v: jax.Array
-    share: jax.Array | None
+    fraction: jax.Array | None
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """Compute ``summary_attention`` from records; return (out, lse)."""
     plan = _checked(inputs, options, ring_size(axis_name))
     q, k, v, _, key_mask = inputs
-    first, seen = _seen(plan, lax.axis_index(axis_name))
-    extents = jnp.broadcast_to(jnp.stack([first, seen], -1), (*q.shape[:2], 2)) if plan.blocks else None
-    near, near_lse = attention(q, k, v, Arrays(extents, key_mask), plan.near, axis_name)
+    first, end = _visible_range(plan, lax.axis_index(axis_name))
+    extents = jnp.broadcast_to(jnp.stack([first, end], -1), (*q.shape[:2], 2)) if plan.blocks else None
+    exact, exact_lse = attention(q, k, v, Arrays(extents, key_mask), plan.exact_options, axis_name)
     if not plan.blocks:
-        return near, near_lse
-    far = _far(q, first, _summaries(inputs, plan, axis_name), plan)
-    out, lse = merge((near.astype(near_lse.dtype), near_lse), far)
+        return exact, exact_lse
+    compressed = _over_summaries(q, first, _summaries(inputs, plan, axis_name), plan)
+    out, lse = merge((exact.astype(exact_lse.dtype), exact_lse), compressed)
     return out.astype(q.dtype), lse
 
 
-def _seen(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _visible_range(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return each query's range of exactly visible tokens on this rank: first and end (exclusive), int32 [s] each.
 
     Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
@@ -194,7 +194,7 @@ def _seen(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(true, plan.first(positions), 0), jnp.where(true, positions + 1, 0)
 
 
-def _far(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan) -> tuple[jax.Array, jax.Array]:
+def _over_summaries(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan) -> tuple[jax.Array, jax.Array]:
     """Return (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
     options = plan.options
     end = first // options.block * options.summaries
@@ -206,13 +206,13 @@ def _far(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan
         softcap=options.softcap,
         backend=options.backend,
     )
-    k, v, share = summaries
-    if share is None:
+    k, v, fraction = summaries
+    if fraction is None:
         out, lse = attend(q, k.astype(q.dtype), v.astype(q.dtype))
         return out, lse + math.log(options.stands_for)
-    weight = jnp.broadcast_to(share[..., None, None], (*v.shape[:3], 1))
+    weight = jnp.broadcast_to(fraction[..., None, None], (*v.shape[:3], 1))
     weighted = jnp.concatenate([v * weight, weight], -1).astype(q.dtype)
-    out, lse = attend(q, k.astype(q.dtype), weighted, key_mask=share > 0)
+    out, lse = attend(q, k.astype(q.dtype), weighted, key_mask=fraction > 0)
     total = out[..., -1:]
     total = jnp.where(total > 0, total, 1)
     return out[..., :-1] / total, lse + jnp.log(total[..., 0]) + math.log(options.stands_for)
@@ -241,8 +241,8 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
         before = jnp.pad(jnp.cumsum(key_mask, 1, dtype=jnp.int32), ((0, 0), (1, 0)))
         parts.append(jnp.broadcast_to((before[:, end] - before[:, first])[..., None, None].astype(wide), (b, slots * m, g, 1)))
     every = lax.all_gather(jnp.concatenate(parts, -1), axis_name, axis=1, tiled=True)
-    blocks, holders = (jnp.arange(n, dtype=jnp.int32) for n in (plan.blocks, plan.holders))
-    place, exists = plan.held(blocks[:, None], holders[None])
+    blocks, owners = (jnp.arange(n, dtype=jnp.int32) for n in (plan.blocks, plan.owners))
+    place, exists = plan.held(blocks[:, None], owners[None])
     held = every.reshape(b, every.shape[1] // m, m, *every.shape[2:])[:, place]
     exists = exists[:, :, None, None]
     of_k, of_v, lse, count = jnp.split(held, [d, d + e, d + e + 1], -1)
@@ -252,10 +252,10 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
     total = z.sum(2, keepdims=True)
     weight = (z / jnp.where(total == 0, 1, total))[..., None]
     whole = lambda x: (weight * x).sum(2).reshape(b, plan.blocks * m, g, x.shape[-1])
-    share = None
+    fraction = None
     if key_mask is not None:
-        share = jnp.where(exists[..., 0], count[..., 0, 0], 0).sum(2).reshape(b, plan.blocks * m) / plan.options.width
-    return Summaries(whole(of_k), whole(of_v), share)
+        fraction = jnp.where(exists[..., 0], count[..., 0, 0], 0).sum(2).reshape(b, plan.blocks * m) / plan.options.width
+    return Summaries(whole(of_k), whole(of_v), fraction)
 
 
 def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
@@ -287,8 +287,8 @@ def _compiled(
 ) -> Any:
     """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
 
-    def on_shards(given: dict[str, jax.Array]) -> Any:
-        inputs = SummaryInputs(given["q"], given["k"], given["v"], given.get("pool"), given.get("key_mask"))
+    def on_shards(named: dict[str, jax.Array]) -> Any:
+        inputs = SummaryInputs(named["q"], named["k"], named["v"], named.get("pool"), named.get("key_mask"))
         out, lse = attention_with_summaries(inputs, options, where.axis_name)
         return (out, lse) if return_lse else out
 

@@ -18,7 +18,7 @@ from .tiles import Rows
 class Backend(Protocol):
     """An implementation of attention over the keys of one shard."""
 
-    apart: ClassVar[bool]
+    two_arrays: ClassVar[bool]
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
@@ -29,7 +29,7 @@ class Backend(Protocol):
         """
         ...
 
-    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
+    def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse. The loop calls it once per backward.
 
         ``total``: the state after the last step; ``dtotal``: (dout, dlse). A probability is ``exp(s - lse - rest)``, and each

@@ -30,7 +30,7 @@ from .backend import sink_gradient
 from .keys import Keys
 from .score import Score
 from .state import BackwardInputs, Gradients, State, carries_rest, rest_of
-from .tiles import Part, Rows, accumulation_dtype
+from .tiles import Rows, TileInputs, accumulation_dtype
 
 LOG2E = math.log2(math.e)
 
@@ -39,15 +39,15 @@ LOG2E = math.log2(math.e)
 class Blockwise:
     """The backend "blockwise". A subclass may override ``merged`` and ``gradients``, the computation over one shard of keys."""
 
-    apart: ClassVar[bool] = False
+    two_arrays: ClassVar[bool] = False
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         """See ``Backend.attend``."""
         state = self.merged(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
         return state._replace(out=state.out.to(q.dtype)) if last else state
 
-    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """See ``Backend.cotangents``."""
+    def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
+        """See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         unseen = lse == -math.inf
         dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
@@ -99,15 +99,15 @@ def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
 
 def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
     """Merge attention to the visible keys into ``total``, the state over the keys seen so far, in place. Return it."""
-    for part in Part.all(q, keys, rows, score):
-        out, lse, *rest = (x[part.batch] for x in total.arrays)
-        for queries in part.query_tiles():
-            q_tile = queries.load(part.q).mul_(score.scale)
+    for inputs in TileInputs.all(q, keys, rows, score):
+        out, lse, *rest = (x[inputs.batch] for x in total.arrays)
+        for queries in inputs.query_tiles():
+            q_tile = queries.load(inputs.q).mul_(score.scale)
             acc, before = queries.load(out), queries.load(lse)
             m, l = before, (before > -math.inf).to(before.dtype)
             if rest:
                 acc.mul_(l.mul_(queries.load(rest[0]).exp_()))
-            for pair in part.pairs(queries):
+            for pair in inputs.pairs(queries):
                 k_tile, v_tile = pair.load_kv()
                 scores = pair.hide(pair.scores(q_tile, k_tile)[0], -math.inf)
                 m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
@@ -141,24 +141,24 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
     q, dout, lse, delta, *_ = of_q
     d = q.shape[-1]
     dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
-    for part in Part.all(q, keys, rows, score):
-        dk, dv = dkv[part.batch].split([d, dkv.shape[-1] - d], -1)
-        for queries in part.query_tiles():
-            q_tile = queries.load(part.q).mul_(score.scale)
-            dout_tile, lse_tile, delta_tile = (queries.load(x[part.batch]) for x in (dout, lse, delta))
+    for inputs in TileInputs.all(q, keys, rows, score):
+        dk, dv = dkv[inputs.batch].split([d, dkv.shape[-1] - d], -1)
+        for queries in inputs.query_tiles():
+            q_tile = queries.load(inputs.q).mul_(score.scale)
+            dout_tile, lse_tile, delta_tile = (queries.load(x[inputs.batch]) for x in (dout, lse, delta))
             dq_tile = torch.zeros_like(q_tile)
-            for pair in part.pairs(queries):
+            for pair in inputs.pairs(queries):
                 k_tile, v_tile = pair.load_kv()
-                q_seen, dout_seen = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
-                scores, tanh = pair.scores(q_seen, k_tile)
+                q_visible, dout_visible = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
+                scores, tanh = pair.scores(q_visible, k_tile)
                 p = pair.hide(_exp_(scores.sub_(lse_tile)), 0.0)
-                ds = pair.drop_(part.product("dp", dout_seen, v_tile.transpose(1, 2))).sub_(delta_tile).mul_(p)
+                ds = pair.drop_(inputs.product("dp", dout_visible, v_tile.transpose(1, 2))).sub_(delta_tile).mul_(p)
                 if tanh is not None:
                     ds.addcmul_(ds * tanh, tanh, value=-1)
                 dq_tile.baddbmm_(ds, k_tile)
-                pair.keys.add(dk, part.product("dk", ds.transpose(1, 2), q_seen))
-                pair.keys.add(dv, part.product("dv", pair.drop_(p).transpose(1, 2), dout_seen))
-            queries.add(dq[part.batch], dq_tile.mul_(score.scale))
+                pair.keys.add(dk, inputs.product("dk", ds.transpose(1, 2), q_visible))
+                pair.keys.add(dv, inputs.product("dv", pair.drop_(p).transpose(1, 2), dout_visible))
+            queries.add(dq[inputs.batch], dq_tile.mul_(score.scale))
     return dq, dkv
 
 

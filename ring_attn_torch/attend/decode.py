@@ -51,7 +51,7 @@ class DecodeArrays(NamedTuple):
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
     """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split, [splits b n h e+1]."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
-    given = {
+    arguments = {
         "q": aligned(arrays.q),
         "k": as_bytes(arrays.k),
         "v": as_bytes(arrays.v),
@@ -59,12 +59,12 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
         "k_positions": aligned(arrays.k_positions),
     }
     if arrays.tree_mask is not None:
-        given["tree_mask"] = aligned(arrays.tree_mask.view(torch.uint8))
-        given["depths"] = depths(arrays)
+        arguments["tree_mask"] = aligned(arrays.tree_mask.view(torch.uint8))
+        arguments["depths"] = depths(arrays)
     for name in ("alibi_slopes", "k_scale", "v_scale"):
         if (x := getattr(arrays, name)) is not None:
-            given[name] = aligned(x.float())
-    (pairs,) = launch(launches.decode(call), given)
+            arguments[name] = aligned(x.float())
+    (pairs,) = launch(launches.decode(call), arguments)
     return pairs
 
 
@@ -76,8 +76,8 @@ def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tens
 
 def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
     """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks by a kernel. Return out in q's dtype and lse."""
-    given = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
-    out, lse = launch(launches.merge_pairs(call, ranks, True), given)
+    arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
+    out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
 
 
@@ -179,19 +179,19 @@ def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, r
     return (visible if window is None else visible & (lag <= window)), lag
 
 
-def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, seen: _Visibility) -> _State:
+def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, visibility: _Visibility) -> _State:
     """Merge one chunk of slots into the state: keys [c g d], values [c g e], rows [g, n heads, d]."""
     on_cpu = rows.device.type == "cpu"
-    visible = seen.visible
+    visible = visibility.visible
     if on_cpu and not visible.any():
         return state
     g, m, n = *rows.shape[:2], visible.shape[0]
     s = torch.bmm(rows, keys.permute(1, 2, 0))
-    if seen.softcap is not None:
-        s = s.div_(seen.softcap).tanh_().mul_(seen.softcap)
+    if visibility.softcap is not None:
+        s = s.div_(visibility.softcap).tanh_().mul_(visibility.softcap)
     by_head = s.view(g, n, m // n, -1)
-    if seen.alibi_slopes is not None:
-        by_head -= seen.alibi_slopes.to(s.dtype).view(g, 1, m // n, 1) * seen.lag[:, None]
+    if visibility.alibi_slopes is not None:
+        by_head -= visibility.alibi_slopes.to(s.dtype).view(g, 1, m // n, 1) * visibility.lag[:, None]
     whole = on_cpu and bool(visible.all())
     if not whole:
         by_head.masked_fill_(~visible[:, None], -math.inf)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from ring_attn_core.dropout import (
     WORD,
-    check_draw,
+    check_seed,
     number,
     philox2x32,
+    philox_key,
     place_of_key,
     place_of_query,
     seed_words,
-    stream,
     threshold,
 )
 
@@ -34,7 +34,7 @@ class Dropout(NamedTuple):
         return batch, head
 
 
-def draw_of(dropout: Dropout, device: torch.device) -> Tensor:
+def dropout_state(dropout: Dropout, device: torch.device) -> Tensor:
     """Build a Score's ``dropout_seed`` tensor on the device, because a copy from the host would wait for the device.
 
     Raise ValueError if a value is not an int or a 0-d integer tensor.
@@ -47,12 +47,12 @@ def draw_of(dropout: Dropout, device: torch.device) -> Tensor:
     for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
         if not (_is_integer(x) if isinstance(x, Tensor) else isinstance(x, int | np.integer)) or isinstance(x, bool):
             raise ValueError(f"{name} must be an int or a 0-d integer tensor, got {x!r}")
-    given = [int(x) if isinstance(x, np.integer) else x for x in (seed, *offset)]
-    check_draw(*given)
+    values = [int(x) if isinstance(x, np.integer) else x for x in (seed, *offset)]
+    check_seed(*values)
     as_tensor = lambda x: (
         x.to(device, torch.int64) if isinstance(x, Tensor) else torch.full((), x, dtype=torch.int64, device=device)
     )
-    seed, first_batch, first_head = map(as_tensor, given)
+    seed, first_batch, first_head = map(as_tensor, values)
     return torch.stack([*seed_words(seed), first_batch, first_head])
 
 
@@ -60,21 +60,21 @@ def _is_integer(x: Tensor) -> bool:
     return x.ndim == 0 and not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype == torch.bool)
 
 
-def streams(draw: Tensor, batch: int, heads: int) -> Tensor:
+def philox_keys(state: Tensor, batch: int, heads: int) -> Tensor:
     """Return the Philox key of each batch row and head, int64 [batch, heads]; called once for all tiles of a step."""
-    low, high, first_batch, first_head = draw.unbind()
-    b = (first_batch + torch.arange(batch, device=draw.device) & WORD)[:, None]
-    h = first_head + torch.arange(heads, device=draw.device) & WORD
-    return stream((low, high), b, h, multiply)
+    low, high, first_batch, first_head = state.unbind()
+    b = (first_batch + torch.arange(batch, device=state.device) & WORD)[:, None]
+    h = first_head + torch.arange(heads, device=state.device) & WORD
+    return philox_key((low, high), b, h, multiply)
 
 
-def kept(streams: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
+def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) -> Tensor:
     """Return dropout's keep mask, bool [batch, heads, queries, keys], True for kept.
 
     ``q_pos`` [queries], ``k_pos`` [keys]: global positions.
     """
     (of_q, which), (of_k, turn) = place_of_query(q_pos[:, None]), place_of_key(k_pos)
-    words = philox2x32((of_q, of_k), streams[:, :, None, None], multiply)
+    words = philox2x32((of_q, of_k), philox_keys[:, :, None, None], multiply)
     return number(torch.where(which == 0, *words), turn) >= threshold(rate)
 
 

@@ -34,7 +34,7 @@ class Kernels:
     """
 
     call: RingCall
-    apart: ClassVar[bool] = True
+    two_arrays: ClassVar[bool] = True
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         """See ``Backend.attend``."""
@@ -44,8 +44,8 @@ class Kernels:
         _add_lists(arrays, steps.lists(self.call, "forward"))
         return State(*launch(steps.forward(self.call, total is None, last), arrays))
 
-    def cotangents(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """See ``Backend.cotangents``."""
+    def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
+        """See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         q, dout = aligned(q), aligned(dout.to(q.dtype))
         if self.call.fully_masked and not steps.zeroes_queries(self.call):
@@ -138,8 +138,8 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
     if score.alibi_slopes is not None:
         arrays["alibi_slopes"] = aligned(score.alibi_slopes.float())
     if score.dropout_seed is not None:
-        draw = (score.dropout_seed & WORD).to(torch.uint32)
-        (arrays["dropout"],) = launch(portable.dropout_streams(q.shape[0], q.shape[2]), {"dropout_seed": draw})
+        words = (score.dropout_seed & WORD).to(torch.uint32)
+        (arrays["dropout"],) = launch(portable.philox_keys(q.shape[0], q.shape[2]), {"dropout_seed": words})
     return arrays
 
 

@@ -25,18 +25,20 @@ class Keys(NamedTuple):
     extents: Tensor | None = None
 
 
-def pack(k: Tensor, v: Tensor, key_mask: Tensor | None = None, key_extents: Tensor | None = None, apart: bool = False) -> Keys:
+def pack(
+    k: Tensor, v: Tensor, key_mask: Tensor | None = None, key_extents: Tensor | None = None, two_arrays: bool = False
+) -> Keys:
     """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2].
 
     Masked keys and values become 0, even if they are NaN. Extents are clipped to positions that fit the kernels' arithmetic.
     """
     # If k and v have their dimensions in the same other memory order, so has the result of cat; kernels need it contiguous.
-    arrays = [k, v] if apart else [torch.cat([k, v], -1).contiguous()]
+    arrays = [k, v] if two_arrays else [torch.cat([k, v], -1).contiguous()]
     bits = None
     if key_mask is not None:
         arrays = [zeroed(x, ~key_mask[..., None, None]) for x in arrays]
         bits = bits_of(key_mask)
-    return Keys(arrays[0], bits, arrays[1] if apart else None, None if key_extents is None else clipped(key_extents))
+    return Keys(arrays[0], bits, arrays[1] if two_arrays else None, None if key_extents is None else clipped(key_extents))
 
 
 def bits_of(key_mask: Tensor) -> Tensor:

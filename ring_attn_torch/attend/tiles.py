@@ -17,7 +17,7 @@ from ring_attn_core.dropout import rescale
 from ring_attn_core.kernels.tile_sizes import blockwise_tiles, visible_tiles
 from ring_attn_core.runs import Row
 
-from .dropout import kept, streams
+from .dropout import keep_mask, philox_keys
 from .keys import Keys, unpack
 from .score import Score
 
@@ -61,36 +61,38 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Part:
+class TileInputs:
     """Batch rows that visit the same tiles: their slices of ``q``, ``kv`` and the arrays of ``score``.
 
-    ``seen``: their key mask; ``key_extents`` int64 [b t 2]; ``streams`` [b h]: their Philox keys for dropout.
+    ``key_mask``: their key mask; ``key_extents`` int64 [b t 2]; ``philox_keys`` [b h]: their Philox keys for dropout.
     """
 
     batch: slice
     q: Tensor
     kv: Tensor
-    seen: Tensor | None
+    key_mask: Tensor | None
     key_extents: Tensor | None
     rows: Rows
     score: Score
-    streams: Tensor | None
+    philox_keys: Tensor | None
 
     @classmethod
-    def all(cls, q: Tensor, keys: Keys, rows: Rows, score: Score) -> Iterator[Part]:
+    def all(cls, q: Tensor, keys: Keys, rows: Rows, score: Score) -> Iterator[TileInputs]:
         if q.numel() == 0 or keys.kv.numel() == 0:
             return
-        seen = unpack(keys)
-        draws = None if score.dropout_seed is None else streams(score.dropout_seed.to(q.device), q.shape[0], q.shape[2])
+        key_mask = unpack(keys)
+        dropout_keys = (
+            None if score.dropout_seed is None else philox_keys(score.dropout_seed.to(q.device), q.shape[0], q.shape[2])
+        )
         if score.extents is None and keys.extents is None:
-            yield cls(slice(None), q, keys.kv, seen, None, rows, score, draws)
+            yield cls(slice(None), q, keys.kv, key_mask, None, rows, score, dropout_keys)
             return
         for b in range(q.shape[0]):
             batch = slice(b, b + 1)
             extents, key_extents = (None if x is None else x[batch].long() for x in (score.extents, keys.extents))
-            some_seen, some_draws = (None if x is None else x[batch] for x in (seen, draws))
+            some_key_mask, some_philox_keys = (None if x is None else x[batch] for x in (key_mask, dropout_keys))
             mine = score._replace(extents=extents)
-            yield cls(batch, q[batch], keys.kv[batch], some_seen, key_extents, rows, mine, some_draws)
+            yield cls(batch, q[batch], keys.kv[batch], some_key_mask, key_extents, rows, mine, some_philox_keys)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
         """Return the batched product a b, in a buffer reused by the next product of this ``name`` and shape: 5 % faster."""
@@ -174,92 +176,92 @@ def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[
 class Pair:
     """The scores of one pair of query tile and key tile, with masking and dropout."""
 
-    part: Part
+    inputs: TileInputs
     queries: Tile
     keys: Tile
     row: Row
 
     def load_kv(self) -> tuple[Tensor, Tensor]:
         """Copy k and v of the key tile, with 0 at keys that no query of the tile sees, because these may hold NaN."""
-        tile = self.keys.load(self.part.kv)
-        if self.hidden is not None:
-            unseen = self.hidden.all(1)
-            tile.view(-1, self.keys.groups, *tile.shape[1:]).masked_fill_(unseen[:, None, :, None], 0)
-        d = self.part.q.shape[-1]
+        tile = self.keys.load(self.inputs.kv)
+        if self.masked is not None:
+            unused = self.masked.all(1)
+            tile.view(-1, self.keys.groups, *tile.shape[1:]).masked_fill_(unused[:, None, :, None], 0)
+        d = self.inputs.q.shape[-1]
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
         """Return ``tile`` [b*g, r*block_q, width] with 0 at queries that see no key of the key tile, since they may hold NaN."""
-        if self.hidden is None:
+        if self.masked is None:
             return tile
-        blind = self.hidden.all(2)
-        per_head = tile.view(self.part.q.shape[0], -1, self.hidden.shape[1], tile.shape[-1])
-        return per_head.masked_fill(blind[:, None, :, None], 0).view(tile.shape)
+        fully_masked = self.masked.all(2)
+        per_head = tile.view(self.inputs.q.shape[0], -1, self.masked.shape[1], tile.shape[-1])
+        return per_head.masked_fill(fully_masked[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the unmasked scores [b*g, r*block_q, block_k], and softcap's tanh (None without softcap) for the backward."""
-        scores, tanh = self.part.product("scores", q_tile, k_tile.transpose(1, 2)), None
-        if self.part.score.softcap is not None:
-            tanh = scores.div_(self.part.score.softcap).tanh_()
-            scores = tanh * self.part.score.softcap
-        if self.part.score.alibi_slopes is not None:
-            slopes = self.part.score.alibi_slopes.to(scores.dtype)
+        scores, tanh = self.inputs.product("scores", q_tile, k_tile.transpose(1, 2)), None
+        if self.inputs.score.softcap is not None:
+            tanh = scores.div_(self.inputs.score.softcap).tanh_()
+            scores = tanh * self.inputs.score.softcap
+        if self.inputs.score.alibi_slopes is not None:
+            slopes = self.inputs.score.alibi_slopes.to(scores.dtype)
             self._by_head(scores).add_(slopes[:, None, None] * (self.k_pos - self.q_pos[:, None]))
         return scores, tanh
 
     def hide(self, scores: Tensor, value: float) -> Tensor:
         """Overwrite each score of an invisible pair with ``value``, in place."""
-        if self.hidden is not None:
-            self._by_head(scores).masked_fill_(self.hidden[:, None], value)
+        if self.masked is not None:
+            self._by_head(scores).masked_fill_(self.masked[:, None], value)
         return scores
 
     def drop_(self, p: Tensor) -> Tensor:
         """Apply dropout to ``p`` in place: set dropped probabilities to 0 and rescale the others."""
-        if self.kept is not None:
-            self._by_head(p).mul_(self.kept).mul_(rescale(self.part.score.dropout_rate))
+        if self.keep_mask is not None:
+            self._by_head(p).mul_(self.keep_mask).mul_(rescale(self.inputs.score.dropout_rate))
         return p
 
     @cached_property
-    def kept(self) -> Tensor | None:
+    def keep_mask(self) -> Tensor | None:
         """Return dropout's keep mask, bool [b h block_q block_k], or None without dropout."""
-        if self.part.streams is None:
+        if self.inputs.philox_keys is None:
             return None
-        return kept(self.part.streams, self.part.score.dropout_rate, self.q_pos, self.k_pos)
+        return keep_mask(self.inputs.philox_keys, self.inputs.score.dropout_rate, self.q_pos, self.k_pos)
 
     @cached_property
-    def hidden(self) -> Tensor | None:
+    def masked(self) -> Tensor | None:
         """Return bool [b or 1, block_q, block_k], True for invisible pairs, or None if all pairs are visible."""
         parts = []
         least, greatest = self.queries.first - (self.keys.end - 1), self.queries.end - 1 - self.keys.first
         if least < self.row.lo or greatest > self.row.hi:
-            i = torch.arange(self.queries.first, self.queries.end, device=self.part.q.device)[:, None]
-            lag = i - torch.arange(self.keys.first, self.keys.end, device=self.part.q.device)
+            i = torch.arange(self.queries.first, self.queries.end, device=self.inputs.q.device)[:, None]
+            lag = i - torch.arange(self.keys.first, self.keys.end, device=self.inputs.q.device)
             parts.append(((lag < self.row.lo) | (lag > self.row.hi))[None])
-        if self.part.score.extents is not None:
-            first, end = self.part.score.extents[:, self.queries.tokens, None].unbind(-1)
+        if self.inputs.score.extents is not None:
+            first, end = self.inputs.score.extents[:, self.queries.tokens, None].unbind(-1)
             parts.append((self.k_pos < first) | (self.k_pos >= end))
-        if self.part.key_extents is not None:
-            first, end = self.part.key_extents[:, None, self.keys.tokens].unbind(-1)
+        if self.inputs.key_extents is not None:
+            first, end = self.inputs.key_extents[:, None, self.keys.tokens].unbind(-1)
             parts.append((self.q_pos[:, None] < first) | (self.q_pos[:, None] >= end))
-        if self.part.seen is not None:
-            parts.append(~self.part.seen[:, None, self.keys.tokens].expand(-1, self.queries.end - self.queries.first, -1))
+        if self.inputs.key_mask is not None:
+            parts.append(~self.inputs.key_mask[:, None, self.keys.tokens].expand(-1, self.queries.end - self.queries.first, -1))
         return None if not parts else parts[0] if len(parts) == 1 else torch.stack(torch.broadcast_tensors(*parts)).any(0)
 
     @cached_property
     def q_pos(self) -> Tensor:
         """Return the global positions of the queries, int64 [block_q]."""
-        i = torch.arange(self.queries.first, self.queries.end, device=self.part.q.device)
+        i = torch.arange(self.queries.first, self.queries.end, device=self.inputs.q.device)
         return self.row.q_start + self.row.stride * i
 
     @cached_property
     def k_pos(self) -> Tensor:
         """Return the global positions of the keys, int64 [block_k]."""
-        j = torch.arange(self.keys.first, self.keys.end, device=self.part.q.device)
+        j = torch.arange(self.keys.first, self.keys.end, device=self.inputs.q.device)
         return self.row.k_start + self.row.stride * j
 
     def _by_head(self, scores: Tensor) -> Tensor:
         """View scores [b*g, r*block_q, block_k] as [b h block_q block_k]."""
-        b, _, h, _ = self.part.q.shape
+        b, _, h, _ = self.inputs.q.shape
         return scores.view(b, h, self.queries.end - self.queries.first, -1)
 
 

@@ -57,14 +57,14 @@ class Vendor(Blockwise):
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
         """Merge attention to the visible keys into the float32 ``total`` in place. A rest stays 0, because vendors round lse."""
         out, lse, _ = total
-        q, (k, v) = aligned(q), _apart(keys, q.shape[-1])
+        q, (k, v) = aligned(q), _two_arrays(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = q[:, piece.queries], (x[:, piece.keys] for x in (k, v))
-            seen, seen_lse = _forward(VendorOptions(self.name, score.scale, piece.causal), of_queries, *of_keys)
+            other, other_lse = _forward(VendorOptions(self.name, score.scale, piece.causal), of_queries, *of_keys)
             before = lse[:, piece.queries]
-            after = torch.logaddexp(before, seen_lse.transpose(1, 2))
-            weights = ((x - after).exp()[..., None] for x in (before, seen_lse.transpose(1, 2)))
-            out[:, piece.queries] = sum(w * x for w, x in zip(weights, (out[:, piece.queries], seen), strict=True))
+            after = torch.logaddexp(before, other_lse.transpose(1, 2))
+            weights = ((x - after).exp()[..., None] for x in (before, other_lse.transpose(1, 2)))
+            out[:, piece.queries] = sum(w * x for w, x in zip(weights, (out[:, piece.queries], other), strict=True))
             lse[:, piece.queries] = after
         return total
 
@@ -75,9 +75,9 @@ class Vendor(Blockwise):
         """
         assert of_q.out is not None
         q, dout, out, lse = aligned(of_q.q), aligned(of_q.dout), aligned(of_q.out), of_q.lse
-        k, v = _apart(keys, q.shape[-1])
+        k, v = _two_arrays(keys, q.shape[-1])
         dkv = torch.zeros_like(keys.kv, dtype=dq.dtype)
-        dk, dv = _apart(Keys(dkv), q.shape[-1])
+        dk, dv = _two_arrays(Keys(dkv), q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
             of_queries, of_keys = (x[:, piece.queries] for x in (dout, q, out, lse)), (x[:, piece.keys] for x in (k, v))
             parts = _backward(VendorOptions(self.name, score.scale, piece.causal), *of_queries, *of_keys)
@@ -113,13 +113,13 @@ def _pieces_of(pair: Row) -> Iterator[QueryRange]:
             yield piece
 
 
-def _apart(keys: Keys, d: int) -> tuple[Tensor, ...]:
+def _two_arrays(keys: Keys, d: int) -> tuple[Tensor, ...]:
     return keys.kv.split([d, keys.kv.shape[-1] - d], -1)
 
 
-def _forward(asked: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _forward(options: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return out [b n h e] and lse [b h n] of one piece."""
-    name, scale, causal = asked
+    name, scale, causal = options
     if name == "flash4":
         out, lse, *_ = _flash4()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)
         return out, lse
@@ -133,13 +133,13 @@ def _forward(asked: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Ten
 
 
 def _backward(
-    asked: VendorOptions, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
+    options: VendorOptions, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
     """Return dq, dk and dv [b n h d] of one piece.
 
     ``out`` [b n h e] and ``lse`` [b n h] are over all keys.
     """
-    name, scale, causal = asked
+    name, scale, causal = options
     sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
     if name == "flash4":
         return _flash4()._flash_attn_bwd(q, k, v, out, dout, lse, softmax_scale=scale, causal=causal)[:3]

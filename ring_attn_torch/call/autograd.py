@@ -1,7 +1,7 @@
 """The ring under autograd: an op of torch.library under torch.compile, modes and transforms, else an eager autograd.Function.
 
 An eager call skips the op's dispatch and the encoding of its options as text. Both ways call ``forward`` and ``backward`` of this
-file. ``unwatched`` lists the conditions of an eager call: ``attention`` tests them, and the backward of ``Eager`` tests them
+file. ``eager_only`` lists the conditions of an eager call: ``attention`` tests them, and the backward of ``Eager`` tests them
 again. Under create_graph that backward calls the op too.
 """
 
@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from ring_attn_core.problem.checks import check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
 
-from ..attend.dropout import Dropout, draw_of
+from ..attend.dropout import Dropout, dropout_state
 from ..attend.state import Gradients, State, carries_rest
 from ..ring import loop
 from ..ring.agreement import agree, agreed, same_error
@@ -61,7 +61,7 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``ring_attention`` from records. Return (out, lse)."""
     tensors = [q, k, v, *[x for x in arrays if x is not None]]
-    eager = unwatched(tensors)
+    eager = eager_only(tensors)
     with same_error(group_name):
         if eager:
             check_plain(tensors, arrays, group_name)
@@ -69,7 +69,7 @@ def attention(
             refuse_transforms(tensors)
             check_tensors(q, k, v, arrays, group_name)
         if dropout is not None and options.dropout_rate:
-            arrays = arrays._replace(dropout_seed=draw_of(dropout, q.device))
+            arrays = arrays._replace(dropout_seed=dropout_state(dropout, q.device))
             options = replace(options, dropout_offset=dropout.known_offset)
     call, results = OpCall(options, group_name), stored_results()
     if results is not None and (known := results.known()) is not None:
@@ -81,7 +81,7 @@ def attention(
     else:
         total = forward(q, k, v, arrays, call)
     if results is not None:
-        results.keep(total)
+        results.store(total)
     return total[:2]
 
 
@@ -115,7 +115,7 @@ def backward(
     with no_autocast(q.device.type):
         keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(group)
         dq, dkv, dsinks = loop.backward(q, keys, State(*total), State(dout, dlse), score, ring, compiled.backend)
-    dk, dv = gradients_apart(dkv, k, v)
+    dk, dv = separate_gradients(dkv, k, v)
     dsinks = q.new_empty(0) if dsinks is None or arrays.sinks is None else dsinks.to(arrays.sinks.dtype)
     return dq if dq.dtype == q.dtype else dq.to(q.dtype), dk, dv, dsinks
 
@@ -128,7 +128,7 @@ def no_autocast(device: str) -> AbstractContextManager[Any]:
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_AUTOCAST
 
 
-def gradients_apart(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def separate_gradients(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return dk and dv in k's dtype, as contiguous tensors in separate memory, which an op's outputs must be."""
     if isinstance(dkv, tuple):
         dk, dv = dkv
@@ -246,8 +246,8 @@ class Eager(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         call, (saved, arrays), cotangents = ctx.call, saved_of(ctx), cotangents[:2]
-        watched = torch.is_grad_enabled() or not unwatched([x for x in (*cotangents, *saved, *arrays) if x is not None])
-        if watched:  # the op refuses create_graph, and can be traced
+        use_op = torch.is_grad_enabled() or not eager_only([x for x in (*cotangents, *saved, *arrays) if x is not None])
+        if use_op:  # the op refuses create_graph, and can be traced
             parts = torch.ops.ring_attn.backward(cotangents, saved, call.options.counts, call.text, *arrays)
         else:
             parts = backward(cotangents, saved, arrays, call)
@@ -255,7 +255,7 @@ class Eager(torch.autograd.Function):
         return None, None, dq, dk, dv, *_gradients(arrays, dsinks)
 
 
-def unwatched(tensors: Iterable[Any]) -> bool:
+def eager_only(tensors: Iterable[Any]) -> bool:
     """Return True if an eager call is possible: no compiler, tracer, mode, transform or Tensor subclass is active."""
     return (
         not torch.compiler.is_compiling()
@@ -272,7 +272,7 @@ class StoredResults:
     """A context in which a recomputed function reuses its stored results instead of running the ring again.
 
     Inside the ``with``, each ``ring_attention`` call first gets its state from ``known``, or computes it and passes it to
-    ``keep``. The context is reentrant and may be entered on any thread.
+    ``store``. The context is reentrant and may be entered on any thread.
     """
 
     def __init__(self) -> None:
@@ -282,7 +282,7 @@ class StoredResults:
         """Return the stored state of the next call, in call order and without gradients, or None if it must be computed."""
         return None
 
-    def keep(self, total: State) -> None:
+    def store(self, total: State) -> None:
         """Store the state after a call."""
 
     def __enter__(self) -> None:

@@ -89,7 +89,7 @@ class CompiledCall(NamedTuple):
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents in the form in which they travel."""
-        return pack(k, v, arrays.key_mask, arrays.key_extents, apart=self.backend.apart and not self.plan.travels)
+        return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=self.backend.two_arrays and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score parameters with this call's extents, sinks, ALiBi slopes and dropout seed."""
@@ -153,21 +153,21 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
 
 _alone: set[tuple[Any, ...]] = set()
 _on: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
-MOST_SEEN = 4096
+MOST_KNOWN = 4096
 """The most checked combinations of device and layout that are remembered, for a ring of one and for each group."""
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
     """Run ``check_tensors`` once per combination of devices and layouts. The tensors must not be nested or of a subclass."""
     group = group_of(group_name)
-    seen = _alone if group is None else _on.setdefault(group, set())
+    known = _alone if group is None else _on.setdefault(group, set())
     kinds = tuple([(x.device, x.layout) for x in tensors])
-    if kinds not in seen or arrays.alibi_slopes is not None:
+    if kinds not in known or arrays.alibi_slopes is not None:
         q, k, v, *_ = tensors
         check_tensors(q, k, v, arrays, group_name)
-        if len(seen) >= MOST_SEEN:
-            seen.clear()
-        seen.add(kinds)
+        if len(known) >= MOST_KNOWN:
+            known.clear()
+        known.add(kinds)
 
 
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:

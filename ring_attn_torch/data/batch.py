@@ -133,8 +133,8 @@ def _balanced(owner: Tensor, ranks: int, tree: Any) -> BalancedLayout:
     return layout_of_ids(ids.tolist(), ranks)
 
 
-def _shaped_like(ids: Tensor, **given: Tensor) -> Tensor:
-    ((name, x),) = given.items()
+def _shaped_like(ids: Tensor, **array: Tensor) -> Tensor:
+    ((name, x),) = array.items()
     if x.shape != ids.shape:
         raise ValueError(f"{name} must have the shape of ids {list(ids.shape)}, got {list(x.shape)}")
     return x

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ring_attn_core.data.dense_masks import BLOCK, NEITHER, Hulls, MaskParts
+from ring_attn_core.data.dense_masks import BLOCK, NEITHER, DenseMaskArguments, Hulls
 from ring_attn_core.validation import in_words
 
 if TYPE_CHECKING:
@@ -30,11 +30,11 @@ REFLECTIVE = (globals, locals, vars, eval, exec, open)
 Shape = tuple[int, int, int, int]
 """Batch, heads, queries and keys."""
 
-_known: WeakKeyDictionary[Any, tuple[Any, list[Any], MaskParts]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Any, tuple[Any, list[Any], DenseMaskArguments]] = WeakKeyDictionary()
 """For each BlockMask: the state in which it was evaluated, what the state names by id, and the result."""
 
 
-def parts_of(block_mask: BlockMask, shape: Shape) -> MaskParts:
+def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
     """Convert ``block_mask`` over the global sequences to parts; ``shape``: batch, heads, length and kv_length of the call.
 
     Raise ValueError if it is not a BlockMask of these lengths, is traced, is too long, contradicts itself or is not a mask that
@@ -138,7 +138,7 @@ def _names(code: CodeType) -> Iterator[str]:
             yield from _names(constant)
 
 
-def _evaluated(block_mask: BlockMask, shape: Shape) -> MaskParts:
+def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
     """Evaluate the mask_mod at every pair, in blocks of queries, and return its parts."""
     from torch.nn.attention.flex_attention import create_mask
 

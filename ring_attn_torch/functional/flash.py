@@ -45,10 +45,10 @@ class _FlashOptions(NamedTuple):
     @property
     def sides(self) -> tuple[int | None, int | None]:
         """Return the window (left, right), None for an open side. Raise ValueError if ``window_size`` is not two integers."""
-        given = self.window_size
-        if not isinstance(given, tuple | list) or len(given) != 2 or not all(map(is_integer, given)):
-            raise ValueError(f"window_size must be (left, right), ints in tokens, -1 for an open side, got {in_words(given)}")
-        left, right = (side if 0 <= side < FARTHEST else None for side in given)
+        window = self.window_size
+        if not isinstance(window, tuple | list) or len(window) != 2 or not all(map(is_integer, window)):
+            raise ValueError(f"window_size must be (left, right), ints in tokens, -1 for an open side, got {in_words(window)}")
+        left, right = (side if 0 <= side < FARTHEST else None for side in window)
         return left, 0 if self.causal else right
 
     def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.masks import full
 from ring_attn_core.validation import in_words
 
-from .block_masks import parts_of
+from .block_masks import block_mask_arguments
 from .scaled_dot_product import tokens_first
 from .score_mods import ScoreMod, arguments_of
 from .shards import Arguments, Qkv, RingArguments, attend, shards_of
@@ -71,7 +71,7 @@ def flex_attention(
         shards = shards_of(q, k, ring)
         mask: Arguments = {"mask": full()}
         if block_mask is not None:
-            parts = parts_of(block_mask, (q.shape[0], q.shape[2], *shards.lengths))
+            parts = block_mask_arguments(block_mask, (q.shape[0], q.shape[2], *shards.lengths))
             mask = shards.mask(parts, q.shape[0], q.device)
         score = {"scale": scale, **arguments_of(score_mod, q.device)}
         return (q, k, v), {**shards.arguments, **mask, **score, "return_lse": True}

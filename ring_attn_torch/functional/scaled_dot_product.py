@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.data.dense_masks import NEITHER, parts_of
+from ring_attn_core.data.dense_masks import NEITHER, dense_mask_arguments
 from ring_attn_core.masks import causal, full
 from ring_attn_core.validation import in_words
 
@@ -92,7 +92,7 @@ def _mask(attn_mask: Any, is_causal: bool, shards: Shards, q: Tensor) -> Argumen
             )
         return {"mask": causal(keys - queries if attn_mask.variant == biases.CausalVariant.LOWER_RIGHT else 0)}
     visible = _visible(attn_mask, (q.shape[0], q.shape[2], queries, keys))
-    parts = parts_of(visible.cpu().numpy())
+    parts = dense_mask_arguments(visible.cpu().numpy())
     if parts is None:
         raise ValueError(f"attn_mask {NEITHER}")
     return shards.mask(parts, q.shape[0], q.device)

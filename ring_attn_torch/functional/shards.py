@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.data.dense_masks import MaskParts
+from ring_attn_core.data.dense_masks import DenseMaskArguments
 from ring_attn_core.layouts import named
 from ring_attn_core.masks import full
 from ring_attn_core.plan.ring import RingPlan
@@ -56,7 +56,7 @@ class Shards(NamedTuple):
         """Return layout and lengths as arguments of ``ring_attention``."""
         return {"layout": self.layout, "length": self.lengths[0], "kv_length": self.lengths[1]}
 
-    def mask(self, parts: MaskParts, batch: int, device: torch.device) -> Arguments:
+    def mask(self, parts: DenseMaskArguments, batch: int, device: torch.device) -> Arguments:
         """Convert mask parts to arguments of ``ring_attention``; a single row is expanded to the batch."""
         whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
         own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}

@@ -21,7 +21,7 @@ from ..ring.agreement import AgreedCall, agree_on, same_error
 from ..ring.groups import group_name, group_of, rank_in, ranks_of
 from .merge import refuse_gradients
 from .requests import VERSIONS, Lengths, Requests, Rows, capturing, empty
-from .scales import given_scales, of_first, quantized
+from .scales import checked_scales, of_first, quantized
 from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
 
 
@@ -102,9 +102,9 @@ class KVCache(Requests):
             spec = CacheSpec.of(
                 config, batch, capacity, ranks_of(ring), dtype=None if dtype is None else dtype_name(dtype), **options
             )
-            scales = given_scales(spec, k_scale, v_scale, where)
-        given = [tuple(map(tuple, x.tolist())) if scaled else None for x in scales]
-        alike = *spec.fingerprint(), ("k_scale", given[0]), ("v_scale", given[1])
+            scales = checked_scales(spec, k_scale, v_scale, where)
+        values = [tuple(map(tuple, x.tolist())) if scaled else None for x in scales]
+        alike = *spec.fingerprint(), ("k_scale", values[0]), ("v_scale", values[1])
         agree_on(AgreedCall("KVCache.make", where.type, alike, each_time=scaled), ring, lambda: None)
         return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
@@ -157,31 +157,37 @@ class KVCache(Requests):
         """
         spec = self.spec
         of = self._requests(rows)
-        told: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-        told = tuple(told) if isinstance(told, Sequence) else told
+        host_lengths: Any = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+        host_lengths = tuple(host_lengths) if isinstance(host_lengths, Sequence) else host_lengths
         chunk: list[int] = []
-        shares: list[list[int]] = []
+        counts_of_ranks: list[list[int]] = []
 
         def check() -> None:
-            given = tokens * spec.ranks if told is None else told
-            given = [given] * len(of) if is_integer(given) else given
-            chunk.extend(checks.check_lengths(given, len(of), tokens * spec.ranks, "what the shards hold"))
-            shares.extend(held(layout, spec.ranks, tokens, length) for length in chunk)
+            counts = tokens * spec.ranks if host_lengths is None else host_lengths
+            counts = [counts] * len(of) if is_integer(counts) else counts
+            chunk.extend(checks.check_lengths(counts, len(of), tokens * spec.ranks, "what the shards hold"))
+            counts_of_ranks.extend(held(layout, spec.ranks, tokens, length) for length in chunk)
             if fresh and any(self.host_state.lengths[row] for row in of):
                 raise ValueError("fresh=True, and some request of the step has tokens: reset it, or leave fresh out")
             if any(self.host_state.lengths[row] for row in of):
                 checks.check_tokens(spec, max(1, *chunk))
-            self.check_shards(shares, of)
+            self.check_shards(counts_of_ranks, of)
 
         known = tuple(self.host_state.lengths[row] for row in of)
-        arguments = ("tokens", tokens), ("layout", layout), ("lengths", told), ("requests", tuple(of)), ("cached lengths", known)
+        arguments = (
+            ("tokens", tokens),
+            ("layout", layout),
+            ("lengths", host_lengths),
+            ("requests", tuple(of)),
+            ("cached lengths", known),
+        )
         device = self.counts.device
         agree_on(AgreedCall("KVCache.prefill_step", device.type, arguments, each_time=True), self.ring, check)
         which = self._rows(of, rows is None)
         cached = self._held(which["rows"])
         tensors: Any = prefilled(cached, torch.tensor(chunk, dtype=torch.int32, device=device), layout, tokens)
         record: dict[str, Any] = {"tokens": tokens, "layout": layout, "length": max(chunk), "certain": any(chunk)} | which
-        host = tuple(of), tuple(map(tuple, shares))
+        host = tuple(of), tuple(map(tuple, counts_of_ranks))
         return DecodeStep(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
     def append(self, layer: int, k: Tensor, v: Tensor, step: DecodeStep) -> KVCache:
@@ -205,8 +211,10 @@ class KVCache(Requests):
             of_first(self.k_scale[layer], self.v_scale[layer], nothing, (k, v), step, self.ring)
         if not step.written:
             self.reached[step.into[:, 0]] = torch.maximum(self.reached[step.into[:, 0]], step.lengths)
-            rows, shares = step.host
-            self.host_state.written(rows, [step.tokens] * len(rows) if shares is None else list(map(sum, shares)))
+            rows, counts_of_ranks = step.host
+            self.host_state.written(
+                rows, [step.tokens] * len(rows) if counts_of_ranks is None else list(map(sum, counts_of_ranks))
+            )
         for kept, new, scale in ((self.k, k, self.k_scale), (self.v, v, self.v_scale)):
             new = new if step.source is None else new[step.of, step.source]
             if self.spec.float8:  # as bytes: some devices have no index_put of float8
@@ -235,11 +243,11 @@ class KVCache(Requests):
         if step.certain:
             self.scaled |= step.written
         if not capturing(self.counts):
-            rows, shares = step.host
-            if shares is None:
+            rows, counts_of_ranks = step.host
+            if counts_of_ranks is None:
                 self.host_state.appended(rows, step.tokens)
             else:
-                self.host_state.prefilled(rows, shares)
+                self.host_state.prefilled(rows, counts_of_ranks)
         return self
 
     def part(self, layer: int, step: DecodeStep | None = None) -> LayerPart:

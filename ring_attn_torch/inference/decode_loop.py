@@ -30,15 +30,15 @@ class DecodeLoop:
     differently would otherwise diverge.
     """
 
-    def __init__(self, model: RingTransformer, cache: KVCache, asked: Generation) -> None:
-        self._model, self._cache, self._choice = model, cache, asked.sampling.choice
+    def __init__(self, model: RingTransformer, cache: KVCache, generation: Generation) -> None:
+        self._model, self._cache, self._parameters = model, cache, generation.sampling.parameters
         device = cache.counts.device
         self.tokens = torch.zeros(cache.spec.batch, dtype=torch.int64, device=device)
         self.finished = torch.zeros(cache.spec.batch, dtype=torch.bool, device=device)
         self._requests = torch.arange(cache.spec.batch, device=device)
-        self._stop = torch.tensor(asked.stop, dtype=torch.int64, device=device)
-        self._ends = torch.tensor(asked.ends, dtype=torch.int32, device=device)
-        self._new = asked.new
+        self._stop = torch.tensor(generation.stop, dtype=torch.int64, device=device)
+        self._ends = torch.tensor(generation.ends, dtype=torch.int32, device=device)
+        self._new = generation.new
         self.ahead = device.type == "cuda"
         """True if the host reads tokens while the device computes the next ones."""
         self._steps = 0
@@ -101,7 +101,7 @@ class DecodeLoop:
         self._take(logits[:, 0])
 
     def _take(self, logits: Tensor) -> None:
-        new = drawn(logits, self._choice, self._requests, self._cache.lengths)
+        new = drawn(logits, self._parameters, self._requests, self._cache.lengths)
         if ranks_of(self._cache.ring) > 1:
             dist.broadcast(new, group=self._cache.ring, group_src=0)
         self.tokens.copy_(new)

@@ -122,11 +122,13 @@ def last_hidden(
     """
     ring = model.ring
     ranks = ranks_of(cache.ring)
-    given = ids.shape[1] if lengths is None else lengths
+    counts = ids.shape[1] if lengths is None else lengths
     with same_error(cache.ring):  # the other ranks compare their lengths now
-        told = given.tolist() if isinstance(given, Tensor) else given
-        checks.check_lengths([told] * len(ids) if is_integer(told) else told, ids.shape[0], ids.shape[1], "what ids hold")
-    step = cache.prefill_step(padded_local(ring.layout, ranks, ids.shape[1]), ring.layout, given, fresh=fresh)
+        host_counts = counts.tolist() if isinstance(counts, Tensor) else counts
+        checks.check_lengths(
+            [host_counts] * len(ids) if is_integer(host_counts) else host_counts, ids.shape[0], ids.shape[1], "what ids hold"
+        )
+    step = cache.prefill_step(padded_local(ring.layout, ranks, ids.shape[1]), ring.layout, counts, fresh=fresh)
 
     def attend(attention: RingAttention, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return prefill(q, k, v, cache, layer, step, **_features(attention, q), strategy=ring.strategy, backend=ring.backend)[0]

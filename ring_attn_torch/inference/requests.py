@@ -117,9 +117,9 @@ class Requests:
             keep = lengths.to(device, torch.int32).clamp(min=0)
             self.host_state.uncertain()
         else:
-            given = lengths.tolist() if isinstance(lengths, Tensor) else lengths
-            given = [given] * spec.batch if isinstance(as_number(given), int) else given
-            kept = checks.check_lengths(given, spec.batch, 2**30, "what the request keeps")
+            values = lengths.tolist() if isinstance(lengths, Tensor) else lengths
+            values = [values] * spec.batch if isinstance(as_number(values), int) else values
+            kept = checks.check_lengths(values, spec.batch, 2**30, "what the request keeps")
             if spec.room is not None and any(n < r - spec.room for n, r in zip(kept, self.host_state.reached, strict=True)):
                 self._ask()
                 for row, (length, reached) in enumerate(zip(kept, self.host_state.reached, strict=True)):

@@ -42,46 +42,46 @@ def sample(
     Raise ValueError if shapes or dtypes differ, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
     temperature 0, or if ``positions`` is missing above it.
     """
-    choice = Sampling(temperature, top_k, top_p, seed).choice
-    check_drawn(logits, choice, requests, positions)
+    parameters = Sampling(temperature, top_k, top_p, seed).parameters
+    check_drawn(logits, parameters, requests, positions)
     logits = torch.as_tensor(logits)
     with torch.no_grad(), no_autocast(logits.device.type):
-        return drawn(logits, choice, _numbers(requests, logits), _numbers(positions, logits))
+        return drawn(logits, parameters, _numbers(requests, logits), _numbers(positions, logits))
 
 
-def _numbers(given: Any, logits: Tensor) -> Tensor:
-    """Return the low 32 bits of ``given``, [batch] on the device of the logits; None: 0, 1, ..."""
-    if given is None:
+def _numbers(numbers: Any, logits: Tensor) -> Tensor:
+    """Return the low 32 bits of ``numbers``, [batch] on the device of the logits; None: 0, 1, ..."""
+    if numbers is None:
         return torch.arange(len(logits), device=logits.device)
-    return torch.as_tensor(number_words(given), device=logits.device).long() & WORD
+    return torch.as_tensor(number_words(numbers), device=logits.device).long() & WORD
 
 
-def drawn(logits: Tensor, choice: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
+def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
     """Draw the tokens, int64 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    ``choice``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
+    ``parameters``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
     float64).
     """
-    if choice.temperature is None:
+    if parameters.temperature is None:
         return logits.argmax(-1)
     wide = logits.to(accumulation_dtype(logits.dtype))
-    scores = (wide - wide.amax(-1, keepdim=True)) / choice.temperature
+    scores = (wide - wide.amax(-1, keepdim=True)) / parameters.temperature
     tokens = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
-    if choice.top_k is not None or choice.top_p is not None:
+    if parameters.top_k is not None or parameters.top_p is not None:
         scores, tokens = torch.sort(scores, dim=-1, descending=True, stable=True)
-        if choice.top_k is not None:
+        if parameters.top_k is not None:
             rank = torch.arange(scores.shape[-1], device=scores.device)
-            scores = scores.masked_fill(rank >= choice.top_k, -torch.inf)
-        if choice.top_p is not None:
+            scores = scores.masked_fill(rank >= parameters.top_k, -torch.inf)
+        if parameters.top_p is not None:
             p = scores.softmax(-1)
-            scores = scores.masked_fill(p.cumsum(-1) - p >= choice.top_p, -torch.inf)
-    best = (scores + gumbel(choice, requests, positions, tokens, scores.dtype)).argmax(-1, keepdim=True)
+            scores = scores.masked_fill(p.cumsum(-1) - p >= parameters.top_p, -torch.inf)
+    best = (scores + gumbel(parameters, requests, positions, tokens, scores.dtype)).argmax(-1, keepdim=True)
     return tokens.gather(-1, best)[:, 0]
 
 
-def gumbel(choice: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+def gumbel(parameters: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 random bits."""
     at = requests.long()[:, None], positions.long()[:, None]
-    bits = words((choice.low, choice.high), *at, tokens, (multiply, int))
+    bits = words((parameters.low, parameters.high), *at, tokens, (multiply, int))
     uniform = ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)  # float32 would round some of the values to 1
     return -torch.log(-torch.log1p(-uniform))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .step import DecodeStep
 
 
-def given_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
+def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
     """Return the scales of k and v, float32 [layers, kv_heads], 0 if not passed.
 
     Raise ValueError if a shape or a value does not fit, or if only one of the two is passed.

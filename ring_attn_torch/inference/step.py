@@ -84,18 +84,18 @@ def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[st
         positions = torch.where(valid, held.lengths[:, None] + number - 1, -1)
         order = torch.argsort(~valid, dim=1, stable=True)
     stored = _fitting(chunk, held, (spec.slots - held.counts).clip(0).sum(-1, dtype=torch.int32))
-    levels = held.counts[..., None] + torch.arange(tokens, device=device, dtype=torch.int32)
-    turns = placement.turns(held.counts, levels, _earlier(spec.ranks, device))
-    taken = turns < stored[:, None, None]
+    slot_indices = held.counts[..., None] + torch.arange(tokens, device=device, dtype=torch.int32)
+    append_indices = placement.append_indices(held.counts, slot_indices, _earlier(spec.ranks, device))
+    taken = append_indices < stored[:, None, None]
     writes = min(tokens, spec.slots)
-    turn, here = turns[:, held.rank, :writes], taken[:, held.rank, :writes]
-    level = levels[:, held.rank, :writes]
-    ranks = torch.arange(spec.ranks, device=device, dtype=torch.int16)[None, :, None].expand_as(turns).flatten(1)
-    nobody = turns.new_zeros((len(chunk), tokens + 1), dtype=torch.int16)
-    of_token = nobody.scatter(1, torch.where(taken, turns, tokens).flatten(1), ranks)[:, :tokens]
+    append_index, here = append_indices[:, held.rank, :writes], taken[:, held.rank, :writes]
+    slot_index = slot_indices[:, held.rank, :writes]
+    ranks = torch.arange(spec.ranks, device=device, dtype=torch.int16)[None, :, None].expand_as(append_indices).flatten(1)
+    nobody = append_indices.new_zeros((len(chunk), tokens + 1), dtype=torch.int16)
+    of_token = nobody.scatter(1, torch.where(taken, append_indices, tokens).flatten(1), ranks)[:, :tokens]
     source = None
     if tokens > 1:
-        source = torch.where(here, turn, 0)
+        source = torch.where(here, append_index, 0)
         source = source if order is None else order.gather(1, source)
     return {
         "positions": positions,
@@ -103,8 +103,8 @@ def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[st
         "chunk": chunk,
         "counts": held.counts + taken.sum(-1, dtype=torch.int32),
         "lengths": held.lengths + stored,
-        **_written(held, here, level, held.lengths[:, None] + turn),
-        **_noted(held, stored, of_token),
+        **_written(held, here, slot_index, held.lengths[:, None] + append_index),
+        **_recorded_owners(held, stored, of_token),
     }
 
 
@@ -124,15 +124,15 @@ def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> d
     index = skipped + torch.arange(writes, device=device, dtype=torch.int32)
     here = (index >= 0) & (index < own)
     source = index.clamp(min=0).long()
-    level = held.counts[:, held.rank, None] + index
+    slot_index = held.counts[:, held.rank, None] + index
     return {
         "positions": torch.where(mine < chunk[:, None], held.lengths[:, None] + mine, -1),
         "source": source,
         "chunk": chunk,
         "counts": held.counts + more,
         "lengths": held.lengths + stored,
-        **_written(held, here, level, held.lengths[:, None] + mine[source]),
-        **_noted(held, stored, owners.expand(len(chunk), -1)),
+        **_written(held, here, slot_index, held.lengths[:, None] + mine[source]),
+        **_recorded_owners(held, stored, owners.expand(len(chunk), -1)),
     }
 
 
@@ -144,26 +144,26 @@ def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
     return torch.minimum(chunk, room) if held.spec.window is None else chunk
 
 
-def _written(held: CachedRequests, here: Tensor, level: Tensor, position: Tensor) -> dict[str, Tensor | None]:
+def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
     Tokens that are not cached ``here``, or that find this rank full, go into the extra last slot.
     """
-    here = here if held.spec.window is not None else here & (level < held.spec.slots)
-    slots = torch.where(here, level % held.spec.slots, held.spec.slots).long()
+    here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
+    slots = torch.where(here, slot_index % held.spec.slots, held.spec.slots).long()
     position = torch.where(here, position, -1).to(torch.int32)
     return {"slots": slots, "k_positions": held.positions.scatter(1, slots, position)}
 
 
-def _noted(held: CachedRequests, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
+def _recorded_owners(held: CachedRequests, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
     """Return the owner ranks of the new tokens and the indices at which ``KVCache.owners``, a ring buffer, stores them.
 
     If there are more new tokens than the buffer holds, only the newest are returned. ``chunk`` [b]: the number of new tokens of
     each request. ``of_token`` [b, tokens]: the owner rank of each. Padding is stored at the unused last index.
     """
     remembered, tokens = held.spec.remembered, of_token.shape[1]
-    kept = min(tokens, remembered)
-    token = chunk[:, None] - kept + torch.arange(kept, device=chunk.device, dtype=torch.int32)
+    count = min(tokens, remembered)
+    token = chunk[:, None] - count + torch.arange(count, device=chunk.device, dtype=torch.int32)
     slot = torch.where(token >= 0, (held.lengths[:, None] + token) % remembered, remembered)
     return {"owner_slots": slot.long(), "owners": of_token.gather(1, token.clamp(min=0).long())}
 

@@ -23,11 +23,11 @@ from ..call.prepare import Arrays
 from ..ring.agreement import same_error
 from ..ring.groups import group_name, local, ring_of
 from .projections import Projections
-from .ring import LayerArguments, Ring
+from .ring import LayerArguments, LayerRing
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingAttentionArguments(LayerArguments, Ring, AttentionConfig):
+class RingAttentionArguments(LayerArguments, LayerRing, AttentionConfig):
     """The arguments of RingAttention."""
 
 
@@ -60,8 +60,8 @@ class RingAttention(Projections):
         super().__init__(arguments)
         check_vendor(self.options, differentiates_lse=False)
         self.first_head = 0  # the first of this rank's heads under tensor parallelism
-        kept = accumulation_dtype(self.q.weight.dtype)
-        self.sinks = nn.Parameter(torch.zeros(self.config.heads, dtype=kept)) if self.config.sinks else None
+        dtype = accumulation_dtype(self.q.weight.dtype)
+        self.sinks = nn.Parameter(torch.zeros(self.config.heads, dtype=dtype)) if self.config.sinks else None
 
     def forward(
         self,
@@ -98,8 +98,8 @@ class RingAttention(Projections):
 
         Raise ValueError if x or context has a wrong shape, or if ring_attention refuses an argument.
         """
-        for name, given in (("context_positions", context_positions), ("context_length", context_length)):
-            if given is not None and context is None:
+        for name, value in (("context_positions", context_positions), ("context_length", context_length)):
+            if value is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
         mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)

@@ -19,12 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..data.layout import from_layout, to_layout
-from ..ring.agreement import same_error, tell
+from ..ring.agreement import exchange, same_error
 from ..ring.groups import Group, group_of, rank_in, ranks_of, ring_of
-from .ring import Ring
+from .ring import LayerRing
 
 
-class Rows(NamedTuple):
+class ShardedRows(NamedTuple):
     """The ring, the number of batch rows passed by each of its ranks, and their length."""
 
     layout: str
@@ -38,18 +38,18 @@ class Rows(NamedTuple):
     """True if any rank passes a mask."""
 
     @classmethod
-    def of(cls, ids: Tensor, mask: Tensor | None, where: Ring) -> Rows:
+    def of(cls, ids: Tensor, mask: Tensor | None, where: LayerRing) -> ShardedRows:
         """All-gather the shapes and digests of the ranks' inputs, and return the Rows of global sequences ``ids``.
 
         Raise ValueError on all ranks if the inputs of any rank are invalid, or if the ranks pass sequences of different lengths.
         """
         layout, ring = where.layout, ring_of(where.group)
         with same_error(ring):
-            check_whole(ids, mask)
+            check_global(ids, mask)
         if ring is None or ranks_of(ring) == 1:
             return cls(layout, ring, ids.shape[1], (ids.shape[0],), True, mask is not None)
-        told = tell("RingTransformer(auto_shard=True)", [*ids.shape, mask is not None, _content(ids, mask)], ring)
-        brought, lengths, masks, contents = zip(*told, strict=True)
+        gathered = exchange("RingTransformer(auto_shard=True)", [*ids.shape, mask is not None, _content(ids, mask)], ring)
+        brought, lengths, masks, contents = zip(*gathered, strict=True)
         if len(set(lengths)) > 1:
             raise ValueError(
                 f"the ranks bring sequences of {', '.join(map(str, lengths))} tokens: pad them to the same number, and pass a "
@@ -79,7 +79,7 @@ class Rows(NamedTuple):
         mask = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
         return self.shard(mask).bool()
 
-    def whole(self, x: Tensor) -> Tensor:
+    def unshard(self, x: Tensor) -> Tensor:
         """Undo ``shard`` by an all-to-all: gather all tokens of the rows that this rank passed; differentiable.
 
         ``x`` [rows, tokens, features] holds this rank's tokens of all ranks' rows; the result is [rows of this rank, length,
@@ -116,7 +116,7 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], ring: Group) -> T
     return out
 
 
-def check_whole(ids: Any, mask: Any) -> None:
+def check_global(ids: Any, mask: Any) -> None:
     """Raise ValueError if ids are not integers [batch, tokens], or if mask is not bool of their shape."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -126,11 +126,11 @@ def check_whole(ids: Any, mask: Any) -> None:
         raise ValueError(f"mask must be bool {list(ids.shape)}, True where a token is no padding, got {got}")
 
 
-def check_alone(auto_shard: bool, mask: Any, **given: Tensor | int | None) -> None:
-    """Raise ValueError if auto_shard is set beside arguments of shards (``given``), or ``mask`` comes without auto_shard."""
+def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:
+    """Raise ValueError if auto_shard is set beside arguments of shards (``of_shards``), or ``mask`` comes without auto_shard."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
-    for name, x in given.items():
+    for name, x in of_shards.items():
         if auto_shard and x is not None:
             raise ValueError(f"{name} belongs to shards, and with auto_shard=True the model shards by itself: pass ids and mask")
 

@@ -44,11 +44,11 @@ class Block(nn.Module):
 
     def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
         super().__init__()
-        dim, eps, kept = attention.config.dim, attention.config.eps, attention.config.param_dtype
-        self.attention_norm = RMSNorm(dim, eps, kept)
+        dim, eps, dtype = attention.config.dim, attention.config.eps, attention.config.param_dtype
+        self.attention_norm = RMSNorm(dim, eps, dtype)
         self.attention = attention
-        self.mlp_norm = RMSNorm(dim, eps, kept)
-        self.mlp = SwiGLU(dim, hidden, kept, mlp_chunk, mlp_bias)
+        self.mlp_norm = RMSNorm(dim, eps, dtype)
+        self.mlp = SwiGLU(dim, hidden, dtype, mlp_chunk, mlp_bias)
 
     def forward(
         self,

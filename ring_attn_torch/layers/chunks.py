@@ -31,10 +31,10 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
         return torch.cat([function(part) for part in parts], 1)
     if torch.compiler.is_compiling():  # the compiler decides what is recomputed
         return torch.cat([checkpoint(function, part, use_reentrant=False, preserve_rng_state=False) for part in parts], 1)
-    kept = [SavedTensor(part) for part in parts]
+    stored = [SavedTensor(part) for part in parts]
     apply = lambda part: checkpoint(lambda: function(part()), use_reentrant=False, preserve_rng_state=False)
     with saved_tensors_hooks(_itself, _itself):  # checkpoint of PyTorch 2.11 saves an empty tensor per chunk
-        return torch.cat([apply(part) for part in kept], 1)
+        return torch.cat([apply(part) for part in stored], 1)
 
 
 class SavedTensor:

@@ -13,9 +13,9 @@ from ring_attn_core.problem.options import Options
 
 from ..block import merge
 from ..variants.dilated import dilated_attention
+from .dense_mask import MaskArguments
 from .dilated import PatternArguments
 from .multihead_base import CallOptions, MultiheadArguments, MultiheadBase
-from .whole_mask import Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,11 +76,11 @@ class DilatedAttention(MultiheadBase):
         Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
         fit.
         """
-        asked = CallOptions(key_padding_mask, need_weights, attn_mask, is_causal, length, length)
-        inputs, parts, options = self._taken((query, key, value), asked)
+        call_options = CallOptions(key_padding_mask, need_weights, attn_mask, is_causal, length, length)
+        inputs, mask, options = self._taken((query, key, value), call_options)
         q, k, v = self._projected(*inputs)
         added = self.add_zero_attn or self.bias_k is not None
-        called = self.patterns.keywords(options) | {"mask": parts.band, "key_mask": parts.key_mask, "length": options.length}
+        called = self.patterns.keywords(options) | {"mask": mask.band, "key_mask": mask.key_mask, "length": options.length}
         out = dilated_attention(q, k, v, **called, group=self.ring.group, return_lse=added)
         if added:
             out = self._with_added_keys(q, *out)
@@ -102,14 +102,14 @@ class DilatedAttention(MultiheadBase):
                 "one sequence, so pass equally many; MultiheadAttention takes two sequences"
             )
 
-    def _seen(self, q: Tensor, k: Tensor, asked: CallOptions, options: Options) -> tuple[Parts, Options]:
-        parts, options = super()._seen(q, k, asked, options)
-        if parts.extents is not None:
+    def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
+        mask, options = super()._mask_of(q, k, call_options, options)
+        if mask.extents is not None:
             raise ValueError(
                 "attn_mask is no band: dilated attention takes causal masks and sliding windows, and keys hidden from everybody "
                 "beside them. Pass is_causal=True, or None, and padding as key_padding_mask"
             )
-        return parts, options
+        return mask, options
 
 
 def _check_no_dropout(dropout: float) -> None:

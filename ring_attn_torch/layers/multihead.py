@@ -13,14 +13,14 @@ from ring_attn_core.model.constructor import takes
 from ..attend.dropout import Dropout
 from ..call.autograd import attention
 from ..call.prepare import Arrays
-from ..ring.agreement import tell
+from ..ring.agreement import exchange
 from ..ring.groups import group_name, ranks_of, ring_of
 from .multihead_base import CallOptions, MultiheadArguments, MultiheadBase
-from .ring import Ring
+from .ring import LayerRing
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingMultiheadArguments(Ring, MultiheadArguments):
+class RingMultiheadArguments(LayerRing, MultiheadArguments):
     """The arguments of MultiheadAttention."""
 
 
@@ -79,16 +79,16 @@ class MultiheadAttention(MultiheadBase):
         Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
         fit.
         """
-        asked = CallOptions(key_padding_mask, need_weights, attn_mask, is_causal, length, kv_length)
-        inputs, parts, options = self._taken((query, key, value), asked)
+        call_options = CallOptions(key_padding_mask, need_weights, attn_mask, is_causal, length, kv_length)
+        inputs, mask, options = self._taken((query, key, value), call_options)
         dropout = None
         if self.training and self.dropout:
             dropout = Dropout(self._seed() if dropout_seed is None else dropout_seed)
             options = replace(options, dropout_rate=self.dropout)
         q, k, v = self._projected(*inputs)
         sinks = torch.zeros(self.num_heads, device=q.device) if self.add_zero_attn else None  # a score of 0, without a value
-        arrays = Arrays(parts.extents, parts.key_mask, sinks)
-        out, lse = attention(q, k, v, arrays, dropout, replace(options, mask=parts.band), group_name(self.ring.group))
+        arrays = Arrays(mask.extents, mask.key_mask, sinks)
+        out, lse = attention(q, k, v, arrays, dropout, replace(options, mask=mask.band), group_name(self.ring.group))
         return self._returned(self._with_bias_kv(q, out, lse), query), None
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
@@ -99,4 +99,4 @@ class MultiheadAttention(MultiheadBase):
     def _seed(self) -> int:
         """Draw a dropout seed from torch's generator. All ranks return the first rank's seed."""
         seed, ring = int(torch.randint(2**31, ())), ring_of(self.ring.group)
-        return seed if ring is None or ranks_of(ring) == 1 else tell("dropout of MultiheadAttention", seed, ring)[0]
+        return seed if ring is None or ranks_of(ring) == 1 else exchange("dropout of MultiheadAttention", seed, ring)[0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ring_attn_core.layouts import padded_local
 from ring_attn_core.masks import causal, full
-from ring_attn_core.model.constructor import part
+from ring_attn_core.model.constructor import extract
 from ring_attn_core.problem.checks import check_dropout_rate
 from ring_attn_core.problem.options import Options
 
@@ -20,8 +20,8 @@ from ..block import merge
 from ..data.layout import to_layout
 from ..ring.agreement import same_error
 from ..ring.groups import is_dtensor, rank_in, ranks_of, ring_of
-from .ring import Ring
-from .whole_mask import Parts, parts_of, visible_of, whole_of
+from .dense_mask import MaskArguments, mask_arguments, visible_of, visible_pairs
+from .ring import LayerRing
 
 Tensors = tuple[Tensor, Tensor, Tensor]
 
@@ -63,8 +63,8 @@ class MultiheadBase(nn.MultiheadAttention):
 
     def __init__(self, arguments: MultiheadArguments) -> None:
         check_dropout_rate(arguments.dropout)
-        super().__init__(**vars(part(MultiheadArguments, arguments)))
-        self.ring, self.options = part(Ring, arguments), part(Options, arguments)
+        super().__init__(**vars(extract(MultiheadArguments, arguments)))
+        self.ring, self.options = extract(LayerRing, arguments), extract(Options, arguments)
 
     def _reset_parameters(self) -> None:
         """Reset the parameters as torch does, then clear ``_qkv_same_embed_dim``.
@@ -75,21 +75,21 @@ class MultiheadBase(nn.MultiheadAttention):
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
-    def _taken(self, inputs: Tensors, asked: CallOptions) -> tuple[Tensors, Parts, Options]:
+    def _taken(self, inputs: Tensors, call_options: CallOptions) -> tuple[Tensors, MaskArguments, Options]:
         """Check the inputs of a call. Return them batch-first, with their mask as this rank's shards and the call's options.
 
         Raise ValueError, the same on every rank and before anything is sent, if an input does not fit.
         """
         query, key, _ = inputs
         with same_error(ring_of(self.ring.group)):
-            self._check(*inputs, asked.need_weights)
+            self._check(*inputs, call_options.need_weights)
             q, k, v = (self._batch_first(x) for x in inputs)
-            options = replace(self.options, length=asked.length, kv_length=asked.kv_length)
-            parts, options = self._seen(q, k, asked, options)
-            if asked.key_padding_mask is not None:
-                present = _present(asked.key_padding_mask, key, k)
-                parts = parts._replace(key_mask=present if parts.key_mask is None else present & parts.key_mask)
-        return (q, k, v), parts, options
+            options = replace(self.options, length=call_options.length, kv_length=call_options.kv_length)
+            mask, options = self._mask_of(q, k, call_options, options)
+            if call_options.key_padding_mask is not None:
+                present = _present(call_options.key_padding_mask, key, k)
+                mask = mask._replace(key_mask=present if mask.key_mask is None else present & mask.key_mask)
+        return (q, k, v), mask, options
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
         """Raise ValueError if attention weights are requested, or if an input has another type, dtype or shape."""
@@ -98,12 +98,12 @@ class MultiheadBase(nn.MultiheadAttention):
                 "need_weights=True asks for the weights of attention, tokens times tokens, which are never made: leave it out, "
                 "or pass need_weights=False"
             )
-        kept, sizes = self.out_proj.weight.dtype, (self.embed_dim, self.kdim, self.vdim)
+        dtype, sizes = self.out_proj.weight.dtype, (self.embed_dim, self.kdim, self.vdim)
         for name, x, size in zip(("query", "key", "value"), (query, key, value), sizes, strict=True):
             if not isinstance(x, Tensor) or is_dtensor(x) or x.is_nested:
                 raise ValueError(f"{name} must be a dense torch.Tensor, this rank's shard, got {type(x).__name__}")
-            if x.dtype != kept and not torch.is_autocast_enabled(x.device.type):
-                raise ValueError(f"{name} is {x.dtype} and the weights are {kept}: cast one of them, or call under autocast")
+            if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+                raise ValueError(f"{name} is {x.dtype} and the weights are {dtype}: cast one of them, or call under autocast")
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != size:
                 axes = "batch, tokens" if self.batch_first else "tokens, batch"
                 raise ValueError(
@@ -120,25 +120,25 @@ class MultiheadBase(nn.MultiheadAttention):
         """
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
-    def _seen(self, q: Tensor, k: Tensor, asked: CallOptions, options: Options) -> tuple[Parts, Options]:
+    def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
         """Convert attn_mask and is_causal to this rank's Parts. Return these and the options with the mask's lengths."""
-        attn_mask = asked.attn_mask
+        attn_mask = call_options.attn_mask
         if attn_mask is None:
-            return Parts(causal() if asked.is_causal else full()), options
-        whole = whole_of(attn_mask, q.shape[0], self.num_heads)
-        ring, layout, lengths = ring_of(self.ring.group), self.options.layout, tuple(whole.shape[1:])
+            return MaskArguments(causal() if call_options.is_causal else full()), options
+        visible = visible_pairs(attn_mask, q.shape[0], self.num_heads)
+        ring, layout, lengths = ring_of(self.ring.group), self.options.layout, tuple(visible.shape[1:])
         local = tuple(padded_local(layout, ranks_of(ring), length) for length in lengths)
-        given = options.length, options.kv_length
-        if local != (q.shape[1], k.shape[1]) or any(g not in (None, own) for g, own in zip(given, lengths, strict=True)):
+        passed = options.length, options.kv_length
+        if local != (q.shape[1], k.shape[1]) or any(g not in (None, own) for g, own in zip(passed, lengths, strict=True)):
             raise ValueError(
                 f"attn_mask must be whole, all queries by all keys in natural order, got {list(attn_mask.shape)} for shards of "
                 f"{q.shape[1]} queries and {k.shape[1]} keys on {ranks_of(ring)} ranks, length={options.length} and "
                 f"kv_length={options.kv_length}"
             )
-        parts = parts_of(whole, asked.is_causal)
+        mask = mask_arguments(visible, call_options.is_causal)
         own = lambda x: to_layout(x, layout, ranks_of(ring)).chunk(ranks_of(ring), 1)[rank_in(ring)]
-        arrays = {name: own(x).expand(q.shape[0], *[-1] * (x.ndim - 1)) for name, x in parts.arrays.items()}
-        return Parts(parts.band, **arrays), replace(options, length=lengths[0], kv_length=lengths[1])
+        arrays = {name: own(x).expand(q.shape[0], *[-1] * (x.ndim - 1)) for name, x in mask.arrays.items()}
+        return MaskArguments(mask.band, **arrays), replace(options, length=lengths[0], kv_length=lengths[1])
 
     def _projected(self, *inputs: Tensor) -> Iterator[Tensor]:
         """Project query, key and value. Yield q, k and v [batch, tokens, heads, head_dim]."""

@@ -40,8 +40,8 @@ def offloaded(host: OffloadedTensors, function: Function, x: Tensor, *shared: ob
     def pack(tensor: Tensor) -> Tensor | Fetch:
         return host.put(tensor) if tensor.shape == shape and tensor.data_ptr() == place else tensor
 
-    def unpack(kept: Tensor | Fetch) -> Tensor:
-        return kept if isinstance(kept, Tensor) else kept()
+    def unpack(packed: Tensor | Fetch) -> Tensor:
+        return packed if isinstance(packed, Tensor) else packed()
 
     with saved_tensors_hooks(pack, unpack):  # for the inputs: checkpoint sets hooks of its own inside
         return checkpoint(function, x, *shared, use_reentrant=False, context_fn=partial(contexts, host.put))

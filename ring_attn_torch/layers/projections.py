@@ -7,13 +7,13 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from ring_attn_core.model.config import AttentionConfig
-from ring_attn_core.model.constructor import part
+from ring_attn_core.model.constructor import extract
 from ring_attn_core.problem.options import Options
 
 from ..ring.agreement import same_error
 from ..ring.groups import ring_of
 from .parts import LinearMap, RMSNorm
-from .ring import Ring
+from .ring import LayerRing
 from .rotary import RotaryEmbedding
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,16 +29,16 @@ class Projections(nn.Module):
 
     def __init__(self, arguments: AttentionConfig) -> None:
         super().__init__()
-        self.config = config = part(AttentionConfig, arguments)
-        self.ring, self.options = part(Ring, arguments), part(Options, arguments)
-        kept, size, turned = config.param_dtype, config.head_dim, config.rotary
-        self.rotary = None if turned is None else RotaryEmbedding(size, turned.base, turned.scaling)
-        self.q = LinearMap(config.dim, config.heads * size, config.qkv_bias, kept)
-        self.k = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, kept)
-        self.v = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, kept)
-        self.o = LinearMap(config.heads * size, config.dim, config.o_bias, kept)
-        self.q_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
-        self.k_norm = RMSNorm(size, config.eps, kept) if config.qk_norm else None
+        self.config = config = extract(AttentionConfig, arguments)
+        self.ring, self.options = extract(LayerRing, arguments), extract(Options, arguments)
+        dtype, size, rotary = config.param_dtype, config.head_dim, config.rotary
+        self.rotary = None if rotary is None else RotaryEmbedding(size, rotary.base, rotary.scaling)
+        self.q = LinearMap(config.dim, config.heads * size, config.qkv_bias, dtype)
+        self.k = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, dtype)
+        self.v = LinearMap(config.dim, config.kv_heads * size, config.qkv_bias, dtype)
+        self.o = LinearMap(config.heads * size, config.dim, config.o_bias, dtype)
+        self.q_norm = RMSNorm(size, config.eps, dtype) if config.qk_norm else None
+        self.k_norm = RMSNorm(size, config.eps, dtype) if config.qk_norm else None
 
     def attended(
         self,
@@ -54,10 +54,10 @@ class Projections(nn.Module):
         are normalized, and rotated by their positions (None: those of the layout). Raise ValueError on all ranks if x or context
         has a wrong shape.
         """
-        for name, given in (("x", x), ("context", context)):
-            if given is not None and (given.ndim != 3 or given.shape[-1] != self.config.dim):
+        for name, value in (("x", x), ("context", context)):
+            if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):
                 with same_error(ring_of(self.ring.group)):
-                    raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(given.shape)}")
+                    raise ValueError(f"{name} must be [batch, tokens, {self.config.dim}], got {list(value.shape)}")
         source = x if context is None else context
         heads = ((self.q, x), (self.k, source), (self.v, source))
         q, k, v = (project(of).unflatten(-1, (-1, self.config.head_dim)) for project, of in heads)

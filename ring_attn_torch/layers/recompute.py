@@ -37,37 +37,37 @@ def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResul
 
     The first stores each (out, lse) by ``put``, which returns a function that fetches the tensor. The second fetches them.
     """
-    kept: list[tuple[Fetch, Fetch]] = []
-    return RecordPass(put, kept), ReplayPass(kept)
+    stored: list[tuple[Fetch, Fetch]] = []
+    return RecordPass(put, stored), ReplayPass(stored)
 
 
 class RecordPass(StoredResults):
     """The context of the first run, which stores each (out, lse)."""
 
-    def __init__(self, put: Callable[[Tensor], Fetch], kept: list[tuple[Fetch, Fetch]]) -> None:
+    def __init__(self, put: Callable[[Tensor], Fetch], stored: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()
-        self._put, self._kept = put, kept
+        self._put, self._stored = put, stored
 
-    def keep(self, total: State) -> None:
+    def store(self, total: State) -> None:
         out, lse, rest = total
         of_lse = lse[None] if rest is None else torch.stack((lse, rest))
-        self._kept.append((self._put(out.detach()), self._put(of_lse.detach())))
+        self._stored.append((self._put(out.detach()), self._put(of_lse.detach())))
 
 
 class ReplayPass(StoredResults):
     """The context of the recomputation. It fetches each (out, lse) in order, and starts at the first when it is entered again."""
 
-    def __init__(self, kept: list[tuple[Fetch, Fetch]]) -> None:
+    def __init__(self, stored: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()
-        self._kept, self._at = kept, 0
+        self._stored, self._at = stored, 0
 
     def __enter__(self) -> None:
         self._at = 0
         super().__enter__()
 
     def known(self) -> State | None:
-        if self._at == len(self._kept):
+        if self._at == len(self._stored):
             return None
-        out, of_lse = self._kept[self._at]
+        out, of_lse = self._stored[self._at]
         self._at += 1
         return State(out().detach(), *of_lse().detach().unbind())

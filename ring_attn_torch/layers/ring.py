@@ -16,7 +16,7 @@ from ..ring.groups import group_name, group_of, rank_in, ranks_of, ring_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ring:
+class LayerRing:
     """The ring of a layer or model, and how its attention runs. The fields are arguments of ``ring_attention``."""
 
     layout: str = "zigzag"
@@ -44,7 +44,7 @@ class Ring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContiguousRing(Ring):
+class ContiguousRing(LayerRing):
     """The ring of a layer whose shards are contiguous."""
 
     layout: str = field(default="contiguous", init=False)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ring_attn_core.masks import causal
 from ring_attn_core.model.config import SparseConfig
-from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.runs import Band
 from ring_attn_core.variants.summary import SummaryOptions
 
@@ -46,7 +46,7 @@ class SummaryAttention(Projections):
     @takes(SummaryArguments)
     def __init__(self, arguments: SummaryArguments) -> None:
         super().__init__(arguments)
-        self.summary = summary = part(SummaryOptions, arguments)
+        self.summary = summary = extract(SummaryOptions, arguments)
         config, make = self.config, torch.zeros if summary.summaries == 1 else torch.randn
         shape, dtype = (summary.summaries, config.kv_heads, config.head_dim), getattr(torch, config.param_dtype)
         self.pool = nn.Parameter(make(shape, dtype=dtype)) if summary.pooling == "attention" else None

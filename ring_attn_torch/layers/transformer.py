@@ -13,23 +13,23 @@ from torch import Tensor, nn
 from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import check_flags
 from ring_attn_core.model.config import TransformerConfig
-from ring_attn_core.model.constructor import part, takes
+from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
 
-from ..call.autograd import unwatched
+from ..call.autograd import eager_only
 from ..ring.agreement import same_error
 from ..ring.groups import local, ring_of
 from .activations import caller
 from .attention import RingAttention
-from .auto_shard import Rows, check_alone
+from .auto_shard import ShardedRows, check_alone
 from .block import Block
 from .parts import LinearMap, RMSNorm, dtype_name
-from .ring import LayerArguments, Ring
+from .ring import LayerArguments, LayerRing
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelRing(Ring):
+class ModelRing(LayerRing):
     """The ring of a RingTransformer, and the two constructor arguments that its config does not hold."""
 
     auto_shard: bool = False
@@ -90,9 +90,9 @@ class RingTransformer(nn.Module):
         super().__init__()
         check_activations(arguments.activations)
         self.activations = arguments.activations
-        self.config = config = part(TransformerConfig, arguments)
+        self.config = config = extract(TransformerConfig, arguments)
         check_flags(auto_shard=arguments.auto_shard)
-        self.auto_shard, self.ring = arguments.auto_shard, part(Ring, arguments)
+        self.auto_shard, self.ring = arguments.auto_shard, extract(LayerRing, arguments)
         self.compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
         self.embed = nn.Embedding(config.vocab, config.dim, dtype=getattr(torch, config.param_dtype))
         nn.init.normal_(self.embed.weight, std=0.02)
@@ -105,7 +105,7 @@ class RingTransformer(nn.Module):
     @takes(FromConfig)
     def from_config(cls, arguments: FromConfig) -> RingTransformer:
         """Construct a model from ``config``. Pass the arguments that it does not hold by name, such as those of the ring."""
-        return cls(**arguments.config.arguments, **vars(part(ModelRing, arguments)))
+        return cls(**arguments.config.arguments, **vars(extract(ModelRing, arguments)))
 
     def forward(
         self,
@@ -142,14 +142,14 @@ class RingTransformer(nn.Module):
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
-        rows = Rows.of(ids, mask, self.ring) if self.auto_shard else None
+        rows = ShardedRows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
             ids, masks["key_mask"], length = rows.shard(ids), rows.shard_mask(mask, ids), rows.length
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             with same_error(ring_of(self.ring.group)):
                 raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes these only
-        if ids.device.type == "cpu" and unwatched([ids]):
+        if ids.device.type == "cpu" and eager_only([ids]):
             check_ids(ids, self.config.vocab, self.ring)
         if positions is None and longest_path is None:
             positions = self.ring.positions(ids.shape[1], ids.device)
@@ -160,7 +160,7 @@ class RingTransformer(nn.Module):
             x = block(x, positions, length, **masks, dropout_seed=dropout_seed, dropout_offset=offset, call=call)
         x = self.norm(x)
         x = x if return_hidden else self.logits(x)
-        return x if rows is None else rows.whole(x)
+        return x if rows is None else rows.unshard(x)
 
     def embedded(self, ids: Tensor) -> Tensor:
         """Return the input of the first block [b s dim] for token ids [b s]."""
@@ -221,7 +221,7 @@ class RingTransformer(nn.Module):
         return generated(self, arguments, on_token, progress)
 
 
-def check_ids(ids: Tensor, vocab: int, ring: Ring) -> None:
+def check_ids(ids: Tensor, vocab: int, ring: LayerRing) -> None:
     """Raise ValueError on all ranks of the ring if a token id is outside the vocabulary."""
     strange = ids[(ids < 0) | (ids >= vocab)]
     if len(strange):

@@ -55,7 +55,7 @@ class AgreedCall(NamedTuple):
 class _History:
     """One rank's bookkeeping for a process group: its call counter, the agreed problems, and the store keys to delete.
 
-    ``era``: distinguishes a group from a destroyed one of the same name on the same store. ``told``: the keys of this rank's
+    ``era``: distinguishes a group from a destroyed one of the same name on the same store. ``written``: the keys of this rank's
     verdicts that may still be in the store. ``checks``: the number of times ``check_every_call`` was entered; ``checked``: the
     number of exchanges since then, None outside of it.
     """
@@ -64,7 +64,7 @@ class _History:
         self.era = _store(group).add(f"ring_attn/era/{rank_in(group)}", 1)
         self.calls = 0
         self.agreed: set[Problem | AgreedCall] = set()
-        self.told: list[str] = []
+        self.written: list[str] = []
         self.checks = 0
         self.checked: int | None = None
 
@@ -77,7 +77,7 @@ class _History:
         return f"ring_attn/{self.era}/check{self.checks}/{self.checked}"
 
 
-_seen_alone: set[Problem | AgreedCall] = set()
+_checked_alone: set[Problem | AgreedCall] = set()
 """The problems and calls that this process has run as a ring of one."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
@@ -93,14 +93,14 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> N
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
         if not each_time:
-            _seen_alone.add(problem)
+            _checked_alone.add(problem)
         return
     history = _history(group)
     call = history.next_call()
     if problem in history.agreed and not again and history.checked is None:
         return
     verdict = {"problem": {"call": "ring_attention"} | problem.fingerprint()}
-    _conclude(_exchange(verdict, call, group, timeout(group, problem.device), history.told))
+    _conclude(_exchange(verdict, call, group, timeout(group, problem.device), history.written))
     if not each_time:
         history.agreed.add(problem)
 
@@ -110,7 +110,7 @@ def refuse(error: Exception, group: Group) -> NoReturn:
     if group is None or ranks_of(group) == 1 or _capturing("cuda"):
         raise error
     history, verdict = _history(group), {"error": type(error).__name__, "message": str(error)}
-    raise _first_error(_exchange(verdict, history.next_call(), group, GRACE, history.told)) or error from error
+    raise _first_error(_exchange(verdict, history.next_call(), group, GRACE, history.written)) or error from error
 
 
 class same_error:
@@ -145,7 +145,7 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
 def agreed(problem: Problem, group: Group) -> bool:
     """Return True if all ranks have run ``problem`` on this group, or if a CUDA graph capture prevents an exchange."""
     if group is None or ranks_of(group) == 1:
-        return problem in _seen_alone or _capturing(problem.device)
+        return problem in _checked_alone or _capturing(problem.device)
     return _capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
 
 
@@ -174,14 +174,14 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
         )
     history.checks, history.checked = history.checks + 1, 0
     try:
-        tell("the start of check_every_call", None, ring)
+        exchange("the start of check_every_call", None, ring)
         yield
-        tell("the end of check_every_call", None, ring)
+        exchange("the end of check_every_call", None, ring)
     finally:
         history.checked = None
 
 
-def tell(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
+def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
     """Gather ``what``, a JSON-serializable value, from all ranks through the group's store. Return the values by rank.
 
     ``call``: the call's name, or a dict of it (key "call") and further values; equal on all ranks. ``patience``: None for the
@@ -189,10 +189,10 @@ def tell(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patien
     """
     history = _history(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
-    verdict = {"problem": {"call": call} if isinstance(call, str) else call, "told": what}
-    verdicts = _exchange(verdict, history.next_call(), group, patience, history.told)
+    verdict = {"problem": {"call": call} if isinstance(call, str) else call, "value": what}
+    verdicts = _exchange(verdict, history.next_call(), group, patience, history.written)
     _conclude(verdicts)
-    return [verdict.get("told") for verdict in verdicts if verdict]
+    return [verdict.get("value") for verdict in verdicts if verdict]
 
 
 def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
@@ -212,11 +212,11 @@ def _store(group: dist.ProcessGroup) -> Any:
 
 
 def _exchange(
-    verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta, told: list[str]
+    verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta, written: list[str]
 ) -> list[dict[str, Any] | None]:
     """Write this rank's verdict to the store. Return every rank's verdict, None for a rank that wrote none in time.
 
-    Once all ranks have written, delete the keys in ``told``, this rank's earlier verdicts: a rank enters an exchange after it has
+    When all have written, delete the keys in ``written``, this rank's earlier verdicts: a rank enters an exchange after it has
     read all of the previous one. So the store holds at most two keys per rank, except after calls that some rank did not reach.
     """
     store = _store(group)
@@ -225,13 +225,13 @@ def _exchange(
     store.set(mine, json.dumps(verdict, default=_plain))
     if _all_there(store, keys, patience):
         with suppress(RuntimeError):  # some stores of other libraries cannot delete
-            for key in told:
+            for key in written:
                 store.delete_key(key)
-        told.clear()
+        written.clear()
     else:
         store.set(mine, json.dumps(verdict | {"gave_up": True}, default=_plain))  # for a rank that comes later
         keys = [key if store.check([key]) else None for key in keys]
-    told.append(mine)
+    written.append(mine)
     return [json.loads(store.get(key)) if key else None for key in keys]
 
 

@@ -13,7 +13,7 @@ from ring_attn_core.plan.machine import Machine
 from ring_attn_core.plan.measured import Hardware, host, ranks_of_a_host, stored
 from ring_attn_core.problem.problem import Problem
 
-from .agreement import same_error, tell
+from .agreement import exchange, same_error
 from .groups import Group, rank_in
 
 MEASURED = ("cuda",)
@@ -22,18 +22,18 @@ MEASURED = ("cuda",)
 _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 
 
-def on_hardware(problem: Problem, group: Group, exchange: bool = True) -> Problem:
+def on_hardware(problem: Problem, group: Group, may_exchange: bool = True) -> Problem:
     """Add rank 0's machine record to the problem if strategy "auto" can use it; else return the problem unchanged.
 
     The first call of a group is a collective: it exchanges the record and the ranks' hosts. Later calls read the cached result.
-    ``exchange``: False in a backward, which only reads the cache. During CUDA graph capture nothing is exchanged. Raise
+    ``may_exchange``: False in a backward, which only reads the cache. During CUDA graph capture nothing is exchanged. Raise
     ValueError, the same on every rank, if rank 0 cannot read its record or the ranks disagree on the problem.
     """
     if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
         return problem
     known = _known.get(group)
     if known is None:
-        if not exchange or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if not may_exchange or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
             return problem
         known = _known[group] = _exchanged(problem, group)
     return problem if known.machine is None else _with(problem, known)
@@ -44,14 +44,14 @@ def _exchanged(problem: Problem, group: dist.ProcessGroup) -> Hardware:
         problem.check()
         record = stored("torch", device_name()) if rank_in(group) == 0 else None
         mine = [host(), None if record is None else record.to_json()]
-    told = tell({"call": "ring_attention"} | problem.fingerprint(), mine, group)
-    if None in told:
+    sent = exchange({"call": "ring_attention"} | problem.fingerprint(), mine, group)
+    if None in sent:
         raise RuntimeError(
-            f'this rank runs its first call with strategy="auto" on this group, and rank {told.index(None)} does not: every rank '
+            f'this rank runs its first call with strategy="auto" on this group, and rank {sent.index(None)} does not: every rank '
             "must make the same calls in the same order"
         )
-    text = told[0][1]
-    return Hardware(None if text is None else Machine.from_json(text), ranks_of_a_host([name for name, _ in told]))
+    text = sent[0][1]
+    return Hardware(None if text is None else Machine.from_json(text), ranks_of_a_host([name for name, _ in sent]))
 
 
 def device_name() -> str:

@@ -23,8 +23,8 @@ def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, t
     already seen other keys and the sinks.
     """
     strategy = STRATEGIES[ring.strategy]
-    (q, *seen), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
-    total = State(*seen) if seen else None
+    (q, *state), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
+    total = State(*state) if state else None
     for number, step in enumerate(strategy.circulate(keys, ring), 1):
         with named(ring, number, step):
             total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
@@ -42,11 +42,11 @@ def backward(
     queries, or None without sinks.
     """
     strategy = STRATEGIES[ring.strategy]
-    (q, dout, dlse, *seen), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
+    (q, dout, dlse, *state), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
     of_q = dq = None
     for number, step in enumerate(strategy.circulate(keys, ring), 1):
         with named(ring, number, step, " backward"):
-            of_q = backend.cotangents(q, keys, step.rows, score, State(*seen), State(dout, dlse)) if of_q is None else of_q
+            of_q = backend.backward_inputs(q, keys, step.rows, score, State(*state), State(dout, dlse)) if of_q is None else of_q
             dq, dkv = step.settle(backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
             step.send_home(dkv)
     assert of_q is not None and dq is not None

@@ -116,13 +116,13 @@ class Checkpoints:
             run.update(optimizer_class=class_of(optimizer))
             return sha256(json.dumps(kinds(states), sort_keys=True).encode()).hexdigest()
 
-        told = agreed("Checkpoints.save", prepare, self._ring, step=step, optimizer=class_of(optimizer))
+        values = agreed("Checkpoints.save", prepare, self._ring, step=step, optimizer=class_of(optimizer))
         of_model = {name: x for name, x in tensors.items() if name.startswith("model.")}
         check_kinds("Checkpoints.save: the model", of_model, self._ring)
         begin = lambda: None if self._rank else self._files.begin(step).name
         new = self.folder / agreed("Checkpoints.save: begin", begin, self._ring)[0]
         self._check_shared(new)
-        if optimizer is not None and len(set(told)) > 1:
+        if optimizer is not None and len(set(values)) > 1:
             everybody = agreed("Checkpoints.save: states", lambda: kinds(states), self._ring)
             run["absent"] = absent(everybody)
             states = with_shards(model, optimizer, states, union(everybody))
@@ -238,11 +238,11 @@ class Checkpoints:
         if self._ring is None:
             return
         sees = agreed("Checkpoints.save: the folder", lambda: seen(new), self._ring)
-        blind = [str(rank) for rank, each in enumerate(sees) if not each]
-        if blind:
+        wrong = [str(rank) for rank, each in enumerate(sees) if not each]
+        if wrong:
             if self._rank == 0:
                 rmtree(new, ignore_errors=True)
             raise ValueError(
-                f"rank{'s' * (len(blind) > 1)} {', '.join(blind)} cannot see {new}, which rank 0 has made: shards would be lost. "
+                f"rank{'s' * (len(wrong) > 1)} {', '.join(wrong)} cannot see {new}, which rank 0 has made: shards would be lost. "
                 f"Put {self.folder} on a file system that all ranks share"
             )

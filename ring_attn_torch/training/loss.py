@@ -13,8 +13,8 @@ from ring_attn_core.model.chunks import check_loss, check_weights
 from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
-from ..call.autograd import unwatched
-from ..ring.agreement import AgreedCall, agree_on, tell
+from ..call.autograd import eager_only
+from ..ring.agreement import AgreedCall, agree_on, exchange
 from ..ring.groups import Group, is_dtensor, ranks_of, ring_of
 from .cross_entropy import Labels, strange_labels, sum_of_hidden, sum_of_logits
 
@@ -96,7 +96,7 @@ def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab:
     total = torch.stack([x.to(part.dtype) for x in (part.detach(), divisor, strange, wrong)])
     if ranks_of(ring) > 1:
         dist.all_reduce(total, group=ring)
-    if vocab is not None and part.device.type == "cpu" and unwatched([total]) and total[2:].any():
+    if vocab is not None and part.device.type == "cpu" and eager_only([total]) and total[2:].any():
         raise _wrong(labels, ring, vocab, reduction)
     divisor = torch.ones_like(total[1]) if reduction == "sum" else total[1].masked_fill(total[1] == 0, torch.inf)
     divisor = divisor.masked_fill(total[2:].sum() > 0, torch.nan)  # which makes this rank's gradients NaN too
@@ -121,7 +121,7 @@ def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueErro
     strange = labels.labels[strange_labels(labels.labels, labels.ignored, vocab)][:1].tolist()
     wrong = [] if labels.weights is None else labels.weights[_wrong_weights(labels, reduction).expand_as(labels.weights)]
     mine = [strange, [str(float(x)) for x in wrong[:1]]]
-    everybody = [mine] if ranks_of(ring) == 1 else tell("the loss's labels", mine, ring)  # type: ignore[arg-type]
+    everybody = [mine] if ranks_of(ring) == 1 else exchange("the loss's labels", mine, ring)  # type: ignore[arg-type]
     rank = next(rank for rank, found in enumerate(everybody) if any(found))
     where, (label, weight) = "" if ranks_of(ring) == 1 else f"rank {rank}: ", everybody[rank]
     if label:
@@ -154,9 +154,9 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
     return (labels.long() != ignore_index).sum()
 
 
-def _check(ignore_index: Any, given: dict[str, Any]) -> None:
-    """Raise ValueError if a value in ``given`` is a DTensor or not a tensor, or if ``ignore_index`` is not a number."""
-    for name, x in given.items():
+def _check(ignore_index: Any, arrays: dict[str, Any]) -> None:
+    """Raise ValueError if a value in ``arrays`` is a DTensor or not a tensor, or if ``ignore_index`` is not a number."""
+    for name, x in arrays.items():
         if is_dtensor(x):
             raise ValueError(
                 f"{name} is a DTensor: pass this rank's shard of logits and labels, {name}.to_local(), and the whole head; FSDP2 "

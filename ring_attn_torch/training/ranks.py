@@ -18,17 +18,17 @@ from ring_attn_core.model.replica_check import (
     Replica,
     array_content,
     array_kind,
-    as_told,
     check_alike,
-    check_copies,
     check_plain,
-    essence,
+    check_replicas,
     named,
-    plain_copy,
+    plain_replica,
+    table_digest,
+    tables_from_json,
 )
 from ring_attn_core.validation import in_words
 
-from ..ring.agreement import GRACE, same_error, tell
+from ..ring.agreement import GRACE, exchange, same_error
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 
 if TYPE_CHECKING:
@@ -66,9 +66,9 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
         entries = named(_entries(what, ""))
         if ring is None or ranks_of(ring) == 1:
             return
-        table = {name: [_copy(("rank", rank_in(ring)), x)] for name, x in entries.items()}
-    if len(set(tell("check_ranks", essence(table), ring))) > 1:
-        check_copies(as_told(tell("check_ranks", table, ring)), "rank", REMEDY)
+        table = {name: [_replica(("rank", rank_in(ring)), x)] for name, x in entries.items()}
+    if len(set(exchange("check_ranks", table_digest(table), ring))) > 1:
+        check_replicas(tables_from_json(exchange("check_ranks", table, ring)), "rank", REMEDY)
 
 
 def _entries(what: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -100,9 +100,9 @@ def _check(name: str, x: Any) -> None:
         raise ValueError(f"{name} is a {type(x).__name__} of layout {x.layout}: pass the dense tensors that it is made of")
 
 
-def _copy(holder: tuple[str, int], x: Any) -> Replica:
+def _replica(owner: tuple[str, int], x: Any) -> Replica:
     if not isinstance(x, Tensor):
-        return plain_copy(holder, x)
+        return plain_replica(owner, x)
     kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"
     kind, part = _kind(kind, x), ""
     with torch.no_grad():
@@ -111,7 +111,7 @@ def _copy(holder: tuple[str, int], x: Any) -> Replica:
         flat = x.detach().resolve_conj().resolve_neg().contiguous().flatten()
         data = flat.view(torch.uint8).cpu().numpy()
         value = x.item() if x.numel() == 1 and x.dtype in SHOWN else None
-    return Replica(holder, kind, array_content(data, value), part)
+    return Replica(owner, kind, array_content(data, value), part)
 
 
 def _kind(kind: str, x: Tensor) -> str:
@@ -148,16 +148,18 @@ def together(call: str, ring: Group) -> Iterator[list[str]]:
         return
     try:
         mine = {"error": error and [isinstance(error, OSError), str(error)], "alike": alike}
-        everybody = tell(call, mine, ring, GRACE if error else None)
+        everybody = exchange(call, mine, ring, GRACE if error else None)
     except RuntimeError:
         if error is None:
             raise
         raise error from None
-    errors = [told["error"] for told in everybody]
-    for rank, told in enumerate(errors):
-        if told is not None:
-            raise (OSError if told[0] else RankDifference if None in errors else ValueError)(f"rank {rank}: {told[1]}") from error
-    check_alike(f"what ranks have read while {call}", "rank", [", ".join(told["alike"]) for told in everybody])
+    errors = [report["error"] for report in everybody]
+    for rank, report in enumerate(errors):
+        if report is not None:
+            raise (OSError if report[0] else RankDifference if None in errors else ValueError)(
+                f"rank {rank}: {report[1]}"
+            ) from error
+    check_alike(f"what ranks have read while {call}", "rank", [", ".join(report["alike"]) for report in everybody])
 
 
 def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
@@ -168,8 +170,8 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
     if ring is None or ranks_of(ring) == 1:
         return
     table = {name: [Replica(("rank", rank_in(ring)), _kind("Tensor", x), "")] for name, x in tensors.items()}
-    if len(set(tell(call, essence(table), ring))) > 1:
-        check_copies(as_told(tell(call, table, ring)), "rank", "Make the same model on every rank")
+    if len(set(exchange(call, table_digest(table), ring))) > 1:
+        check_replicas(tables_from_json(exchange(call, table, ring)), "rank", "Make the same model on every rank")
 
 
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
@@ -191,19 +193,19 @@ def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | s
     objection = error and [isinstance(error, OSError), str(error)]
     mine = {"error": objection, "value": value, "alike": {name: in_words(x) for name, x in alike.items()}}
     try:
-        told = tell(call, mine, ring, GRACE if error else None)
+        gathered = exchange(call, mine, ring, GRACE if error else None)
     except RuntimeError:
         if error is None:
             raise
         raise error from None
-    for rank, each in enumerate(told):
+    for rank, each in enumerate(gathered):
         if each["error"] is not None:
             raise (OSError if each["error"][0] else ValueError)(f"rank {rank}: {each['error'][1]}") from error
     for name in alike:
-        values = [each["alike"][name] for each in told]
+        values = [each["alike"][name] for each in gathered]
         if len(set(values)) > 1:
             raise ValueError(f"{by_rank(name, values)}: all ranks must make the same calls")
-    return [each["value"] for each in told]
+    return [each["value"] for each in gathered]
 
 
 def by_rank(name: str, values: list[Any]) -> str:

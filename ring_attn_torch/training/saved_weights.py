@@ -26,7 +26,7 @@ from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
-from ..ring.agreement import tell
+from ..ring.agreement import exchange
 from ..ring.groups import Group, is_dtensor, rank_in, ranks_of, ring_of
 from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
@@ -99,8 +99,8 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
     """Return the config with other dtypes for the weights and the computation. None keeps the config's."""
-    given = {"param_dtype": kept, "compute_dtype": computed}
-    return replace(config, **{name: dtype_name(x) for name, x in given.items() if x is not None})
+    dtypes = {"param_dtype": kept, "compute_dtype": computed}
+    return replace(config, **{name: dtype_name(x) for name, x in dtypes.items() if x is not None})
 
 
 class Empty(NamedTuple):
@@ -173,9 +173,9 @@ def save_folder(
         if error is not None:
             raise error
         return
-    for rank, told in enumerate(tell(SAVING, error and [isinstance(error, OSError), str(error)], ring)):
-        if told is not None:
-            raise (OSError if told[0] else ValueError)(f"rank {rank}: {told[1]}") from error
+    for rank, failure in enumerate(exchange(SAVING, error and [isinstance(error, OSError), str(error)], ring)):
+        if failure is not None:
+            raise (OSError if failure[0] else ValueError)(f"rank {rank}: {failure[1]}") from error
 
 
 def transformer_in(model: nn.Module) -> RingTransformer:

@@ -55,13 +55,13 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def _inside(module: nn.Module, name: str) -> str:
-    kept, holder = [], module
+    parents, parent = [], module
     for part in name.split("."):
-        wraps = part == "module" and isinstance(holder, DistributedDataParallel | DataParallel)
+        wraps = part == "module" and isinstance(parent, DistributedDataParallel | DataParallel)
         if not (wraps or part in WRAPPED):
-            kept.append(part)
-        holder = getattr(holder, part)
-    return ".".join(kept)
+            parents.append(part)
+        parent = getattr(parent, part)
+    return ".".join(parents)
 
 
 def _placed(whole: Tensor, p: nn.Parameter) -> Tensor:

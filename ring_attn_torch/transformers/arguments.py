@@ -18,10 +18,10 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss, ForTo
 from ring_attn_core.data.trees import trees_of
 from ring_attn_core.validation import in_words, is_integer
 
-from ..ring.agreement import same_error, tell
+from ..ring.agreement import exchange, same_error
 from ..ring.groups import is_dtensor
 from .cache import RingCache, cache_name, cache_of, with_cache_renamed
-from .masks import NAME, ModelRing
+from .masks import NAME, CallRing
 from .models import own_positions, text_config
 from .trees import check_tree
 from .trl import check_call
@@ -60,24 +60,24 @@ class CheckedArguments(NamedTuple):
 
 
 def checked_arguments(
-    model: PreTrainedModel, ring: ModelRing, args: tuple[object, ...], kwargs: dict[str, Any]
+    model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> CheckedArguments:
     """Return the checked arguments of a call with global sequences. Raise ValueError on all ranks if one is unsupported."""
     with same_error(ring.group):
         _check_attends(model)
-        given = with_cache_renamed(model, _by_name(args, kwargs))
-        tokens = _tokens(given)
-        cache = cache_of(model, ring, given)
+        call_arguments = with_cache_renamed(model, _by_name(args, kwargs))
+        tokens = _tokens(call_arguments)
+        cache = cache_of(model, ring, call_arguments)
         of_cache = () if cache is None else (cache_name(model), "use_cache", "logits_to_keep")
-        _check(model, {name: x for name, x in given.items() if name not in of_cache}, tuple(tokens.shape[:2]), cache)
-        described = given if cache is None else given | {"cached tokens": cache.tokens}
+        _check(model, {name: x for name, x in call_arguments.items() if name not in of_cache}, tuple(tokens.shape[:2]), cache)
+        described = call_arguments if cache is None else call_arguments | {"cached tokens": cache.tokens}
         seed = int(torch.randint(2**31, ())) if model.training else None
-        mine = [_description(described), _content(given), seed]
+        mine = [_description(described), _content(call_arguments), seed]
     if ring.ranks > 1:
-        exchanged = tell("a call inside sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
+        exchanged = exchange("a call inside sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
         _compare(exchanged)
         seed = exchanged[0][2]
-    return CheckedArguments(given, tokens, cache, seed)
+    return CheckedArguments(call_arguments, tokens, cache, seed)
 
 
 def _check_attends(model: PreTrainedModel) -> None:
@@ -96,41 +96,42 @@ def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]
         raise ValueError(
             "inside sequence_parallel pass the arguments of the model by name; only input_ids may come first without"
         )
-    given = dict(kwargs) | ({"input_ids": args[0]} if args else {})
-    return {name: x for name, x in given.items() if x is not None}
+    call_arguments = dict(kwargs) | ({"input_ids": args[0]} if args else {})
+    return {name: x for name, x in call_arguments.items() if x is not None}
 
 
-def _tokens(given: dict[str, Any]) -> Tensor:
+def _tokens(call_arguments: dict[str, Any]) -> Tensor:
     """Return input_ids or inputs_embeds. Raise ValueError unless exactly one of them is passed."""
-    if ("input_ids" in given) == ("inputs_embeds" in given):
+    if ("input_ids" in call_arguments) == ("inputs_embeds" in call_arguments):
         raise ValueError(
-            "the model takes either input_ids or inputs_embeds inside sequence_parallel, got " + (", ".join(given) or "nothing")
+            "the model takes either input_ids or inputs_embeds inside sequence_parallel, got "
+            + (", ".join(call_arguments) or "nothing")
         )
-    name, dims = ("input_ids", 2) if "input_ids" in given else ("inputs_embeds", 3)
-    x = given[name]
+    name, dims = ("input_ids", 2) if "input_ids" in call_arguments else ("inputs_embeds", 3)
+    x = call_arguments[name]
     if not isinstance(x, Tensor) or is_dtensor(x) or x.ndim != dims or not x.numel():
         dim = ", dim" if dims == 3 else ""
         raise ValueError(f"{name} must be a tensor [batch, length{dim}], whole, the same on every rank, got {_shape(x)}")
     return x
 
 
-def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
+def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
     """Raise ValueError if an argument cannot be sharded, or does not match ``shape`` [batch, length]."""
     name, length = type(model).__name__, shape[1]
-    if {"labels", "shift_labels"} & given.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
+    if {"labels", "shift_labels"} & call_arguments.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
             f"the loss of {name} is no sum over tokens that sequence_parallel knows: leave labels out, compute it from logits "
             f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
         )
-    check_call(model, given)
-    if "logits_to_keep" in given and given.get("use_cache") is False:
+    check_call(model, call_arguments)
+    if "logits_to_keep" in call_arguments and call_arguments.get("use_cache") is False:
         raise ValueError(
             f"{name} got use_cache=False and logits_to_keep inside sequence_parallel, as generate(use_cache=False) passes them, "
             "which would read the whole text again for every token. Call generate(..., use_cache=True), whose cache the ring "
             'shares; without a cache generate outside of sequence_parallel, after model.set_attn_implementation("sdpa"). In a '
             "call of your own leave logits_to_keep out"
         )
-    for argument, x in given.items():
+    for argument, x in call_arguments.items():
         empty = (isinstance(x, bool | int) and not x) and argument != "is_causal"
         if argument in REFUSED and not empty:
             raise ValueError(f"{name} got {argument} inside sequence_parallel: {REFUSED[argument]}")
@@ -141,30 +142,30 @@ def _check(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]
                 f"{', '.join((*SHARDED, *LENGTHS[:1]))}. Images and sound go in as inputs_embeds with position_ids"
             )
     if cache is not None:
-        _check_cached(cache, given, shape)
+        _check_cached(cache, call_arguments, shape)
     for argument in ("attention_mask", "token_type_ids", *LABELS)[cache is not None :]:
-        x = given.get(argument)
+        x = call_arguments.get(argument)
         if x is not None and (not isinstance(x, Tensor) or tuple(x.shape) != shape):
             raise ValueError(
                 f"{argument} must be {list(shape)}, [batch, length] of the whole sequence as input_ids is, got {_shape(x)}: "
                 "sequence_parallel shards it, and shifts labels, itself; additive and 4-D masks are no padding"
             )
-    _check_visual(model, given, shape, cache is not None)
-    check_tree(model, given, shape, cache is not None)
-    _check_positions(model, given, shape)
-    if "seq_idx" in given and not {"position_ids", "cu_seq_lens_q"} & given.keys():
+    _check_visual(model, call_arguments, shape, cache is not None)
+    check_tree(model, call_arguments, shape, cache is not None)
+    _check_positions(model, call_arguments, shape)
+    if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
         raise ValueError(
             f"{name} got seq_idx alone, which no attention reads: pass packed documents as position_ids that begin again"
         )
-    if "cu_seq_lens_q" in given and shape[0] != 1:
+    if "cu_seq_lens_q" in call_arguments and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
-    if "shift_labels" in given and not {"labels", "tree"} & given.keys():
+    if "shift_labels" in call_arguments and not {"labels", "tree"} & call_arguments.keys():
         raise ValueError("shift_labels came without labels: pass both, or labels alone, which are shifted here")
 
 
-def _check_positions(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...]) -> None:
+def _check_positions(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
     """Raise ValueError if required position_ids are missing, or if position_ids do not fit the global sequence."""
-    name, (batch, length), x = type(model).__name__, shape, given.get("position_ids")
+    name, (batch, length), x = type(model).__name__, shape, call_arguments.get("position_ids")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
             f"{name}.forward takes no position_ids, so each rank would count its shard from 0: it does not run over a ring"
@@ -189,18 +190,22 @@ def _shape(x: Any) -> list[int] | str:
     return list(x.shape) if isinstance(x, Tensor) else type(x).__name__
 
 
-def _description(given: dict[str, Any]) -> dict[str, Any]:
+def _description(call_arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the dtype and shape of each tensor argument, plain values themselves, and the type names of other values."""
     plain = lambda x: x if isinstance(x, int | float | str | bool) else type(x).__name__
-    return {name: [str(x.dtype), *x.shape] if isinstance(x, Tensor) else plain(x) for name, x in sorted(given.items())}
+    return {name: [str(x.dtype), *x.shape] if isinstance(x, Tensor) else plain(x) for name, x in sorted(call_arguments.items())}
 
 
-def _content(given: dict[str, Any]) -> dict[str, str]:
+def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
     """Return a digest of each integer tensor argument, of label_weights and of the tree."""
     digest = lambda x: blake2b(x.detach().contiguous().cpu().numpy().tobytes(), digest_size=16).hexdigest()
     compared = lambda name, x: isinstance(x, Tensor) and (name == "label_weights" or not x.is_floating_point())
-    tree = {"tree": blake2b(repr(trees_of(*given["tree"])).encode(), digest_size=16).hexdigest()} if "tree" in given else {}
-    return tree | {name: digest(x) for name, x in sorted(given.items()) if compared(name, x)}
+    tree = (
+        {"tree": blake2b(repr(trees_of(*call_arguments["tree"])).encode(), digest_size=16).hexdigest()}
+        if "tree" in call_arguments
+        else {}
+    )
+    return tree | {name: digest(x) for name, x in sorted(call_arguments.items()) if compared(name, x)}
 
 
 def _compare(exchanged: list[list[Any]]) -> None:
@@ -230,10 +235,10 @@ def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel
     return found
 
 
-def _check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
+def _check_visual(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
     """Raise ValueError if inputs_embeds come without their image features, or if the features do not fit."""
-    name, passed = type(model).__name__, [argument for argument in VISUAL if argument in given]
-    if "inputs_embeds" not in given and not passed:
+    name, passed = type(model).__name__, [argument for argument in VISUAL if argument in call_arguments]
+    if "inputs_embeds" not in call_arguments and not passed:
         return
     other = reader_of(model, UNSPLIT)
     if other is not None:
@@ -245,8 +250,8 @@ def _check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[in
         if passed:
             raise ValueError(f"{name} takes no {passed[0]}: leave it out")
         return
-    mask, features = (given.get(argument) for argument in VISUAL)
-    if "inputs_embeds" not in given or mask is None or features is None:
+    mask, features = (call_arguments.get(argument) for argument in VISUAL)
+    if "inputs_embeds" not in call_arguments or mask is None or features is None:
         raise ValueError(
             f"{name} adds features of images to the hidden states of its first layers, which inputs_embeds alone do not hold: "
             "pass inputs_embeds, visual_pos_masks [batch, length], True for tokens of images, and deepstack_visual_embeds, a "
@@ -256,16 +261,16 @@ def _check_visual(model: PreTrainedModel, given: dict[str, Any], shape: tuple[in
         raise ValueError(f"{name} got {VISUAL[0]} in a call with a cache, which knows text alone: leave use_cache out")
     if not isinstance(mask, Tensor) or tuple(mask.shape) != shape:
         raise ValueError(f"{VISUAL[0]} must be {list(shape)}, [batch, length] of the whole sequence, got {_shape(mask)}")
-    count, dim = int(mask.sum()), given["inputs_embeds"].shape[-1]
+    count, dim = int(mask.sum()), call_arguments["inputs_embeds"].shape[-1]
     for i, x in enumerate(features):
         if not isinstance(x, Tensor) or tuple(x.shape) != (count, dim):
             raise ValueError(f"{VISUAL[1]}[{i}] must be {[count, dim]}, a row for each True of {VISUAL[0]}, got {_shape(x)}")
 
 
-def _check_cached(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...]) -> None:
+def _check_cached(cache: RingCache, call_arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
     """Raise ValueError if the arguments of a call of ``shape`` [batch, tokens] do not continue the cache."""
     (batch, tokens), before = shape, cache.tokens
-    mask, keep = given.get("attention_mask"), given.get("logits_to_keep", 1)
+    mask, keep = call_arguments.get("attention_mask"), call_arguments.get("logits_to_keep", 1)
     if cache.kv is not None and cache.kv.spec.batch != batch:
         raise ValueError(f"the cache has {cache.kv.spec.batch} rows, and this call {batch}: begin without it")
     if mask is not None:
@@ -286,7 +291,7 @@ def _check_cached(cache: RingCache, given: dict[str, Any], shape: tuple[int, ...
                 )
     if not is_integer(keep):
         raise ValueError(f"logits_to_keep must be an int, the last tokens whose logits are wanted, got {in_words(keep)}")
-    types = given.get("token_type_ids")
+    types = call_arguments.get("token_type_ids")
     if isinstance(types, Tensor) and bool(types.any()):
         raise ValueError(
             "token_type_ids mark an image, whose tokens see one another, and a cache on a ring is of causal attention: "

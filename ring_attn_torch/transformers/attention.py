@@ -26,7 +26,7 @@ from ..layers.offload import OffloadedTensors, offloaded
 from ..layers.recompute import Function, recomputed
 from ..ring.groups import group_name, group_of
 from .cache import CachedCall
-from .masks import NAME, LayerMask, ModelRing, NoWindow, check_alone, running
+from .masks import NAME, CallRing, LayerMask, NoWindow, check_alone, running
 from .models import hugging_face_model, text_config
 
 IMPLEMENTATION = "_attn_implementation_internal"
@@ -83,8 +83,8 @@ def ring_attention_forward(
     if call is not None and not torch.compiler.is_compiling():
         call.attention_calls += 1
     query, key, value = _autocast(query), _autocast(key), _autocast(value)
-    for argument, given in others.items():
-        if given is not None and argument not in IGNORED:
+    for argument, x in others.items():
+        if x is not None and argument not in IGNORED:
             raise ValueError(
                 f'{name} passes {argument} to its attention, which attn_implementation="ring" cannot honour: such a layer runs '
                 "with another attn_implementation, unsharded"
@@ -157,7 +157,7 @@ def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> L
         raise _no_window(name, window)
     if causes:
         band = masks.causal() if window is None else masks.sliding_window(window - 1)
-    return LayerMask(ModelRing(group_of(group_name(None)), "contiguous"), band, tokens)
+    return LayerMask(CallRing(group_of(group_name(None)), "contiguous"), band, tokens)
 
 
 def _no_window(name: str, size: int) -> ValueError:

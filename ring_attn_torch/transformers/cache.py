@@ -28,7 +28,7 @@ from ..inference.forward import summed
 from ..inference.prefill import prefill
 from ..inference.step import DecodeStep
 from ..ring.groups import rank_in
-from .masks import LayerMask, ModelRing, Pattern, RunningCall
+from .masks import CallRing, LayerMask, Pattern, RunningCall
 from .models import check_cacheable, text_config
 
 PAGE = 256
@@ -51,14 +51,14 @@ def cache_name(model: PreTrainedModel) -> str:
     return NAMES[-1]
 
 
-def with_cache_renamed(model: PreTrainedModel, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments ``given`` with the cache under the name that ``model`` uses.
+def with_cache_renamed(model: PreTrainedModel, call_arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments ``call_arguments`` with the cache under the name that ``model`` uses.
 
     Raise ValueError if it is passed under both names.
     """
-    if all(name in given for name in NAMES):
+    if all(name in call_arguments for name in NAMES):
         raise ValueError(f"the call has a cache and past_key_values, two names of one argument: pass {cache_name(model)} alone")
-    return {cache_name(model) if name in NAMES else name: x for name, x in given.items()}
+    return {cache_name(model) if name in NAMES else name: x for name, x in call_arguments.items()}
 
 
 class RingCache(Cache):
@@ -69,7 +69,7 @@ class RingCache(Cache):
     transformers does, padding on the left included; the KVCache holds no padding.
     """
 
-    def __init__(self, ring: ModelRing, layers: int) -> None:
+    def __init__(self, ring: CallRing, layers: int) -> None:
         super().__init__(layers=[])
         self.ring, self.depth, self.tokens = ring, layers, 0
         self.kv: KVCache | None = None
@@ -234,18 +234,18 @@ class CachedCall(RunningCall):
         self.cache.tokens += self.tokens
 
 
-def cached_call(model: PreTrainedModel, cache: RingCache, given: dict[str, Any], tokens: Tensor) -> CachedCall:
-    """Return the CachedCall with this rank's part of the checked arguments ``given``. ``tokens``: input_ids or inputs_embeds."""
+def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[str, Any], tokens: Tensor) -> CachedCall:
+    """Return the CachedCall with this rank's part of the checked ``call_arguments``. ``tokens``: input_ids or inputs_embeds."""
     (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
-    keep = max(1, int(given.get("logits_to_keep", 1)))
-    position_ids, mask = given.get("position_ids"), given.get("attention_mask")
+    keep = max(1, int(call_arguments.get("logits_to_keep", 1)))
+    position_ids, mask = call_arguments.get("position_ids"), call_arguments.get("attention_mask")
     if position_ids is None:
         position_ids = torch.arange(cache.tokens, cache.tokens + count, device=device)[None].expand(batch, -1)
     present = None if mask is None else mask[:, -count:].to(device).bool()
     if present is not None and bool(present.all()):
         present = None
     lengths = [count] * batch if present is None else present.sum(1).tolist()
-    kwargs = given | {cache_name(model): cache, "use_cache": True, "position_ids": position_ids}
+    kwargs = call_arguments | {cache_name(model): cache, "use_cache": True, "position_ids": position_ids}
     kwargs.pop("token_type_ids", None)
     local = longest = None
     if not cache.tokens or (count > FEW and keep == 1):
@@ -253,7 +253,7 @@ def cached_call(model: PreTrainedModel, cache: RingCache, given: dict[str, Any],
         own = positions(ring.layout, ring.ranks, count, rank_in(ring.group)).to(device).long()
         padding = 0 if present is None else (~present).sum(1, keepdim=True)
         index = (own + padding).clamp(max=count - 1).expand(batch, -1)  # moves the padding from left to right
-        name = "input_ids" if "input_ids" in given else "inputs_embeds"
+        name = "input_ids" if "input_ids" in call_arguments else "inputs_embeds"
         kwargs[name] = tokens.gather(1, index if tokens.ndim == 2 else index[..., None].expand(-1, -1, tokens.shape[2]))
         whole = position_ids.to(device).expand(*position_ids.shape[:-2], batch, count)
         kwargs["position_ids"] = whole.gather(-1, index.expand(*whole.shape[:-1], local))
@@ -274,17 +274,17 @@ def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -
     return torch.where(here.any(1)[..., None], hidden[rows, here.int().argmax(1)], 0)
 
 
-def cache_of(model: PreTrainedModel, ring: ModelRing, given: dict[str, Any]) -> RingCache | None:
-    """Return the cache of a call with arguments ``given``: new in the first call, None if the call uses no cache.
+def cache_of(model: PreTrainedModel, ring: CallRing, call_arguments: dict[str, Any]) -> RingCache | None:
+    """Return the cache of a call with arguments ``call_arguments``: new in the first call, None if the call uses no cache.
 
     Raise ValueError if the model does not support a cache here, or if the cache is of another kind or ring.
     """
     name = cache_name(model)
-    kept = given.get(name)
-    if kept is None and not given.get("use_cache"):
+    kept = call_arguments.get(name)
+    if kept is None and not call_arguments.get("use_cache"):
         return None
     check_cacheable(model)
-    if "labels" in given:
+    if "labels" in call_arguments:
         raise ValueError(f"a call with labels keeps no cache: leave {name} and use_cache out")
     if isinstance(kept, RingCache):
         if kept.ring != ring:

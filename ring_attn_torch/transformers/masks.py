@@ -48,7 +48,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """A mask function of transformers: (batch row, head, q_pos, k_pos) -> bool, broadcast."""
 
 
-class ModelRing(NamedTuple):
+class CallRing(NamedTuple):
     """The ring of a model: the ring_attention arguments that are the same at every call."""
 
     group: dist.ProcessGroup | None = None
@@ -80,7 +80,7 @@ class Pattern(NamedTuple):
 class LayerMask(NamedTuple):
     """The mask of all layers with one pattern. The model passes it to the attention function as attention_mask."""
 
-    ring: ModelRing
+    ring: CallRing
     band: Band
     length: int
     extents: Tensor | None = None
@@ -209,7 +209,7 @@ def _on_one_device(
 ) -> LayerMask:
     """Return the mask outside of ``sequence_parallel``, where one device holds the global sequence."""
     check_alone()
-    (batch, tokens), ring = shape, ModelRing(group_of(group_name(None)), "contiguous")
+    (batch, tokens), ring = shape, CallRing(group_of(group_name(None)), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device
     key_mask = None if attention_mask is None else attention_mask[:, :tokens].bool()
     for pattern in tried:

@@ -27,12 +27,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ring_attn_core.layouts import named
 from ring_attn_core.problem.options import Options
 
-from ..ring.agreement import same_error, tell
+from ..ring.agreement import exchange, same_error
 from ..ring.groups import group_name, group_of, is_dtensor
 from .attention import Checkpointing, ring_configs
 from .cache import CachedCall
 from .loss import ChunkedHead, with_log_probs, with_loss
-from .masks import NAME, AccelerateHooks, ModelRing, during, running
+from .masks import NAME, AccelerateHooks, CallRing, during, running
 from .models import (
     MixingLayers,
     check_backend,
@@ -48,7 +48,7 @@ from .shards import GlobalBatch, rotary_by_length, sharded, with_largest_positio
 
 T = TypeVar("T", nn.Module, PreTrainedConfig)
 
-_rings: WeakKeyDictionary[PreTrainedModel, ModelRing] = WeakKeyDictionary()  # that ``enable`` set
+_rings: WeakKeyDictionary[PreTrainedModel, CallRing] = WeakKeyDictionary()  # that ``enable`` set
 _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()  # of the models inside ``sequence_parallel``
 
 SETTINGS = "ring_attention"
@@ -123,7 +123,7 @@ def sequence_parallel(
 
 @contextmanager
 def on_shards(
-    model: nn.Module, ring: ModelRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
+    model: nn.Module, ring: CallRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
     """Enter ``sequence_parallel`` for a model whose weights are equal on all ranks, or will be.
 
@@ -156,7 +156,7 @@ def on_shards(
 class ModelHooks:
     """The hooks that run before and after each call of a model."""
 
-    def __init__(self, model: PreTrainedModel, ring: ModelRing, gather_logits: bool, loss_chunk: int | None, factor: int) -> None:
+    def __init__(self, model: PreTrainedModel, ring: CallRing, gather_logits: bool, loss_chunk: int | None, factor: int) -> None:
         self.model, self.ring, self.gather_logits, self.factor = model, ring, gather_logits, factor
         self.head = None if loss_chunk is None else ChunkedHead(model, loss_chunk)
         self.checkpointing, self.accelerate = Checkpointing(model), AccelerateHooks(model)
@@ -244,15 +244,15 @@ def enable(
     if not torch.cuda.is_available():  # else the model may still go to a GPU
         check_backend(backend, device_of(model_or_config))
     model = hugging_face_model(model_or_config)
-    _rings[model] = ModelRing(group_of(group_name(group)), layout, strategy, backend)
+    _rings[model] = CallRing(group_of(group_name(group)), layout, strategy, backend)
     text_config(model.config)._attn_implementation = NAME
     return model_or_config
 
 
-def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> ModelRing:
+def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> CallRing:
     """Return the ring that ``enable`` set for a model, or the default. ``group`` and ``layout`` override it if not None."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
-    ring = _rings.get(model, ModelRing(group_of(group_name(None)), **settings))
+    ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
     if group is not None:
         ring = ring._replace(group=group_of(group_name(group)))
     if layout is not None:
@@ -261,7 +261,7 @@ def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh 
     return ring
 
 
-def check_entry(model: nn.Module, ring: ModelRing, device: str) -> None:
+def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
     """Raise ValueError if a ring does not support the model or its head, or if ``ring.backend`` does not run on ``device``."""
     check_model(model)
     check_head(model)
@@ -282,14 +282,14 @@ def _check_launched() -> None:
         )
 
 
-def _check_weights(model: nn.Module, ring: ModelRing) -> None:
+def _check_weights(model: nn.Module, ring: CallRing) -> None:
     """Raise ValueError if ranks hold different weights, compared by the sums of their bytes. Sharded weights are not compared."""
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
         return
     of_bytes = [p.reshape(-1).view(torch.uint8).sum(dtype=torch.int64) for p in whole.values()]
     mine = dict(zip(whole, torch.stack([x.to(of_bytes[0].device) for x in of_bytes]).tolist(), strict=True))
-    exchanged = tell("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
+    exchanged = exchange("sequence_parallel", mine, ring.group)  # type: ignore[arg-type]
     for rank, theirs in enumerate(exchanged):
         other = next((name for name in {**exchanged[0], **theirs} if exchanged[0].get(name) != theirs.get(name)), None)
         if other is not None:

@@ -30,16 +30,14 @@ from ..data.layout import positions
 from ..ring.groups import rank_in
 from .arguments import LENGTHS, SHARDED, SHIFTED, VISUAL, CheckedArguments, checked_arguments, reader_of
 from .cache import CachedCall, cached_call
-from .masks import LayerMask, ModelRing, Pattern, RunningCall, running
+from .masks import CallRing, LayerMask, Pattern, RunningCall, running
 from .trees import RowTrees, row_trees
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 """Models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image, which see one another."""
 
 
-def sharded(
-    model: PreTrainedModel, ring: ModelRing, args: tuple[object, ...], kwargs: dict[str, Any]
-) -> GlobalBatch | CachedCall:
+def sharded(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> GlobalBatch | CachedCall:
     """Return the running call of ``model`` with this rank's shards of the global sequences ``args`` and ``kwargs``.
 
     Raise ValueError, the same on every rank, if the call cannot be sharded.
@@ -50,11 +48,11 @@ def sharded(
     return _global_batch(model, ring, checked)
 
 
-def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArguments) -> GlobalBatch:
+def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArguments) -> GlobalBatch:
     """Return the GlobalBatch of checked arguments, with this rank's shards."""
-    given, tokens, _, seed = checked
+    call_arguments, tokens, _, seed = checked
     batch, length = tokens.shape[:2]
-    move = lambda name: given[name].to(tokens.device) if name in given else None
+    move = lambda name: call_arguments[name].to(tokens.device) if name in call_arguments else None
     position_ids, present, types = move("position_ids"), move("attention_mask"), move("token_type_ids")
     text = position_ids
     if position_ids is not None and position_ids.ndim == 3:
@@ -62,7 +60,7 @@ def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArgum
     present = None if present is None else present.bool()
     text = None if text is None else text.expand(batch, -1)
     documents = documents_of(text, present, move("cu_seq_lens_q"), length)
-    tree = row_trees(given["tree"], (batch, length), tokens.device) if "tree" in given else None
+    tree = row_trees(call_arguments["tree"], (batch, length), tokens.device) if "tree" in call_arguments else None
     position_ids = position_ids if tree is None else tree.positions
     blocks = None
     if types is not None and model.config.model_type in IMAGE_BLOCKS:
@@ -71,7 +69,7 @@ def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArgum
         position_ids = torch.arange(length, device=tokens.device)[None].expand(batch, -1)
     whole = GlobalBatch(ring, batch, length, documents, blocks, seed, tree, device=tokens.device, longest=position_ids.max())
     kwargs: dict[str, Any] = {
-        "input_ids" if "input_ids" in given else "inputs_embeds": whole.shard(tokens),
+        "input_ids" if "input_ids" in call_arguments else "inputs_embeds": whole.shard(tokens),
         "position_ids": whole.shard(position_ids, -1),
         "attention_mask": torch.ones(batch, len(whole.index), dtype=torch.bool, device=tokens.device),
     }
@@ -79,35 +77,35 @@ def _global_batch(model: PreTrainedModel, ring: ModelRing, checked: CheckedArgum
         kwargs["use_cache"] = False
     if types is not None:
         kwargs["token_type_ids"] = whole.shard(types)
-    if VISUAL[0] in given:
-        features, reader = _features(whole, given), reader_of(model, VISUAL)
+    if VISUAL[0] in call_arguments:
+        features, reader = _features(whole, call_arguments), reader_of(model, VISUAL)
         if reader is model:
             kwargs |= features
         elif reader is not None:
             whole.features = reader, features
     left_out = {*SHARDED, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
-    whole.kwargs = {name: x for name, x in given.items() if name not in left_out} | kwargs
-    if {"labels", "shift_labels"} & given.keys():
-        whole.ignore_index, whole.divisor = given.get("ignore_index", -100), given.get("num_items_in_batch")
-        labels = given["shift_labels" if "shift_labels" in given else "labels"].to(tokens.device)
-        whole.shifted = model.loss_function in SHIFTED and "shift_labels" not in given
+    whole.kwargs = {name: x for name, x in call_arguments.items() if name not in left_out} | kwargs
+    if {"labels", "shift_labels"} & call_arguments.keys():
+        whole.ignore_index, whole.divisor = call_arguments.get("ignore_index", -100), call_arguments.get("num_items_in_batch")
+        labels = call_arguments["shift_labels" if "shift_labels" in call_arguments else "labels"].to(tokens.device)
+        whole.shifted = model.loss_function in SHIFTED and "shift_labels" not in call_arguments
         if whole.shifted:
             labels = F.pad(labels[:, 1:], (0, 1), value=whole.ignore_index)
         whole.labels = whole.filled(labels, whole.ignore_index)
         weights = move("label_weights")
         whole.label_weights = None if weights is None else whole.filled(weights, 0)
-        if given.get("fused_lm_head"):
+        if call_arguments.get("fused_lm_head"):
             whole.fused, whole.kwargs["shift_labels"] = True, whole.labels
     return whole
 
 
-def _features(whole: GlobalBatch, given: dict[str, Any]) -> dict[str, Any]:
+def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the mask of this rank's image tokens [batch, local], and the rows of each layer's features for these tokens."""
-    mask = given[VISUAL[0]].to(whole.device).bool()
+    mask = call_arguments[VISUAL[0]].to(global_batch.device).bool()
     number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)
-    mine = whole.filled(mask, 0)
-    rows = whole.shard(number)[mine]
-    return {VISUAL[0]: mine, VISUAL[1]: [x.to(whole.device)[rows] for x in given[VISUAL[1]]] or None}
+    mine = global_batch.filled(mask, 0)
+    rows = global_batch.shard(number)[mine]
+    return {VISUAL[0]: mine, VISUAL[1]: [x.to(global_batch.device)[rows] for x in call_arguments[VISUAL[1]]] or None}
 
 
 class DocumentBounds(NamedTuple):
@@ -130,7 +128,7 @@ class GlobalBatch(RunningCall):
     of a token's block, or 0 for a token in no block. The tokens of a block see one another whatever the mask.
     """
 
-    ring: ModelRing
+    ring: CallRing
     batch: int
     length: int
     documents: DocumentBounds
@@ -220,9 +218,9 @@ def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens
         return DocumentBounds(extents, present, extents[..., 0].long(), True)
     if position_ids is None and present is None:
         return DocumentBounds()
-    given = position_ids if position_ids is not None else present
-    assert given is not None
-    starts = torch.zeros(given.shape, dtype=torch.bool, device=given.device)
+    source = position_ids if position_ids is not None else present
+    assert source is not None
+    starts = torch.zeros(source.shape, dtype=torch.bool, device=source.device)
     if position_ids is not None:
         step = position_ids[:, 1:] - position_ids[:, :-1]
         starts[:, 1:] = step != 1 if present is None else (step <= 0) & present[:, 1:] & present[:, :-1]
@@ -276,8 +274,8 @@ def with_largest_position(rotary: nn.Module) -> Iterator[None]:
         last = longest()
         if last is None:
             return None
-        given = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
-        more = torch.cat([given, last.to(given.dtype).expand(*given.shape[:-1], 1)], -1)
+        position_ids = kwargs["position_ids"] if "position_ids" in kwargs else args[1]
+        more = torch.cat([position_ids, last.to(position_ids.dtype).expand(*position_ids.shape[:-1], 1)], -1)
         return ((args[0], more, *args[2:]), kwargs) if len(args) > 1 else (args, kwargs | {"position_ids": more})
 
     def after(_: nn.Module, args: tuple[Any, ...], angles: Any) -> Any:

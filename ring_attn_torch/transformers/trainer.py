@@ -20,7 +20,7 @@ from transformers import Trainer, TrainingArguments
 
 from ring_attn_core.releases import warn_if_untried
 
-from .masks import ModelRing
+from .masks import CallRing
 from .models import hugging_face_model, uses_all_weights
 from .parallel import check_entry, hooks_of, on_shards, ring_of_model
 from .trl import check_kind, is_sft, of_trl
@@ -52,7 +52,7 @@ class RingTraining(Base):
     Raise ValueError, naming the argument, if one is not supported.
     """
 
-    ring: ModelRing
+    ring: CallRing
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class RingTraining(Base):
         loss_chunk: int | None = None,
         **kwargs: Any,
     ) -> None:
-        self._asked = group, layout, loss_chunk
+        self._ring_settings = group, layout, loss_chunk
         self._scope: ExitStack | None = None
         self._in_loss = False
         super().__init__(*args, **kwargs)
@@ -81,7 +81,7 @@ class RingTraining(Base):
         if self.args.ddp_find_unused_parameters is None and uses_all_weights(hugging_face_model(self.model)):
             self.args.ddp_find_unused_parameters = False  # with True, DDP warns on every rank that it found none
         super().create_accelerator_and_postprocess()
-        accelerator, (group, layout, _) = self.accelerator, self._asked
+        accelerator, (group, layout, _) = self.accelerator, self._ring_settings
         config = accelerator.parallelism_config
         axis = accelerator.torch_device_mesh["cp"] if config is not None and config.cp_enabled else None
         self.ring = ring_of_model(hugging_face_model(self.model), axis if group is None else group, layout)
@@ -104,7 +104,7 @@ class RingTraining(Base):
         if self._scope is not None:
             yield
             return
-        _, _, loss_chunk = self._asked
+        _, _, loss_chunk = self._ring_settings
         with ExitStack() as self._scope:
             try:
                 for model in self._models():
@@ -248,8 +248,8 @@ def check_arguments(args: TrainingArguments) -> None:
             "the reference model would run before the ring is on: leave it False",
         ),
     }
-    for name, (asked, why) in refused.items():
-        if asked:
+    for name, (is_set, why) in refused.items():
+        if is_set:
             raise ValueError(f"a Trainer on a ring cannot honour {name}={getattr(args, name, True)}: {why}")
 
 
@@ -266,7 +266,7 @@ def check_trainer(trainer: Any) -> None:
         raise ValueError('a Trainer on a ring takes FSDP of version 2, got version 1: write "version": 2 in fsdp_config')
 
 
-def check_group(ring: ModelRing, config: Any) -> None:
+def check_group(ring: CallRing, config: Any) -> None:
     """Raise ValueError if a ring crosses the axes of accelerate's mesh, or if its ranks are not consecutive."""
     ranks = ring.ranks
     if config is not None and (config.tp_size > 1 or config.sp_size > 1):

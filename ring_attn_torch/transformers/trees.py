@@ -64,13 +64,13 @@ def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTre
     return RowTrees(key_extents, positions.long(), trees.longest_path(trees.trees_of(*tree)))
 
 
-def check_tree(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
+def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
     """Raise ValueError if other arguments of a call do not go with ``tree``, or label_weights do not go with the labels."""
-    _check_label_weights(given)
-    if "tree" not in given:
+    _check_label_weights(call_arguments)
+    if "tree" not in call_arguments:
         return
     for argument, remedy in REFUSED.items():
-        if argument in given:
+        if argument in call_arguments:
             raise ValueError(f"{type(model).__name__} got {argument} beside tree inside sequence_parallel: {remedy}")
     if cached:
         raise ValueError("tree is for training, and use_cache=True for text: serve prompts that share a prefix by KVCache.fork")
@@ -79,18 +79,18 @@ def check_tree(model: PreTrainedModel, given: dict[str, Any], shape: tuple[int, 
             f"{type(model).__name__} has no rotary embedding, and tree sets position_ids for rotary embeddings alone: leave "
             "tree out"
         )
-    trees.batch_of_trees(given["tree"], *shape)
+    trees.batch_of_trees(call_arguments["tree"], *shape)
 
 
-def _check_label_weights(given: dict[str, Any]) -> None:
+def _check_label_weights(call_arguments: dict[str, Any]) -> None:
     """Raise ValueError if label_weights cannot be applied to the labels."""
-    weights, labels = given.get("label_weights"), given.get("shift_labels")
+    weights, labels = call_arguments.get("label_weights"), call_arguments.get("shift_labels")
     if weights is None:
         return
     if labels is None:
         raise ValueError("label_weights came without shift_labels, which they weigh: pass both, as pack_rollouts returns them")
-    counted = weights[labels.to(weights.device) != given.get("ignore_index", -100)]
-    if "num_items_in_batch" not in given and not bool(((counted >= 0) & counted.isfinite()).all()):
+    counted = weights[labels.to(weights.device) != call_arguments.get("ignore_index", -100)]
+    if "num_items_in_batch" not in call_arguments and not bool(((counted >= 0) & counted.isfinite()).all()):
         raise ValueError(
             "label_weights hold a weight that is negative or not finite, and the loss is divided by their sum: pass "
             "num_items_in_batch=1 for the weighted sum"

@@ -17,7 +17,7 @@ from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import remembered
 from ring_attn_core.runs import Band
 from ring_attn_core.validation import as_number, in_words
-from ring_attn_core.variants.dilated import FoldedBatches, Patterns, lanes_of
+from ring_attn_core.variants.dilated import FoldedBatches, Patterns, batches_of
 
 from ..call.autograd import attention
 from ..call.prepare import Arrays, check_tensors, problem_of, refuse_transforms
@@ -115,75 +115,98 @@ def dilated_attention(
                 f'the lse of backend={backend!r} has no gradient, which the weights of patterns need: use backend="auto"'
             )
         make = _problem if torch.compiler.is_compiling() else problem_of
-        known = lanes_of if torch.compiler.is_compiling() else _known_lanes
+        known = batches_of if torch.compiler.is_compiling() else _known_batches
         made.append((options, known(make(q, k, v, arrays, ranks, options), Patterns(segments, dilations, mixing))))
 
     if torch.compiler.is_compiling():
         check()
     else:
-        asked = {"segments": segments, "dilations": dilations, "mixing": mixing, "mask": mask, "length": length, "scale": scale}
-        asked |= {"softcap": softcap, "strategy": strategy, "backend": backend, "deterministic": deterministic}
-        alike = [(label, _in_words(x)) for label, x in asked.items()]
+        compared = {
+            "segments": segments,
+            "dilations": dilations,
+            "mixing": mixing,
+            "mask": mask,
+            "length": length,
+            "scale": scale,
+        }
+        compared |= {"softcap": softcap, "strategy": strategy, "backend": backend, "deterministic": deterministic}
+        alike = [(label, _in_words(x)) for label, x in compared.items()]
         shapes = [(f"{label}_shape", _kind(x)) for label, x in (("q", q), ("k", k), ("v", v), ("key_mask", key_mask))]
         agree_on(AgreedCall("dilated_attention", _device(q), (*shapes, *alike)), group_of(name), check)
-    ((options, lanes),) = made
-    out, lse = attend(q, k, v, key_mask, lanes, options, name)
+    ((options, batches),) = made
+    out, lse = attend(q, k, v, key_mask, batches, options, name)
     return (out, lse) if return_lse else out
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, lanes: tuple[FoldedBatches, ...], options: Options, group_name: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None,
+    batches: tuple[FoldedBatches, ...],
+    options: Options,
+    group_name: str,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``dilated_attention`` from records; return (out, lse)."""
     rank, _ = _place(group_name)
-    queries, keys = (tuple((each, part) for each, part in zip(lanes, parts, strict=True)) for parts in _parts(lanes))
+    queries, keys = (
+        tuple((each, selection) for each, selection in zip(batches, parts, strict=True)) for parts in _parts(batches)
+    )
     outs, lses = [], []
-    of_lanes = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
-    for each, q_of, k_of, v_of in zip(lanes, *of_lanes, strict=True):
+    of_batches = folded(q, queries, rank), folded(k, keys, rank), folded(v, keys, rank)
+    for each, q_of, k_of, v_of in zip(batches, *of_batches, strict=True):
         out, lse = attention(q_of, k_of, v_of, _arrays(each, key_mask, q, rank), None, each.options(options), group_name)
         outs.append(out)
         lses.append(lse)
-    return mixed(outs, lses, lanes, rank)
+    return mixed(outs, lses, batches, rank)
 
 
-def _parts(lanes: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
-    return [each.of_queries for each in lanes], [each.of_keys for each in lanes]
+def _parts(batches: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
+    return [each.of_queries for each in batches], [each.of_keys for each in batches]
 
 
-def _arrays(lanes: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
+def _arrays(batches: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
     """Return the extents and the key mask of the folded batches, each None if not needed."""
-    if not lanes.needs_extents and key_mask is None:
+    if not batches.needs_extents and key_mask is None:
         return Arrays()
-    b, rows = q.shape[0], q.shape[0] * lanes.classes
-    slot = torch.arange(lanes.slots, device=q.device, dtype=torch.int32)
-    of_class = torch.arange(lanes.classes, device=q.device, dtype=torch.int32)[:, None]
-    holds, first, end = lanes.visible(rank, slot, of_class)
-    extents = torch.stack((first, end), -1).expand(b, -1, -1, -1).reshape(rows, lanes.slots, 2)
-    seen = None
+    b, rows = q.shape[0], q.shape[0] * batches.head_groups
+    slot = torch.arange(batches.slots, device=q.device, dtype=torch.int32)
+    of_group = torch.arange(batches.head_groups, device=q.device, dtype=torch.int32)[:, None]
+    holds, first, end = batches.visible(rank, slot, of_group)
+    extents = torch.stack((first, end), -1).expand(b, -1, -1, -1).reshape(rows, batches.slots, 2)
+    folded_mask = None
     if key_mask is not None:
-        front = lanes.front(rank)
-        padded = torch.nn.functional.pad(key_mask, (front, lanes.spanned - front - lanes.local))
-        of_lanes = padded.unflatten(1, (lanes.slots, lanes.dilation))[:, :, : lanes.classes].transpose(1, 2)
-        seen = (of_lanes & holds).reshape(rows, lanes.slots)
-    elif lanes.needs_key_mask:
-        seen = holds.expand(b, -1, -1).reshape(rows, lanes.slots)
-    return Arrays(extents=extents if lanes.needs_extents else None, key_mask=seen)
+        front = batches.front(rank)
+        padded = torch.nn.functional.pad(key_mask, (front, batches.spanned - front - batches.local))
+        of_batches = padded.unflatten(1, (batches.slots, batches.dilation))[:, :, : batches.head_groups].transpose(1, 2)
+        folded_mask = (of_batches & holds).reshape(rows, batches.slots)
+    elif batches.needs_key_mask:
+        folded_mask = holds.expand(b, -1, -1).reshape(rows, batches.slots)
+    return Arrays(extents=extents if batches.needs_extents else None, key_mask=folded_mask)
 
 
-_known_lanes = remembered(lanes_of)
+_known_batches = remembered(batches_of)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Return the Problem as ``problem_of`` does, but without a cache, since torch.compile warns about caches."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
-    given = tuple(
+    optional = tuple(
         OptionalArray(name, tuple(x.shape), str(x.dtype).removeprefix("torch."))
         for name, x in arrays._asdict().items()
         if x is not None
     )
     return Problem(
-        shapes[0], shapes[1], shapes[2], (names[0], names[1], names[2]), q.device.type, ranks, options, given, framework="torch"
+        shapes[0],
+        shapes[1],
+        shapes[2],
+        (names[0], names[1], names[2]),
+        q.device.type,
+        ranks,
+        options,
+        optional,
+        framework="torch",
     )
 
 

@@ -1,8 +1,8 @@
-"""Folding of a shard into the folded batches ("lanes") of each pattern, and the reverse, with gradients.
+"""Folding of a shard into the folded batches of each pattern, and the reverse, with gradients.
 
-A lane holds the tokens that one head group (class) of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
-``folded`` copies an array into lanes by padding and strided views, without gather or scatter. ``mixed`` puts the results of all
-patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+A folded batch holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
+``folded`` copies an array into folded batches by padding and strided views, without gather or scatter. ``mixed`` puts the results
+of all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -19,26 +19,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_attn_core.variants.dilated import FoldedBatches, HeadPart
+from ring_attn_core.variants.dilated import FoldedBatches, HeadSelection
 
-Place = tuple[FoldedBatches, HeadPart]
+Place = tuple[FoldedBatches, HeadSelection]
 Places = tuple[Place, ...]
 
 
 def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
-    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d], for each pattern in ``places``.
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], for each pattern in ``places``.
 
     Differentiable.
     """
     return Fold.apply(x, places, rank)
 
 
-def mixed(outs: list[Tensor], lses: list[Tensor], lanes: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
-    """Combine the patterns' lanes: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
+def mixed(outs: list[Tensor], lses: list[Tensor], batches: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
+    """Combine the patterns' folded batches: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
-    return Mix.apply(tuple((each, each.of_queries) for each in lanes), rank, *outs, *lses)
+    return Mix.apply(tuple((each, each.of_queries) for each in batches), rank, *outs, *lses)
 
 
 class Fold(torch.autograd.Function):
@@ -60,14 +60,14 @@ class Fold(torch.autograd.Function):
 class Mix(torch.autograd.Function):
     """The autograd function of ``mixed``.
 
-    It saves the lanes and their sums but not out, because the backward computes <dout, out> from the lanes.
+    It saves the folded batches and their sums but not out, because the backward computes <dout, out> from these.
     """
 
     @staticmethod
     def forward(ctx: Any, places: Places, rank: int, *results: Tensor) -> tuple[Tensor, Tensor]:
         outs, lses = results[: len(places)], results[len(places) :]
         last = places[-1][0]
-        shape = outs[0].shape[0] // places[0][0].classes, last.local, last.first + last.heads
+        shape = outs[0].shape[0] // places[0][0].head_groups, last.local, last.first + last.heads
         top = lses[0].new_full((*shape, 1), -math.inf)
         total, out = torch.zeros_like(top), lses[0].new_zeros((*shape, outs[0].shape[-1]))
         for lse_i, place in zip(lses, places, strict=True):
@@ -106,13 +106,13 @@ class Mix(torch.autograd.Function):
         return None, None, *douts, *dlses
 
 
-def _raise(spots: Tensor, lane: Tensor) -> None:
-    spots.copy_(torch.maximum(spots, lane))
+def _raise(spots: Tensor, folded: Tensor) -> None:
+    spots.copy_(torch.maximum(spots, folded))
 
 
 def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """Return a ``combine`` function for ``put`` that adds ``alpha`` times the lanes in one pass."""
-    return lambda spots, lane: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), lane)
+    """Return a ``combine`` function for ``put`` that adds ``alpha`` times the folded batches in one pass."""
+    return lambda spots, folded: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), folded)
 
 
 def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
@@ -130,53 +130,60 @@ def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
-    """Return the lanes [b * classes, slots, heads of a class, d] of a shard [b s h d].
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d].
 
     Absent slots and heads hold 0.
     """
-    lanes, part = place
-    spots = _spots(_padded(_chosen(x, part), lanes, part, rank), lanes, part)
+    batches, selection = place
+    spots = _spots(_padded(_chosen(x, selection), batches, selection, rank), batches, selection)
     return spots.flatten(0, 2)  # unlike reshape(-1), also correct without slots
 
 
-def put(total: Tensor, lane: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
-    """Apply ``combine(spots, lane)`` in place to the tokens of a shard [b s h d] that are in the lanes.
+def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
+    """Apply ``combine(spots, folded)`` in place to the tokens of a shard [b s h d] that are in the folded batches.
 
     If ``fold`` repeats a head, ``combine`` is applied to zeros for each repeat, and the results are added.
     """
-    lanes, part = place
-    if part.repeat > 1:
-        total = total[:, :, part.first : part.end]
-        repeated = total.new_zeros(*total.shape[:2], total.shape[2] * part.repeat, total.shape[3])
-        kept = part._replace(first=0, end=part.kept, repeat=1)
-        put(repeated[:, :, part.skip : part.skip + part.kept], lane, (lanes, kept), rank, combine)
-        total += repeated.unflatten(2, (-1, part.repeat)).sum(3)
+    batches, selection = place
+    if selection.repeat > 1:
+        total = total[:, :, selection.first : selection.end]
+        repeated = total.new_zeros(*total.shape[:2], total.shape[2] * selection.repeat, total.shape[3])
+        inner = selection._replace(first=0, end=selection.selected, repeat=1)
+        put(repeated[:, :, selection.skip : selection.skip + selection.selected], folded, (batches, inner), rank, combine)
+        total += repeated.unflatten(2, (-1, selection.repeat)).sum(3)
         return
-    own = total[:, :, part.first : part.end]
-    padded = _padded(own, lanes, part, rank)
-    spots = _spots(padded, lanes, part)
-    combine(spots, lane.reshape(spots.shape))
+    own = total[:, :, selection.first : selection.end]
+    padded = _padded(own, batches, selection, rank)
+    spots = _spots(padded, batches, selection)
+    combine(spots, folded.reshape(spots.shape))
     if padded is not own:
-        own.copy_(padded[:, lanes.front(rank) : lanes.front(rank) + lanes.local, : part.kept])
+        own.copy_(padded[:, batches.front(rank) : batches.front(rank) + batches.local, : selection.selected])
 
 
-def _chosen(x: Tensor, part: HeadPart) -> Tensor:
-    """Return the heads of ``x`` that the pattern keeps, each repeated by ``part.repeat``."""
-    x = x[:, :, part.first : part.end]
-    if part.repeat == 1:
+def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
+    """Return the heads of ``x`` that the pattern keeps, each repeated by ``selection.repeat``."""
+    x = x[:, :, selection.first : selection.end]
+    if selection.repeat == 1:
         return x
-    return x[:, :, :, None].expand(-1, -1, -1, part.repeat, -1).flatten(2, 3)[:, :, part.skip : part.skip + part.kept]
+    return (
+        x[:, :, :, None]
+        .expand(-1, -1, -1, selection.repeat, -1)
+        .flatten(2, 3)[:, :, selection.skip : selection.skip + selection.selected]
+    )
 
 
-def _padded(x: Tensor, lanes: FoldedBatches, part: HeadPart, rank: int) -> Tensor:
-    """Pad ``x`` with zeros to ``lanes.spanned`` tokens and ``part.padded`` heads. Return ``x`` itself if it needs no padding."""
-    front = lanes.front(rank)
-    behind, heads = lanes.spanned - front - lanes.local, part.padded - part.kept
+def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: int) -> Tensor:
+    """Pad ``x`` with zeros to ``batches.spanned`` tokens and ``selection.padded`` heads.
+
+    Return ``x`` itself if it needs no padding.
+    """
+    front = batches.front(rank)
+    behind, heads = batches.spanned - front - batches.local, selection.padded - selection.selected
     return F.pad(x, (0, 0, 0, heads, front, behind)) if front or behind or heads else x
 
 
-def _spots(padded: Tensor, lanes: FoldedBatches, part: HeadPart) -> Tensor:
-    """Return a strided view of [b, tokens, heads, d] as lanes [b, spread, together, slots, heads of a class, d]."""
-    tokens = padded.unflatten(1, (lanes.slots, lanes.dilation))[:, :, : lanes.classes]
-    spots = tokens.unflatten(2, (part.spread, part.together)).unflatten(4, (-1, part.spread))
+def _spots(padded: Tensor, batches: FoldedBatches, selection: HeadSelection) -> Tensor:
+    """Return a strided view of [b, tokens, heads, d] as [b, spread, together, slots, heads, d]."""
+    tokens = padded.unflatten(1, (batches.slots, batches.dilation))[:, :, : batches.head_groups]
+    spots = tokens.unflatten(2, (selection.spread, selection.together)).unflatten(4, (-1, selection.spread))
     return spots.diagonal(0, 2, 5).permute(0, 5, 2, 1, 3, 4)

@@ -1,7 +1,7 @@
 """Summary attention over a ring, an approximation: exact within a window, with a few summaries of each block before it.
 
-:func:`merge` combines two parts. The local part (``near``) is ``ring_attention`` with extents: a window that starts at the start
-of a block. The compressed part (``far``) attends to summaries. Each rank pools its tokens of a block by ``attend_block`` with the
+:func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents: a window that starts at the start
+of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block`` with the
 pool as queries. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks. Each rank merges them as in a ring,
 and its queries attend to the merged summaries.
 """
@@ -116,12 +116,12 @@ class SummaryInputs(NamedTuple):
 class Summaries(NamedTuple):
     """``k`` [b n g d] and ``v`` [b n g e] of all summaries, sorted by block, in the accumulation dtype.
 
-    ``share`` [b n], with a key mask: the fraction of a summary's tokens that are unmasked.
+    ``fraction`` [b n], with a key mask: the fraction of a summary's tokens that are unmasked.
     """
 
     k: Tensor
     v: Tensor
-    share: Tensor | None
+    fraction: Tensor | None
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
@@ -129,17 +129,17 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, gro
     ring = _ring(group_name)
     plan = _agreed(inputs, options, ring)
     q, k, v, pool, key_mask = inputs
-    first, seen = _seen(q, plan, rank_in(ring))
-    extents = torch.stack([first, seen], -1).expand(q.shape[0], -1, 2) if plan.blocks else None
-    near, near_lse = attention(q, k, v, Arrays(extents, key_mask), None, plan.near, group_name)
+    first, end = _visible_range(q, plan, rank_in(ring))
+    extents = torch.stack([first, end], -1).expand(q.shape[0], -1, 2) if plan.blocks else None
+    exact, exact_lse = attention(q, k, v, Arrays(extents, key_mask), None, plan.exact_options, group_name)
     if not plan.blocks:  # pool is unused, but gets a gradient of 0, which reductions of gradients expect
-        return near if pool is None else near + pool[:0].sum().to(near.dtype), near_lse
-    far = _far(q, first, _summaries(inputs, plan, ring), plan)
-    out, lse = merge((near, near_lse), far)
+        return exact if pool is None else exact + pool[:0].sum().to(exact.dtype), exact_lse
+    compressed = _over_summaries(q, first, _summaries(inputs, plan, ring), plan)
+    out, lse = merge((exact, exact_lse), compressed)
     return out.to(q.dtype), lse
 
 
-def _seen(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
+def _visible_range(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
     """Return each query's range of exactly visible tokens on this rank: first and end (exclusive), int32 [s] each.
 
     Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
@@ -149,7 +149,7 @@ def _seen(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
     return (plan.first(positions) * true, (positions + 1) * true)
 
 
-def _far(q: Tensor, first: Tensor, summaries: Summaries, plan: SummaryPlan) -> tuple[Tensor, Tensor]:
+def _over_summaries(q: Tensor, first: Tensor, summaries: Summaries, plan: SummaryPlan) -> tuple[Tensor, Tensor]:
     """Return (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
     options = plan.options
     end = first // options.block * options.summaries
@@ -161,12 +161,12 @@ def _far(q: Tensor, first: Tensor, summaries: Summaries, plan: SummaryPlan) -> t
         softcap=options.softcap,
         backend=options.backend,
     )
-    k, v, share = summaries
-    if share is None:
+    k, v, fraction = summaries
+    if fraction is None:
         out, lse = attend(q, k.to(q.dtype), v.to(q.dtype))
         return out, lse + math.log(options.stands_for)
-    weight = share[..., None, None].expand(*v.shape[:3], 1)
-    out, lse = attend(q, k.to(q.dtype), torch.cat([v * weight, weight], -1).to(q.dtype), key_mask=share > 0)
+    weight = fraction[..., None, None].expand(*v.shape[:3], 1)
+    out, lse = attend(q, k.to(q.dtype), torch.cat([v * weight, weight], -1).to(q.dtype), key_mask=fraction > 0)
     total = out[..., -1:]
     total = torch.where(total > 0, total, 1)
     return out[..., :-1] / total, lse + total[..., 0].log() + math.log(options.stands_for)
@@ -196,9 +196,9 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summari
         parts.append((before[:, end] - before[:, first])[..., None, None].expand(b, -1, g, 1).to(lse.dtype))
     mine = torch.cat(parts, -1)
     every: Any = mine if ranks == 1 else AllGather.apply(mine, ring)
-    blocks, holders = (torch.arange(n, device=k.device) for n in (plan.blocks, plan.holders))
-    place, exists = plan.held(blocks[:, None], holders)
-    held = every.unflatten(1, (ranks * slots, m)).index_select(1, place.flatten()).unflatten(1, (plan.blocks, plan.holders))
+    blocks, owners = (torch.arange(n, device=k.device) for n in (plan.blocks, plan.owners))
+    place, exists = plan.held(blocks[:, None], owners)
+    held = every.unflatten(1, (ranks * slots, m)).index_select(1, place.flatten()).unflatten(1, (plan.blocks, plan.owners))
     exists = exists[:, :, None, None]
     of_k, of_v, lse, count = held.tensor_split([d, d + e, d + e + 1], -1)
     lse = lse.squeeze(-1).masked_fill(~exists, -math.inf)
@@ -207,10 +207,10 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summari
     total = z.sum(2, keepdim=True)
     weight = (z / total.masked_fill(total == 0, 1))[..., None]
     whole = lambda x: (weight * x).sum(2).flatten(1, 2)
-    share = None
+    fraction = None
     if key_mask is not None:
-        share = (count[..., 0, 0] * exists[..., 0]).sum(2).flatten(1) / plan.options.width
-    return Summaries(whole(of_k), whole(of_v), share)
+        fraction = (count[..., 0, 0] * exists[..., 0]).sum(2).flatten(1) / plan.options.width
+    return Summaries(whole(of_k), whole(of_v), fraction)
 
 
 @constant
@@ -225,8 +225,8 @@ def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> Summ
     described = None if pool is None else OptionalArray("pool", tuple(getattr(pool, "shape", ())), _dtype(pool))
 
     def check() -> None:
-        given = {"q": q, "k": k, "v": v, "pool": pool, "key_mask": key_mask}
-        for name, x in given.items():
+        arrays = {"q": q, "k": k, "v": v, "pool": pool, "key_mask": key_mask}
+        for name, x in arrays.items():
             if x is None and name in ("pool", "key_mask"):
                 continue
             if is_dtensor(x):
@@ -237,7 +237,7 @@ def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> Summ
                 raise ValueError(f"{name} is sparse or nested: pass a dense tensor")
             if x.device != q.device:
                 raise ValueError(f"{name} is on {x.device} and q on {q.device}: move it")
-        checked({name: tuple(given[name].shape) for name in "qkv"}, described, options, ranks_of(ring))  # type: ignore[union-attr]
+        checked({name: tuple(arrays[name].shape) for name in "qkv"}, described, options, ranks_of(ring))  # type: ignore[union-attr]
 
     for name, x in zip("qkv", (q, k, v), strict=True):
         shapes[f"{name}_shape"] = tuple(getattr(x, "shape", ()))

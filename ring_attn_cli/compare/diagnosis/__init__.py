@@ -99,14 +99,14 @@ def finite_fill(e: Evidence) -> Iterator[str]:
 
 def forgotten_feature(e: Evidence) -> Iterator[str]:
     """Test whether softcap, sinks, alibi_slopes or dropout_rate is ignored, or the ALiBi slopes have the wrong sign."""
-    case, given, ignored = e.case, e.given.arrays, "{} is not looked at: out is that without it"
+    case, inputs, ignored = e.case, e.inputs.arrays, "{} is not looked at: out is that without it"
     off = ("softcap", None), ("dropout_rate", 0.0)
-    tried = {ignored.format(n): (replace(case, **{n: x}), given) for n, x in off if getattr(case, n)}
-    arrays = [name for name in ("sinks", "alibi_slopes") if name in given]
-    tried |= {ignored.format(n): (case, {other: x for other, x in given.items() if other != n}) for n in arrays}
+    tried = {ignored.format(n): (replace(case, **{n: x}), inputs) for n, x in off if getattr(case, n)}
+    arrays = [name for name in ("sinks", "alibi_slopes") if name in inputs]
+    tried |= {ignored.format(n): (case, {other: x for other, x in inputs.items() if other != n}) for n in arrays}
     if case.alibi:
         words = "the alibi_slopes have the other sign: a score gets slope * (k_pos - q_pos), which is negative for earlier keys"
-        tried[words] = case, given | {"alibi_slopes": -given["alibi_slopes"]}
+        tried[words] = case, inputs | {"alibi_slopes": -inputs["alibi_slopes"]}
     for words, (other, arrays) in tried.items():
         if e.explains_out(Dense(other, arrays, e.dense.rows, case.heads).forward(case.factor).out):
             yield words
@@ -161,14 +161,14 @@ def wrong_mask(e: Evidence) -> Iterator[str]:
 def _masks(e: Evidence) -> Iterator[tuple[str, Callable[[range], np.ndarray]]]:
     """Yield plausible wrong masks: a description, and a function from a range of queries to the mask bool [s t]."""
     case, band, said = e.case, e.case.band, f", where {e.case.mask} was said"
-    given = [e.given.arrays[name][:1] if name in e.given.arrays else None for name in ("extents", "key_mask")]
-    mask = lambda band, given: lambda rows: visible(band, rows, range(case.length), *given)[0]
+    inputs = [e.inputs.arrays[name][:1] if name in e.inputs.arrays else None for name in ("extents", "key_mask")]
+    mask = lambda band, inputs: lambda rows: visible(band, rows, range(case.length), *inputs)[0]
     if e.plan.ranks > 1 and case.layout != "contiguous":
         place = np.argsort([x for rank in range(e.plan.ranks) for x in e.plan.positions(rank)])[: case.length]  # in all shards
         low, high = -math.inf if band.lo is None else band.lo, math.inf if band.hi is None else band.hi
         lag = lambda rows: place[rows.start : rows.stop, None] - place
         words = f"shards are taken for contiguous ones and are {case.layout}: positions(layout, ranks, length, rank) says where"
-        seen = lambda rows: (lag(rows) >= low) & (lag(rows) <= high) & mask(full(), given)(rows)
+        seen = lambda rows: (lag(rows) >= low) & (lag(rows) <= high) & mask(full(), inputs)(rows)
         yield f"{words} their tokens stand", seen
     flip = lambda side: None if side is None else -side
     bands = {"there is none": full(), "out is that of causal": causal()}
@@ -179,10 +179,10 @@ def _masks(e: Evidence) -> Iterator[tuple[str, Callable[[range], np.ndarray]]]:
             bands[after] = Band(band.lo + step, band.hi)
         if band.hi is not None:
             bands[f"each query sees {amount} before it"] = Band(band.lo, band.hi - step)
-    yield from ((words + said, mask(other, given)) for words, other in bands.items() if other != band)
+    yield from ((words + said, mask(other, inputs)) for words, other in bands.items() if other != band)
     for at, name in enumerate(("extents", "key_mask")):
-        if given[at] is not None:
-            yield f"{name} is not looked at", mask(band, [None if i == at else x for i, x in enumerate(given)])
+        if inputs[at] is not None:
+            yield f"{name} is not looked at", mask(band, [None if i == at else x for i, x in enumerate(inputs)])
 
 
 OF_OUT = alone, finite_fill, forgotten_feature, wrong_scale, heads, wrong_mask
@@ -192,7 +192,7 @@ OF_OUT = alone, finite_fill, forgotten_feature, wrong_scale, heads, wrong_mask
 def narrow_dtype(e: Evidence) -> Iterator[str]:
     """Test whether the errors are those of plain attention in a narrower dtype than the case's."""
     names = [name for name in ("out", "dq", "dk", "dv") if name in e.missed]
-    right, arrays = e.exact(), first_heads(e.case, e.given, e.cotangents)
+    right, arrays = e.exact(), first_heads(e.case, e.inputs, e.cotangents)
     error = {name: e.error(name, right[name]) for name in names}
     for dtype in NARROW.get(e.case.dtype, ()) if names else ():
         keep = (lambda x: x.astype(np.float32)) if dtype == "float32" else rounding(dtype)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ring_attn_core.dropout import kept, rescale
+from ring_attn_core.dropout import keep_mask, rescale
 from ring_attn_core.reference.oracle import visible
 
 from ..cases import Arrays, Case
@@ -19,13 +19,13 @@ from ..cases import Arrays, Case
 class Forward(NamedTuple):
     """The forward of the queries: ``out`` [s h e], ``lse`` [s h] and the probabilities ``p`` [h s t].
 
-    ``kept``: the factors by which dropout multiplies the probabilities. ``steepness``: the derivative of softcap.
+    ``dropout_factor``: the factors by which dropout multiplies the probabilities. ``steepness``: the derivative of softcap.
     """
 
     out: np.ndarray
     lse: np.ndarray
     p: np.ndarray
-    kept: np.ndarray
+    dropout_factor: np.ndarray
     steepness: np.ndarray
 
 
@@ -59,10 +59,10 @@ class Dense:
         self.sinks = arrays["sinks"][:heads].astype(np.float64) if "sinks" in arrays else np.full(heads, -np.inf)
         slopes = arrays["alibi_slopes"][:heads] if "alibi_slopes" in arrays else np.zeros(heads)
         self.bias = slopes[:, None, None] * (np.arange(case.length) - np.array(rows)[:, None])
-        self.kept = np.ones(1)
+        self.dropout_factor = np.ones(1)
         if case.dropout_rate:
-            drawn = kept(case.seed, case.dropout_rate, 1, case.heads, rows, self.keys)[0, :heads]
-            self.kept = drawn * rescale(case.dropout_rate)
+            drawn = keep_mask(case.seed, case.dropout_rate, 1, case.heads, rows, self.keys)[0, :heads]
+            self.dropout_factor = drawn * rescale(case.dropout_rate)
 
     def forward(self, scale: float, seen: np.ndarray | None = None, reads: np.ndarray | None = None) -> Forward:
         """Return the forward of the queries with q . k multiplied by ``scale``.
@@ -83,7 +83,9 @@ class Dense:
         something = total > 0
         p = weights / np.where(something, total, 1)
         lse = np.where(something, np.log(np.where(something, total, 1)) + top, -np.inf)[..., 0]
-        return Forward(((p * self.kept) @ self.v[reads]).swapaxes(0, 1), lse.swapaxes(0, 1), p, self.kept, steepness)
+        return Forward(
+            ((p * self.dropout_factor) @ self.v[reads]).swapaxes(0, 1), lse.swapaxes(0, 1), p, self.dropout_factor, steepness
+        )
 
     def parts(
         self, dout: np.ndarray, dlse: np.ndarray, of: np.ndarray, count: int, backward: Backward = RIGHT
@@ -103,9 +105,9 @@ class Dense:
             forward = self.forward(self.case.factor, self.seen & keys)
             finite = np.isfinite(forward.lse.swapaxes(0, 1))
             delta = (dout * forward.out.swapaxes(0, 1)).sum(-1) * backward.delta - np.where(finite, dlse, 0)
-            dp = dout @ self.v[self.reads].swapaxes(1, 2) * forward.kept
+            dp = dout @ self.v[self.reads].swapaxes(1, 2) * forward.dropout_factor
             ds += forward.p * (dp - delta[..., None]) * forward.steepness * self.case.factor
-            dropped += forward.p * forward.kept
+            dropped += forward.p * forward.dropout_factor
         dq = [(ds[:, :, at] @ k[:, at]).swapaxes(0, 1) for at in members]
         dk = [(ds[:, at].swapaxes(1, 2) @ self.q[:, at]).sum(0) for at in members]
         dv = [(dropped[:, at].swapaxes(1, 2) @ dout[:, at]).sum(0) for at in members]

@@ -32,7 +32,7 @@ class Evidence:
 
     case: Case
     plan: RingPlan
-    given: GlobalArrays
+    inputs: GlobalArrays
     truth: Truth
     got: Arrays
     missed: Collection[str]
@@ -77,7 +77,7 @@ class Evidence:
     def dense(self) -> Dense:
         """Return attention of the last queries, in all heads of batch row 0."""
         rows = range(max(self.case.length - ROWS, 0), self.case.length)
-        return Dense(self.case, self.given.arrays, rows, self.case.heads)
+        return Dense(self.case, self.inputs.arrays, rows, self.case.heads)
 
     @cached_property
     def right(self) -> Forward:
@@ -99,20 +99,20 @@ class Evidence:
 
     def exact(self, lse_counts: float = 1.0) -> Arrays:
         """Return the exact results of batch row 0 and key head 0, with the cotangent of lse multiplied by ``lse_counts``."""
-        arrays = first_heads(self.case, self.given, self.cotangents)
+        arrays = first_heads(self.case, self.inputs, self.cotangents)
         arrays |= {"dlse": arrays["dlse"] * lse_counts}
         return by_name(exact(**arrays, mask=self.case.band, **self.case.scalars))
 
     def parts(self, backward: Backward = RIGHT) -> Arrays:
         """Return the gradients of batch row 0 and key head 0 as a summand for each rank's tokens: see :meth:`Dense.parts`."""
-        dense = Dense(self.case, self.given.arrays, range(self.case.length), self.case.heads // self.case.kv_heads)
-        dlse = self.given.cotangents["lse"][0] * ("lse" in self.cotangents)
-        return dense.parts(self.given.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
+        dense = Dense(self.case, self.inputs.arrays, range(self.case.length), self.case.heads // self.case.kv_heads)
+        dlse = self.inputs.cotangents["lse"][0] * ("lse" in self.cotangents)
+        return dense.parts(self.inputs.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
 
     def is_mean_of_values(self, masked: np.ndarray) -> bool:
         """Return True if out is the mean of all values, within 5 %, in the queries of batch row 0 that ``masked`` marks."""
         got = self.got["out"][0, : len(masked)][masked]
-        mean = self.given.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
+        mean = self.inputs.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
 
     def counted_parts(self, name: str) -> np.ndarray | None:

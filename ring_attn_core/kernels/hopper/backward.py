@@ -55,7 +55,7 @@ from .barriers import (
     sync,
     with_one_warp,
 )
-from .dropout import kept_of_keys
+from .dropout import keep_mask_of_keys
 from .gluon import wait_for_products
 from .instructions import packed_half, special_tanh
 from .parts import Parts, allocate_parts
@@ -81,7 +81,7 @@ class BackwardConstants(NamedTuple):
     BLOCK_E: Any
     TAIL_E: Any
     FIRST: Any
-    CLEAN: Any
+    ZERO_MASKED: Any
     FULLY_MASKED: Any
     ALIGNED: Any
     STAGES: Any
@@ -178,7 +178,7 @@ def hopper_backward(
     BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr,
     FIRST: gl.constexpr,
-    CLEAN: gl.constexpr,
+    ZERO_MASKED: gl.constexpr,
     FULLY_MASKED: gl.constexpr,
     ALIGNED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -188,7 +188,7 @@ def hopper_backward(
     gl.static_assert(STAGES <= BACKWARD_STAGES and OUT_STAGES <= BACKWARD_STAGES, "named barriers overlap")
     sizes: gl.constexpr = BackwardConstants(
         H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, 0, BLOCK_D, 0,
-        FIRST, CLEAN, FULLY_MASKED, ALIGNED, STAGES, OUT_STAGES,
+        FIRST, ZERO_MASKED, FULLY_MASKED, ALIGNED, STAGES, OUT_STAGES,
     )  # fmt: skip
     args = BackwardArguments(
         rows_ptr, key_ranges_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT,
@@ -246,7 +246,7 @@ def consumer(args, shared, work, sizes: gl.constexpr):
             k_base = work.k_run * work.k_slot
             some_unseen = some_hidden(args.key_mask_spans, work.batch, args.T, k_base + work.n0, BLOCK_K)
         mbarrier.wait(shared.keys_full.index(0), 0)
-        if sizes.CLEAN:
+        if sizes.ZERO_MASKED:
             hide_unseen(matrix(shared.k.main.index(0)), args, work, sizes)
             hide_unseen(matrix(shared.v.main.index(0)), args, work, sizes)
         mbarrier.wait(shared.q_full.index(0), 0)
@@ -366,7 +366,7 @@ def visit_queries(
     if MASKED:
         p = gl.where(visible(m0, run, shared, number, args, sizes), p, 0.0)
     if args.dropout is not None:
-        keep = kept_of_keys(
+        keep = keep_mask_of_keys(
             run.stream, args.threshold, m0, work.n0, run.q_start, run.k_start, run.stride, BLOCK_K, BLOCK_Q, sizes.ALIGNED
         )
         p = gl.where(keep, p, -p)

@@ -1,9 +1,9 @@
 """The dropout mask in the register layouts of wgmma's accumulators, in Gluon.
 
-    kept_of_tile, kept_of_keys = portable.dropout.kept      the same mask, in the layouts of the forward and of the backward
+    keep_mask_of_tile, keep_mask_of_keys = portable.dropout.keep_mask     the same mask, in the forward's and backward's layout
 
-A thread computes the random words of the elements that it holds (``kept_of_tile``), or of its own and a neighbour lane's
-(``kept_of_keys``).
+A thread computes the random words of the elements that it holds (``keep_mask_of_tile``), or of its own and a neighbour lane's
+(``keep_mask_of_keys``).
 
 Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [KEYS, WIDTH queries], 16 keys to a warp
 Units      positions are token positions of the global sequence
@@ -14,7 +14,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..portable.dropout import halves_kept, kept, philox2x32, quarters_kept
+from ..portable.dropout import keep_halves, keep_mask, keep_quarters, philox2x32
 from .gluon import constexpr_function
 from .register_layouts import accumulator
 
@@ -35,7 +35,7 @@ def counters_of_keys(width, keys):
 
     A counter serves keys k and k + 1, which an ``accumulator`` holds in two lanes, four apart. The lane of key k computes the
     words of query q for both keys, the lane of key k + 1 those of query q + 1. Then the lanes exchange words
-    (``exchanged_kept``).
+    (``keep_exchanged``).
     """
     queries = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
     lanes = [[0, 2], [0, 4], [0, 1], [1, 0], [2, 0]]
@@ -54,7 +54,7 @@ The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other
 
 
 @gluon.jit
-def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
+def keep_mask_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
     """Return the dropout mask, bool [64, WIDTH keys]; True keeps a probability.
 
     ``i``: local indices of the 64 queries, from ``m0`` on. ``n0``: local index of the first key.
@@ -65,17 +65,17 @@ def kept_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: 
         of_q = (q_start + stride * m0) // 2 + gl.arange(0, 32, gl.SliceLayout(1, COUNTERS))
         of_k = (k_start + stride * n0) // 4 + gl.arange(0, WIDTH // 4, gl.SliceLayout(0, COUNTERS))
         a, b = philox2x32(gl.expand_dims(of_q, 1), gl.expand_dims(of_k, 0), stream)
-        keep = gl.join(quarters_kept(a, threshold), quarters_kept(b, threshold)).reshape([4, 8, WIDTH // 16, 4, 2, 2, 2])
+        keep = gl.join(keep_quarters(a, threshold), keep_quarters(b, threshold)).reshape([4, 8, WIDTH // 16, 4, 2, 2, 2])
         keep = gl.convert_layout(keep.permute([0, 6, 1, 2, 4, 3, 5]).reshape([64, WIDTH]), LAYOUT, assert_trivial=True)
     else:
         q_pos = q_start + stride * i
         k_pos = k_start + stride * (n0 + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
-        keep = kept(stream, threshold, q_pos, k_pos, 0, 0, 64, WIDTH, False, False)
+        keep = keep_mask(stream, threshold, q_pos, k_pos, 0, 0, 64, WIDTH, False, False)
     return keep
 
 
 @gluon.jit
-def kept_of_keys(
+def keep_mask_of_keys(
     stream, threshold, m0, n0, q_start, k_start, stride, KEYS: gl.constexpr, WIDTH: gl.constexpr, ALIGNED: gl.constexpr
 ):  # fmt: skip
     """Return the dropout mask, bool [KEYS, WIDTH queries]; True keeps a probability.
@@ -89,18 +89,18 @@ def kept_of_keys(
         of_q = (q_start + stride * m0) // 2 + i
         of_k = (k_start + stride * n0) // 4 + gl.arange(0, KEYS // 4, gl.SliceLayout(1, COUNTERS))
         a, b = philox2x32(gl.expand_dims(of_q, 0), gl.expand_dims(of_k, 1), stream)
-        keep = gl.join(exchanged_kept(a, i % 2 == 0, threshold), exchanged_kept(b, i % 2 == 0, threshold))
+        keep = gl.join(keep_exchanged(a, i % 2 == 0, threshold), keep_exchanged(b, i % 2 == 0, threshold))
         keep = keep.reshape([KEYS // 16, 4, WIDTH // 16, 4, 2, 2, 2, 2]).permute([0, 5, 1, 4, 2, 7, 3, 6]).reshape([KEYS, WIDTH])
         keep = gl.convert_layout(keep, LAYOUT, assert_trivial=True)
     else:
         q_pos = q_start + stride * (m0 + gl.arange(0, WIDTH, gl.SliceLayout(0, LAYOUT)))
         k_pos = k_start + stride * (n0 + gl.arange(0, KEYS, gl.SliceLayout(1, LAYOUT)))
-        keep = kept(stream, threshold, q_pos, k_pos, 0, 0, WIDTH, KEYS, False, True)
+        keep = keep_mask(stream, threshold, q_pos, k_pos, 0, 0, WIDTH, KEYS, False, True)
     return keep
 
 
 @gluon.jit
-def exchanged_kept(word, even, threshold):
+def keep_exchanged(word, even, threshold):
     """Exchange words with the neighbour lane; return the mask, bool [..., 2, 2], of queries q, q + 1 and keys k, k + 8.
 
     ``word`` has the layout ``counters_of_keys``; k and k + 8 are this lane's keys. The lane of an even key holds the words of q,
@@ -115,4 +115,4 @@ def exchanged_kept(word, even, threshold):
         is_pure=True,
         pack=1,
     )
-    return gl.join(halves_kept(first, threshold), halves_kept(second, threshold))
+    return gl.join(keep_halves(first, threshold), keep_halves(second, threshold))

@@ -71,7 +71,7 @@ class ForwardConstants(NamedTuple):
     FIRST: Any
     LAST: Any
     FOLDED: Any
-    CLEAN: Any
+    ZERO_MASKED: Any
     ALIGNED: Any
 
 
@@ -173,7 +173,7 @@ def hopper_forward(
     FIRST: gl.constexpr,
     LAST: gl.constexpr,
     FOLDED: gl.constexpr,
-    CLEAN: gl.constexpr,
+    ZERO_MASKED: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
     DTYPE: gl.constexpr = q_BSHD.dtype
@@ -181,7 +181,7 @@ def hopper_forward(
     gl.static_assert(STAGES <= FORWARD_STAGES and Q_FREE + GROUPS <= VALUES_CLEAN, "named barriers overlap")
     sizes: gl.constexpr = ForwardConstants(
         H, G, E, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, GROUPS, STAGES,
-        Q_IN_REGISTERS, FIRST, LAST, FOLDED, CLEAN, ALIGNED,
+        Q_IN_REGISTERS, FIRST, LAST, FOLDED, ZERO_MASKED, ALIGNED,
     )  # fmt: skip
     args = ForwardArguments(
         rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr,

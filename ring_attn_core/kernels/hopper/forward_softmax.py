@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from ..portable.rows import keys_seen, load_row
 from .barriers import VALUES_CLEAN, among_consumers, read_number, sync
-from .dropout import kept_of_tile
+from .dropout import keep_mask_of_tile
 from .instructions import packed_half, special_tanh
 from .register_layouts import accumulator, matrix, rows_by_lines
 from .scheduler import visible, visible_by_key
@@ -139,12 +139,12 @@ def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.const
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
         first = work.m0 + GROUP * 64
-        keep = kept_of_tile(
+        keep = keep_mask_of_tile(
             stream, args.threshold, i, first, n0, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, sizes.ALIGNED
         )
         weights = gl.where(keep, weights, 0.0)
     half = packed_half(weights, shared.q.main.dtype)
-    if MASKED and sizes.CLEAN > 0:
+    if MASKED and sizes.ZERO_MASKED > 0:
         stage = step % sizes.STAGES
         some_nan = True
         if args.not_finite is not None:

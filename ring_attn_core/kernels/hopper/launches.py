@@ -8,7 +8,7 @@ from functools import lru_cache
 from ..call import RingCall
 from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
-from .supports import Columns, columns, in_parts
+from .supports import TileColumns, columns, in_parts
 
 L2_SHARE = 8 * 2**20
 """Most bytes of keys and values of the heads that are processed at a time, so that they stay in the L2 cache.
@@ -42,10 +42,10 @@ def forward(call: RingCall, portable: Launch) -> Launch:
     """Return the launch of the Hopper forward, with the arrays and outputs of the launch ``portable``."""
     d, e = _widths(call)
     tiles = tiles_of_forward(call)
-    given = dict(portable.constants)
+    of_portable = dict(portable.constants)
     constants = {
-        **{name: given[name] for name in ("H", "G", "E", "V_COLUMN", "Q_RUNS", "K_RUNS")},
-        **{name: given[name] for name in ("FIRST", "LAST", "FOLDED", "CLEAN", "ALIGNED")},
+        **{name: of_portable[name] for name in ("H", "G", "E", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: of_portable[name] for name in ("FIRST", "LAST", "FOLDED", "ZERO_MASKED", "ALIGNED")},
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
         "BLOCK_D": d.main,
@@ -85,13 +85,13 @@ def tiles_of_forward(call: RingCall) -> HopperConfig:
     return hopper_tiles(d.total, e, call.features)
 
 
-def _widths(call: RingCall) -> tuple[Columns, int]:
+def _widths(call: RingCall) -> tuple[TileColumns, int]:
     """Return the padded head dimensions of q and k, and of v.
 
     Split q and k into two parts only if v has at most 128 padded columns.
     """
     e = columns(call.v_dim)
-    return in_parts(call.head_dim) if e <= 128 else Columns(columns(call.head_dim), 0), e
+    return in_parts(call.head_dim) if e <= 128 else TileColumns(columns(call.head_dim), 0), e
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
@@ -99,11 +99,11 @@ def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
 
     Calls without extents or key extents need none. ``intervals`` needs key extents; ``key_tiles`` excludes them.
     """
-    left_out = "key_tiles" if "key_extents" in call.given else "intervals"
+    left_out = "key_tiles" if "key_extents" in call.array_names else "intervals"
     return {f"{name}_ptr": Array(name, "int32") for name in names if call.by_extents and name != left_out}
 
 
-def _descriptors(call: RingCall, tiles: HopperConfig, d: Columns, e: int) -> dict[str, Argument]:
+def _descriptors(call: RingCall, tiles: HopperConfig, d: TileColumns, e: int) -> dict[str, Argument]:
     both = call.head_dim + call.v_dim
     k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
     pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)
@@ -117,7 +117,7 @@ def _descriptors(call: RingCall, tiles: HopperConfig, d: Columns, e: int) -> dic
 
 
 def parts(
-    of: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: Columns, pitch: int = 0
+    of: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: TileColumns, pitch: int = 0
 ) -> dict[str, Argument]:
     """Return TMA descriptors for tiles of ``rows`` rows, one descriptor for each part of the columns.
 
@@ -195,7 +195,7 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "rows_ptr": Array("rows", "int32"),
         "key_ranges_ptr": call.array("extents", "int32", "key_ranges"),
         "key_extents_ptr": call.array("key_extents", "int32"),
-        "bounds_ptr": None if "key_extents" in call.given else call.array("extents", "int32", "bounds"),
+        "bounds_ptr": None if "key_extents" in call.array_names else call.array("extents", "int32", "bounds"),
         "intervals_ptr": call.array("key_extents", "int32", "intervals"),
         "query_tiles_ptr": Array("query_tiles", "int32") if call.by_extents else None,
         "key_mask_BT": call.array("key_mask"),
@@ -225,16 +225,16 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "BLOCK_K": HOPPER_BACKWARD_KEYS,
         "BLOCK_D": width,
         "FIRST": first,
-        "CLEAN": call.clean,
+        "ZERO_MASKED": call.zero_masked,
         "FULLY_MASKED": call.fully_masked,
         "ALIGNED": call.aligned,
         "STAGES": 3,
-        "OUT_STAGES": 3 if block_q == 64 and "extents" not in call.given else 2,  # limited by shared memory
+        "OUT_STAGES": 3 if block_q == 64 and "extents" not in call.array_names else 2,  # limited by shared memory
     }
-    given = tuple((parameter, x) for parameter, x in arguments.items() if x is not None)
+    present = tuple((parameter, x) for parameter, x in arguments.items() if x is not None)
     dq = Output("dq", sums_of_dq(call), "float32", "dq_in")
     grid = call.k_tiles(HOPPER_BACKWARD_KEYS) * call.kv_heads * call.batch
-    return Launch("hopper_backward", grid, given, tuple(constants.items()), (dq, *gradients), 8, 1)
+    return Launch("hopper_backward", grid, present, tuple(constants.items()), (dq, *gradients), 8, 1)
 
 
 def kv_heads_together(call: RingCall, block_k: int = HOPPER_BACKWARD_KEYS) -> int:

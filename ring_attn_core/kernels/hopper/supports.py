@@ -38,7 +38,7 @@ def columns(width: int) -> int:
     return 64 if width <= 64 else 128 if width <= 128 else 256
 
 
-class Columns(NamedTuple):
+class TileColumns(NamedTuple):
     """The padded columns of a tile in two parts, each a power of two; ``tail`` may be 0."""
 
     main: int
@@ -49,6 +49,6 @@ class Columns(NamedTuple):
         return self.main + self.tail
 
 
-def in_parts(width: int) -> Columns:
+def in_parts(width: int) -> TileColumns:
     """Return the padded head dimension of a tile in parts: 129 to 192 columns take 128 + 64, not 256."""
-    return Columns(128, 64) if 128 < width <= 192 else Columns(columns(width), 0)
+    return TileColumns(128, 64) if 128 < width <= 192 else TileColumns(columns(width), 0)

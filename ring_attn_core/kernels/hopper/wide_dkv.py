@@ -42,7 +42,7 @@ from .barriers import (
     release,
     sync,
 )
-from .dropout import kept_of_keys
+from .dropout import keep_mask_of_keys
 from .gluon import wait_for_products
 from .instructions import packed_half, special_tanh
 from .parts import Parts, allocate_parts, in_registers, multiply_add, multiply_transposed, tile_of, wait_for_sum, zeros_of_parts
@@ -68,7 +68,7 @@ class WideConstants(NamedTuple):
     BLOCK_E: Any
     TAIL_E: Any
     FIRST: Any
-    CLEAN: Any
+    ZERO_MASKED: Any
     FULLY_MASKED: Any
     ALIGNED: Any
     STAGES: Any
@@ -141,7 +141,7 @@ def hopper_wide_dkv(
     BLOCK_E: gl.constexpr,
     TAIL_E: gl.constexpr,
     FIRST: gl.constexpr,
-    CLEAN: gl.constexpr,
+    ZERO_MASKED: gl.constexpr,
     FULLY_MASKED: gl.constexpr,
     ALIGNED: gl.constexpr,
     STAGES: gl.constexpr,
@@ -152,7 +152,7 @@ def hopper_wide_dkv(
     gl.static_assert(STAGES <= BACKWARD_STAGES and BLOCK_K == 64, "named barriers overlap, or a warpgroup has other keys")
     sizes: gl.constexpr = WideConstants(
         H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E,
-        FIRST, CLEAN, FULLY_MASKED, ALIGNED, STAGES, STAGES, IN_REGISTERS,
+        FIRST, ZERO_MASKED, FULLY_MASKED, ALIGNED, STAGES, STAGES, IN_REGISTERS,
     )  # fmt: skip
     args = BackwardArguments(
         rows_ptr, key_ranges_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT, key_mask_spans_ptr,
@@ -276,7 +276,7 @@ def visit_queries(
     if MASKED:
         p = gl.where(visible(m0, run, shared, number, args, sizes), p, 0.0)
     if args.dropout is not None:
-        keep = kept_of_keys(
+        keep = keep_mask_of_keys(
             run.stream, args.threshold, m0, work.n0, run.q_start, run.k_start, run.stride, sizes.BLOCK_K, BLOCK_Q, sizes.ALIGNED
         )
         p = gl.where(keep, p, -p)
@@ -344,7 +344,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
 def cleaned(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
     """Zero the program's unused keys or values, and return them as left operand, in shared memory or registers."""
     tile = tile_of(tiles, 0, TAIL)
-    if sizes.CLEAN:
+    if sizes.ZERO_MASKED:
         hide_unseen(tile.main, args, work, sizes)
         if TAIL > 0:
             hide_unseen(tile.tail, args, work, sizes)

@@ -36,7 +36,7 @@ from .barriers import (
     read_number,
     release,
 )
-from .dropout import kept_of_tile
+from .dropout import keep_mask_of_tile
 from .forward_softmax import hide_unseen
 from .gluon import wait_for_products
 from .instructions import packed_half, special_tanh
@@ -75,7 +75,7 @@ class DqConstants(NamedTuple):
     V_STAGES: Any
     IN_REGISTERS: Any
     FIRST: Any
-    CLEAN: Any
+    ZERO_MASKED: Any
     FULLY_MASKED: Any
     ALIGNED: Any
 
@@ -184,7 +184,7 @@ def hopper_wide_dq(
     REGISTERS: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     FIRST: gl.constexpr,
-    CLEAN: gl.constexpr,
+    ZERO_MASKED: gl.constexpr,
     FULLY_MASKED: gl.constexpr,
     ALIGNED: gl.constexpr,
 ):
@@ -192,7 +192,7 @@ def hopper_wide_dq(
     gl.static_assert(V_STAGES <= STAGES and STAGES <= FORWARD_STAGES and GROUPS == 2, "named barriers overlap")
     sizes: gl.constexpr = DqConstants(
         H, G, D, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, TAIL_D, BLOCK_E, TAIL_E, GROUPS, STAGES, V_STAGES,
-        IN_REGISTERS, FIRST, CLEAN, FULLY_MASKED, ALIGNED,
+        IN_REGISTERS, FIRST, ZERO_MASKED, FULLY_MASKED, ALIGNED,
     )  # fmt: skip
     args = DqArguments(
         rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr,
@@ -253,7 +253,7 @@ def hopper_wide_dq(
     )
 
 
-class WarpgroupQueries(NamedTuple):
+class DqQueries(NamedTuple):
     """The 64 queries of a warpgroup, with local indices ``i``, and lse in base 2.
 
     With IN_REGISTERS all fields are in registers. Else q and dout are in shared memory, and ``lse2`` and ``delta`` are
@@ -309,7 +309,7 @@ def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP:
         q, dout = in_registers(q, S_LAYOUT, sizes.TAIL_D), in_registers(dout, S_LAYOUT, sizes.TAIL_E)
         lse2 = shared.lse2.index(GROUP).load(gl.SliceLayout(1, S_LAYOUT))
         delta = shared.delta.index(GROUP).load(gl.SliceLayout(1, S_LAYOUT))
-    queries = WarpgroupQueries(q, dout, i, lse2, delta)
+    queries = DqQueries(q, dout, i, lse2, delta)
     if sizes.IN_REGISTERS:
         run = run_of(args, shared, loads, work, sizes, work.first_run, i, GROUP)
         n0 = tile_at(0, run.tiles) * sizes.BLOCK_K
@@ -398,7 +398,7 @@ def visit_keys(
         some_nan = read_number(shared.not_finite, step % (2 * sizes.STAGES)) != 0
     if args.dropout is not None:
         stream = gl.load(args.dropout + work.batch * sizes.H + work.head)
-        keep = kept_of_tile(
+        keep = keep_mask_of_tile(
             stream, args.threshold, i, work.m0 + GROUP * 64, n0, run.q_start, run.k_start, run.stride, BLOCK_K, sizes.ALIGNED
         )
         dp = gl.where(keep, dp * args.rescale, 0.0)
@@ -409,7 +409,7 @@ def visit_keys(
         ds = gl.where(visible(columns, run.begin - n0, run.end - n0), ds, 0.0)
         if args.key_extents is not None:
             ds = gl.where(visible_by_key(columns, i, n0, run, args, work), ds, 0.0)
-        if sizes.CLEAN > 0 and some_nan:
+        if sizes.ZERO_MASKED > 0 and some_nan:
             hide_unseen(k.main, run, n0, args, work, sizes, GROUP)
             if sizes.TAIL_D > 0:
                 hide_unseen(k.tail, run, n0, args, work, sizes, GROUP)

@@ -19,9 +19,9 @@ BLOCK_K = 64
 def dq(call: RingCall, portable: Launch) -> Launch:
     """Return the launch of dq, with the arrays and outputs of the launch ``portable``."""
     tiles = tiles_of(call)
-    given = dict(portable.constants)
+    of_portable = dict(portable.constants)
     constants = {
-        **{name: given[name] for name in ("H", "G", "D", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: of_portable[name] for name in ("H", "G", "D", "V_COLUMN", "Q_RUNS", "K_RUNS")},
         "BLOCK_Q": tiles.block_q,
         "BLOCK_K": tiles.block_k,
         **_widths(call),
@@ -30,7 +30,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
         "IN_REGISTERS": tiles.q_in_registers,
         "REGISTERS": tiles.registers,
         "PRODUCER_REGISTERS": tiles.producer_registers,
-        **{name: given[name] for name in ("FIRST", "CLEAN", "ALIGNED")},
+        **{name: of_portable[name] for name in ("FIRST", "ZERO_MASKED", "ALIGNED")},
         "FULLY_MASKED": call.fully_masked,
     }
     total = call.q_tiles(tiles.block_q) * call.heads * call.batch
@@ -53,16 +53,16 @@ def dq(call: RingCall, portable: Launch) -> Launch:
 def dkv(call: RingCall, portable: Launch) -> Launch:
     """Return the launch of dk and dv, with the arrays and outputs of the launch ``portable``."""
     tiles = tiles_of(call)
-    given = dict(portable.constants)
+    of_portable = dict(portable.constants)
     constants = {
-        **{name: given[name] for name in ("H", "G", "D", "E", "K_STRIDE", "V_STRIDE", "V_COLUMN", "Q_RUNS", "K_RUNS")},
+        **{name: of_portable[name] for name in ("H", "G", "D", "E", "K_STRIDE", "V_STRIDE", "V_COLUMN", "Q_RUNS", "K_RUNS")},
         "BLOCK_Q": tiles.dkv_block_q,
         "BLOCK_K": BLOCK_K,
         **_widths(call),
-        "FIRST": given["FIRST"],
-        "CLEAN": call.clean,
+        "FIRST": of_portable["FIRST"],
+        "ZERO_MASKED": call.zero_masked,
         "FULLY_MASKED": call.fully_masked,
-        "ALIGNED": given["ALIGNED"],
+        "ALIGNED": of_portable["ALIGNED"],
         "STAGES": tiles.q_stages,
         "IN_REGISTERS": tiles.kv_in_registers,
         "REGISTERS": tiles.registers,

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .dropout import kept_of_tile
+from .dropout import keep_mask_of_tile
 from .loads import add_product, load_own_tile, load_tile
 from .records import Columns, KernelArguments, KernelConstants, KeyTile
 from .rows import (
@@ -191,7 +191,7 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
         p = tl.where(visible, p, 0.0)
     dropped = p
     if args.dropout is not None:
-        keep = kept_of_tile(args, tile.batch, head, row, i, j, m0, tile.n0, sizes, True)
+        keep = keep_mask_of_tile(args, tile.batch, head, row, i, j, m0, tile.n0, sizes, True)
         dropped, p = tl.where(keep, p, 0.0), tl.where(keep, p, -p)  # from here on the sign of p is the dropout mask
     dv = add_product(dv, dropped.to(dout_tile.dtype), dout_tile, args.S, sizes.PRECISION)
     dp = tl.dot(tile.v, tl.trans(dout_tile), input_precision=sizes.PRECISION)

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .dropout import kept_of_tile
+from .dropout import keep_mask_of_tile
 from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_key_mask
 from .records import Columns, KernelArguments, KernelConstants, KeyRun, QueryTile
 from .rows import (
@@ -88,7 +88,7 @@ def dq(
     BLOCK_E: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
-    CLEAN: tl.constexpr,
+    ZERO_MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -98,7 +98,7 @@ def dq(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
         Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
-        None, CLEAN, ALIGNED, PRECISION,
+        None, ZERO_MASKED, ALIGNED, PRECISION,
     )  # fmt: skip
     args = KernelArguments(
         k_BTGD, v_BTGE, extents_ptr, key_extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
@@ -170,7 +170,7 @@ def visit_keys(acc, loaded, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl
     p = tl.exp2(s - loaded.lse2[:, None])
     dp = tl.dot(loaded.dout, tl.trans(v_tile), input_precision=sizes.PRECISION)
     if args.dropout is not None:
-        keep = kept_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False)
+        keep = keep_mask_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False)
         dp = tl.where(keep, dp * args.rescale, 0.0)
     ds = p * (dp - loaded.delta[:, None])
     if args.softcap is not None:
@@ -178,6 +178,6 @@ def visit_keys(acc, loaded, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl
     if MASKED:
         visible = sees(j, run, tile, args)
         ds = tl.where(visible, ds, 0.0)
-        if sizes.CLEAN > 0:
-            k_tile = keep_seen(k_tile, visible, sizes.CLEAN == 2)
+        if sizes.ZERO_MASKED > 0:
+            k_tile = keep_seen(k_tile, visible, sizes.ZERO_MASKED == 2)
     return add_product(acc, ds.to(k_tile.dtype), k_tile, args.T, sizes.PRECISION)

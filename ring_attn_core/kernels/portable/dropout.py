@@ -6,7 +6,7 @@
 
 Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
            -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS
-Program    of ``dropout_streams``: BLOCK batch rows and heads
+Program    of ``philox_keys``: BLOCK batch rows and heads
 Units      positions are token positions of the global sequence; ``threshold`` is in the upper half of a word
 """
 
@@ -23,7 +23,7 @@ WEYL = tl.constexpr(dropout.WEYL[0])
 
 
 @triton.jit
-def dropout_streams(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
+def philox_keys(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
     """Compute and store the dropout stream (Philox key) of every batch row and head."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(dropout_seed_ptr).to(tl.uint64) | (tl.load(dropout_seed_ptr + 1).to(tl.uint64) << 32)
@@ -34,7 +34,7 @@ def dropout_streams(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def kept_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_KEYS: tl.constexpr):
+def keep_mask_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_KEYS: tl.constexpr):
     """Return a tile's dropout mask; True keeps a probability.
 
     ``i``, ``j``: local indices of queries and keys, starting at ``m0`` and ``n0``.
@@ -42,13 +42,13 @@ def kept_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_K
     q_pos, k_pos = row.q_start + row.stride * i, row.k_start + row.stride * j
     q_first, k_first = row.q_start + row.stride * m0, row.k_start + row.stride * n0
     stream = tl.load(args.dropout + batch * sizes.H + head)
-    return kept(
+    return keep_mask(
         stream, args.threshold, q_pos, k_pos, q_first, k_first, sizes.BLOCK_Q, sizes.BLOCK_K, sizes.ALIGNED, BY_KEYS
     )  # fmt: skip
 
 
 @triton.jit
-def kept(
+def keep_mask(
     stream,
     threshold,
     q_pos,
@@ -70,13 +70,13 @@ def kept(
         j = tl.arange(0, KEYS // 2)[:, None]
         of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + j // 2
         a, b = philox2x32(of_q[None, :], of_k, stream)  # pyright: ignore[reportGeneralTypeIssues]
-        keep = tl.join(halves_kept(turned(a, j % 2), threshold), halves_kept(turned(b, j % 2), threshold))
+        keep = tl.join(keep_halves(turned(a, j % 2), threshold), keep_halves(turned(b, j % 2), threshold))
         keep = tl.permute(tl.reshape(keep, [KEYS // 16, 8, QUERIES // 16, 8, 2, 2]), (0, 4, 1, 2, 5, 3))
         keep = tl.reshape(keep, [KEYS, QUERIES])
     elif ALIGNED:
         of_q, of_k = q_first // 2 + tl.arange(0, QUERIES // 2), k_first // 4 + tl.arange(0, KEYS // 4)
         a, b = philox2x32(of_q[:, None], of_k[None, :], stream)  # pyright: ignore[reportGeneralTypeIssues]
-        keep = tl.join(quarters_kept(a, threshold), quarters_kept(b, threshold))
+        keep = tl.join(keep_quarters(a, threshold), keep_quarters(b, threshold))
         keep = tl.permute(tl.reshape(keep, [QUERIES // 16, 8, KEYS // 16, 4, 2, 2, 2]), (0, 6, 1, 2, 4, 3, 5))
         keep = tl.reshape(keep, [QUERIES, KEYS])
     else:
@@ -108,15 +108,15 @@ def turned(word, turn):
 
 
 @triton.jit
-def halves_kept(word, threshold):
+def keep_halves(word, threshold):
     """Return the mask, bool [..., 2], drawn by the upper 16 bits of each word and of the word rotated by 2 bytes."""
     return tl.join(word >= threshold, (word << 16) >= threshold)
 
 
 @triton.jit
-def quarters_kept(word, threshold):
+def keep_quarters(word, threshold):
     """Return the mask, bool [..., 2, 2], drawn by each word rotated by 0, 2, 1 and 3 bytes.
 
     The four draws belong to keys k, k + 8, k + 1 and k + 9.
     """
-    return tl.join(halves_kept(word, threshold), halves_kept((word << 8) | (word >> 24), threshold))
+    return tl.join(keep_halves(word, threshold), keep_halves((word << 8) | (word >> 24), threshold))

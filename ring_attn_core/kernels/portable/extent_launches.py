@@ -110,7 +110,7 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
     With key extents it inverts the ``intervals`` of the query tiles; else it uses the bounds of their extents.
     """
-    of_keys = "key_extents" in call.given
+    of_keys = "key_extents" in call.array_names
     arguments = {
         "rows_ptr": Array("rows", "int32"),
         "bounds_ptr": None if of_keys else Array("bounds", "int32"),

@@ -27,7 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .dropout import kept_of_tile
+from .dropout import keep_mask_of_tile
 from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_key_mask
 from .records import Columns, KernelArguments, KernelConstants, KeyRun, QueryTile
 from .rows import (
@@ -85,7 +85,7 @@ def forward(
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     FOLDED: tl.constexpr,
-    CLEAN: tl.constexpr,
+    ZERO_MASKED: tl.constexpr,
     ALIGNED: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -94,7 +94,7 @@ def forward(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), None,
         Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
-        FOLDED, CLEAN, ALIGNED, PRECISION,
+        FOLDED, ZERO_MASKED, ALIGNED, PRECISION,
     )  # fmt: skip
     args = KernelArguments(
         k_BTGD, v_BTGE, extents_ptr, key_extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
@@ -218,9 +218,9 @@ def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASK
     l = l * decay + tl.sum(p, 1)
     # The dropout mask does not depend on the scores, but if drawn before the product, its bools are packed by 250 instructions.
     if args.dropout is not None:
-        p = tl.where(kept_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False), p, 0.0)
+        p = tl.where(keep_mask_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False), p, 0.0)
     v_tile = load_tile(args.v, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.V, sizes.BLOCK_K, MASKED)
-    if MASKED and sizes.CLEAN > 0:
-        v_tile = keep_seen(v_tile, visible, sizes.CLEAN == 2)
+    if MASKED and sizes.ZERO_MASKED > 0:
+        v_tile = keep_seen(v_tile, visible, sizes.ZERO_MASKED == 2)
     acc = add_product(acc * decay[:, None], p.to(v_tile.dtype), v_tile, args.T, sizes.PRECISION)
     return acc, m_new, l

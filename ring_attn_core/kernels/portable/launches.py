@@ -59,7 +59,7 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
         "FIRST": first,
         "LAST": last,
         "FOLDED": call.scale > LEAST_FOLDED,
-        "CLEAN": _clean(call),
+        "ZERO_MASKED": _zero_masked(call),
     }
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     return launch_of("forward", grid, arguments, constants, (out, *of_lse), tiles)
@@ -116,7 +116,7 @@ def unpack_key_mask(batch: int, kv_local: int) -> Launch:
 
 
 @lru_cache(maxsize=4096)
-def dropout_streams(batch: int, heads: int) -> Launch:
+def philox_keys(batch: int, heads: int) -> Launch:
     """Return the launch that computes the Philox keys ``dropout`` [batch, heads] from ``dropout_seed``."""
     arguments = {
         "dropout_seed_ptr": Array("dropout_seed", "uint32"),
@@ -125,7 +125,7 @@ def dropout_streams(batch: int, heads: int) -> Launch:
         "H": Scalar(heads, "i32"),
     }
     outputs = (Output("dropout", (batch, heads), "uint32"),)
-    return launch_of("dropout_streams", -(-batch * heads // 128), arguments, {"BLOCK": 128}, outputs, TileConfig(0, 0, 4, 1))
+    return launch_of("philox_keys", -(-batch * heads // 128), arguments, {"BLOCK": 128}, outputs, TileConfig(0, 0, 4, 1))
 
 
 @lru_cache(maxsize=4096)
@@ -147,7 +147,7 @@ def dq(call: RingCall, first: bool, last: bool) -> Launch:
         "scale": Scalar(call.scale, "fp32"),
         **call.numbers,
     }
-    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "CLEAN": _clean(call)}
+    constants = {**_constants(call, tiles), "FIRST": first, "LAST": last, "ZERO_MASKED": _zero_masked(call)}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     return launch_of("dq", grid, arguments, constants, (out,), tiles)
 
@@ -170,12 +170,12 @@ def dkv(call: RingCall, first: bool, last: bool) -> Launch:
         outputs = Output("dk", (*shape, call.head_dim), dtype, over("dk")), Output("dv", (*shape, call.v_dim), dtype, over("dv"))
         names = {"dk": "dk", "dv": "dv"}
     suffix = {"dk": "_BTGD", "dv": "_BTGE"}
-    given = {} if first else {f"{p}_in{suffix[p]}": Array(name + "_in", "float32") for p, name in names.items()}
+    carried = {} if first else {f"{p}_in{suffix[p]}": Array(name + "_in", "float32") for p, name in names.items()}
     arguments = {
         **_inputs(call, tiles, "kv", "q_BSHD", "dout_BSHE"),
         **_backward_inputs(call),
-        "bounds_ptr": Array("bounds", "int32") if "extents" in call.given else None,
-        **given,
+        "bounds_ptr": Array("bounds", "int32") if "extents" in call.array_names else None,
+        **carried,
         **{p + suffix[p]: Array(name, dtype) for p, name in names.items()},
         "scale": Scalar(call.scale, "fp32"),
         **call.numbers,
@@ -228,8 +228,8 @@ def decode(call: DecodeCall) -> Launch:
 
     It stores out and lse in ``pairs`` [splits, batch, queries, heads, v_dim + 1].
     """
-    tiles, given, log2e = call.tiles, call.given, math.log2(math.e)
-    optional = lambda name, dtype="float32": Array(name, dtype) if name in given else None
+    tiles, array_names, log2e = call.tiles, call.array_names, math.log2(math.e)
+    optional = lambda name, dtype="float32": Array(name, dtype) if name in array_names else None
     of_keys, cap = "uint8" if call.fp8 else call.dtype, call.softcap
     arguments = {
         "q_BNHD": Array("q", call.dtype),
@@ -238,7 +238,7 @@ def decode(call: DecodeCall) -> Launch:
         "q_positions_BN": Array("q_positions", "int32"),
         "k_positions_BT": Array("k_positions", "int32"),
         "tree_mask_BNN": optional("tree_mask", "uint8"),
-        "depths_BN": Array("depths", "int32") if "tree_mask" in given else None,
+        "depths_BN": Array("depths", "int32") if "tree_mask" in array_names else None,
         "alibi_slopes_ptr": optional("alibi_slopes"),
         "k_scale_ptr": optional("k_scale"),
         "v_scale_ptr": optional("v_scale"),
@@ -281,7 +281,7 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
     b, n, h, e = call.batch, call.queries, call.heads, call.v_dim
     arguments = {
         "pairs_SRE": Array("pairs", "float32"),
-        "sinks_ptr": Array("sinks", "float32") if final and "sinks" in call.given else None,
+        "sinks_ptr": Array("sinks", "float32") if final and "sinks" in call.array_names else None,
         "merged_RE": None if final else Array("merged", "float32"),
         "out_RE": Array("out", call.dtype) if final else None,
         "lse_R": Array("lse", "float32") if final else None,
@@ -343,12 +343,12 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
     }
 
 
-def _clean(call: RingCall) -> int:
+def _zero_masked(call: RingCall) -> int:
     """Return how kernels zero unused keys, which may hold NaN: 0 (not), 1 (by ``tl.where``) or 2 (by a bitwise AND).
 
     ``loads.keep_seen`` zeroes them. GPUs older than Hopper need the AND.
     """
-    return 0 if not call.clean else 1 if call.capability >= 90 else 2
+    return 0 if not call.zero_masked else 1 if call.capability >= 90 else 2
 
 
 def launch_of(
@@ -359,5 +359,5 @@ def launch_of(
     outputs: tuple[Output, ...],
     tiles: TileConfig,
 ) -> Launch:
-    given = tuple((parameter, argument) for parameter, argument in arguments.items() if argument is not None)
-    return Launch(kernel, grid, given, tuple(constants.items()), outputs, tiles.warps, tiles.stages)
+    present = tuple((parameter, argument) for parameter, argument in arguments.items() if argument is not None)
+    return Launch(kernel, grid, present, tuple(constants.items()), outputs, tiles.warps, tiles.stages)

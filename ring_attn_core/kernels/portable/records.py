@@ -27,7 +27,7 @@ class KernelConstants(NamedTuple):
     """The constants of a kernel that its helpers read; a constant that the kernel does not have is None.
 
     ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale is
-    folded into the exponential. ``CLEAN``: whether ``loads.keep_seen`` zeroes unused keys, which may hold NaN (0: no; 1: by
+    folded into the exponential. ``ZERO_MASKED``: whether ``loads.keep_seen`` zeroes unused keys, which may hold NaN (0: no; 1: by
     bools; 2: by bits). ``ALIGNED``: one dropout counter serves eight probabilities. ``PRECISION``: the precision of float32
     products.
     """
@@ -41,7 +41,7 @@ class KernelConstants(NamedTuple):
     K: Any
     V: Any
     FOLDED: Any
-    CLEAN: Any
+    ZERO_MASKED: Any
     ALIGNED: Any
     PRECISION: Any
 
@@ -50,7 +50,7 @@ class KernelArguments(NamedTuple):
     """The arguments of a kernel that its helpers read; an argument that the call does not have is None.
 
     ``k``, ``v`` are pointers or TMA descriptors. The names are those of the public arguments: ``key_mask`` and ``key_mask_spans``
-    come from ``loads.unpack_key_mask``, ``dropout`` from ``dropout.dropout_streams``. ``inner``, ``softcap``: see
+    come from ``loads.unpack_key_mask``, ``dropout`` from ``dropout.philox_keys``. ``inner``, ``softcap``: see
     ``scores.scores``. ``S``, ``T``: tokens of the q and the k/v shard.
     """
 

@@ -33,18 +33,18 @@ class Direct(OneWay):
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
-        step = Visit(keys, keys, None, ring, 0)
+        step = DirectStep(keys, keys, None, ring, 0)
         for shift in ring.plan.shifts[1:]:
             step.next_keys = fetched(step.own, ring, shift)
             yield step
-            step = Visit(step.next_keys, step.own, step, ring, shift)
+            step = DirectStep(step.next_keys, step.own, step, ring, shift)
         yield step
 
 
-class Visit:
+class DirectStep:
     """A ``Step`` on the visible keys of rank ``rank - shift``, after the step ``before``. ``own``: this rank's own keys."""
 
-    def __init__(self, keys: Keys, own: Keys, before: Visit | None, ring: Ring, shift: int) -> None:
+    def __init__(self, keys: Keys, own: Keys, before: DirectStep | None, ring: Ring, shift: int) -> None:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
         self.own, self.next_keys = own, keys
         self.total: jax.Array | None = None

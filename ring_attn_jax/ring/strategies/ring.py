@@ -31,12 +31,12 @@ class OneWay:
         """See ``Strategy.spread``."""
         return queries, keys, score
 
-    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Hop]:
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[RingStep]:
         """Yield a step for each shift of the plan, with the keys that started on ``rank - shift``."""
         hops = (*ring.plan.hops, 0)
         travelling = None
         for shift, hop in zip(ring.plan.shifts, hops, strict=True):
-            step = Hop(keys, travelling, ring, shift, hop)
+            step = RingStep(keys, travelling, ring, shift, hop)
             yield step
             keys, travelling = step.next_keys, step.travelling
 
@@ -51,7 +51,7 @@ class OneWay:
         return dq, dkv, of_q.sinks
 
 
-class Hop:
+class RingStep:
     """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks; they go on to ``rank + hop``."""
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:

@@ -19,7 +19,7 @@ from ...attend.keys import Keys
 from ...attend.state import Gradients
 from ..step import Ring, Step, T
 from ..transfer import send, send_inside
-from .ring import Hop, OneWay, rows
+from .ring import OneWay, RingStep, rows
 
 
 class TwoLevels(OneWay):
@@ -35,7 +35,7 @@ class TwoLevels(OneWay):
                 keys = send_inside(keys, inner_ring.inner[0], plan.host_ranks, ring.axis, plan.ranks)
             stop = None
             for number in range(len(inner_ring.inner)):
-                stop = Stop(keys, stop, ring, inner_ring, number, sums)
+                stop = TwoLevelStep(keys, stop, ring, inner_ring, number, sums)
                 yield stop
                 keys = stop.next_keys
             assert stop is not None
@@ -60,7 +60,7 @@ class HostSums:
         self._ranks, self._ring = plan_of(ring).host_ranks, ring
         self._arriving: jax.Array | None = None
         self.keys: Keys | None = None
-        self.left: Stop | None = None
+        self.left: TwoLevelStep | None = None
         self.crossing = 0
 
     def cross(self, x: T, hosts: int) -> T:
@@ -84,13 +84,15 @@ class HostSums:
         return self._arriving
 
 
-class Stop(Hop):
+class TwoLevelStep(RingStep):
     """A ``Step`` of an inner ring. ``before``: the previous step on this inner ring.
 
     Each step but the last sends the keys to the next rank of the host.
     """
 
-    def __init__(self, keys: Keys, before: Stop | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums) -> None:
+    def __init__(
+        self, keys: Keys, before: TwoLevelStep | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums
+    ) -> None:
         plan, inner = plan_of(ring), inner_ring.inner
         inside = partial(send_inside, ranks=plan.host_ranks, axis=ring.axis, members=plan.ranks)
         hop = inner[number + 1] - inner[number] if number + 1 < len(inner) else 0
@@ -103,7 +105,7 @@ class Stop(Hop):
         self._sums = sums
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied as in ``Hop.settle`` to the next step's keys; on another host, to the keys that cross."""
+        """Return ``state``, tied as in ``RingStep.settle`` to the next step's keys; on another host, to the keys that cross."""
         if not self._stays:
             return super().settle(state)
         if not self.last:

@@ -20,7 +20,7 @@ from jax import lax
 from ...attend.keys import Keys
 from ...attend.state import Gradients
 from ..step import Ring, Step, T
-from .ring import Hop, OneWay
+from .ring import OneWay, RingStep
 
 
 class TwoWay(OneWay):
@@ -32,11 +32,11 @@ class TwoWay(OneWay):
             yield from super().circulate(keys, ring)
             return
         ways = [Way(keys, shifts, ring) for shifts in ring.plan.ways if shifts]
-        step = own = Visit(keys, None, ring, 0, 0)
+        step = own = TwoWayStep(keys, None, ring, 0, 0)
         for way in in_turn(ways):
             step.following = way.step
             yield step
-            step = way.visit()
+            step = way.next_step()
         step.last, step.parts = True, [own, *(way.step for way in ways)]
         yield step
 
@@ -47,15 +47,15 @@ class Way:
     def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
         self.visits, self._ring = len(shifts), ring
         self._legs = zip(shifts, (*(b - a for a, b in pairwise(shifts)), 0), strict=True)
-        self.step = Visit(keys, None, ring, 0, shifts[0])  # starts the first transfer
+        self.step = TwoWayStep(keys, None, ring, 0, shifts[0])  # starts the first transfer
 
-    def visit(self) -> Visit:
+    def next_step(self) -> TwoWayStep:
         """Wait for the next keys, and return the step on them."""
-        self.step = Visit(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
+        self.step = TwoWayStep(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
         return self.step
 
 
-class Visit(Hop):
+class TwoWayStep(RingStep):
     """A ``Step`` of one way. ``parts``: on the last step, the steps that hold the gradients of this rank's own keys.
 
     ``following``: the step whose ``next_keys`` the next step computes on; None for the last one.
@@ -64,18 +64,18 @@ class Visit(Hop):
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
         super().__init__(keys, travelling, ring, shift, hop)
         self.last = False
-        self.parts: Sequence[Hop] = ()
-        self.following: Visit | None = None
+        self.parts: Sequence[RingStep] = ()
+        self.following: TwoWayStep | None = None
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the keys of the next step as in ``Hop.settle``."""
+        """Return ``state``, tied to the keys of the next step as in ``RingStep.settle``."""
         if self.following is not None:
             state, self.following.next_keys = lax.optimization_barrier((state, self.following.next_keys))
         return state
 
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys, summed in the order of the ways."""
-        own, *others = (Hop.home(part) for part in self.parts)
+        own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(jnp.add, others, own)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
 """The strategy "ulysses": an all-to-all inside each group swaps tokens for heads, and keys travel a ring of groups.
 
     before     each rank: the tokens of its shard, all heads
-    inside     each rank: the tokens of its group's shards, its share of the heads (``HeadShares``)
+    inside     each rank: the tokens of its group's shards, its share of the heads (``HeadSplit``)
     after      out, lse, its rest and the gradients go back the same way
 
 Ulysses is from DeepSpeed (arXiv:2309.14509), and its product with a ring from USP (arXiv:2405.07719). In the backward q, k, v,
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.plan.ulysses import HeadShares
+from ring_attn_core.plan.ulysses import HeadSplit
 
 from ...attend.keys import Keys, clipped, joined, side_by_side
 from ...attend.score import Score
@@ -30,21 +30,21 @@ from .ring import OneWay
 
 
 class HeadExchange(OneWay):
-    """The strategy "ulysses"; ``ring.plan.shares`` says which heads each rank of a group computes."""
+    """The strategy "ulysses"; ``ring.plan.head_split`` says which heads each rank of a group computes."""
 
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
         """See ``Strategy.spread``."""
-        shares, place = _share_of(ring)
-        groups = groups_of(shares.ranks, ring.plan.ranks)
+        head_split, place = _head_split_of(ring)
+        groups = groups_of(head_split.ranks, ring.plan.ranks)
         extents = None if score.extents is None else clipped(score.extents)
         to_all = keys.bits, keys.extents, extents
         bits, key_extents, extents = (None if x is None else all_gather(x, ring.axis, groups) for x in to_all)
-        kv = keys.kv if shares.copies == 1 else jnp.repeat(keys.kv, shares.copies, 2)
+        kv = keys.kv if head_split.copies == 1 else jnp.repeat(keys.kv, head_split.copies, 2)
         kv, *inside = (exchange(x, 2, 1, ring.axis, groups) for x in (kv, *queries))
-        rest = joined(Keys(by_rank(kv, shares.ranks), bits, None, key_extents), keys.kv.shape[1])
-        return tuple(inside), rest, _shared(score, extents, shares, place)
+        rest = joined(Keys(by_rank(kv, head_split.ranks), bits, None, key_extents), keys.kv.shape[1])
+        return tuple(inside), rest, _shared(score, extents, head_split, place)
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """See ``Strategy.collect``."""
@@ -55,29 +55,29 @@ class HeadExchange(OneWay):
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """See ``Strategy.collect_gradients``. Gradients that need no further sum are sent in q's dtype."""
         assert not isinstance(dkv, tuple), "what travels is packed"
-        (shares, place), dtype = _share_of(ring), of_q.q.dtype
-        dq, dkv = _collected((dq.astype(dtype), dkv.astype(dtype) if shares.copies == 1 else dkv), ring)
-        if shares.copies > 1:
+        (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
+        dq, dkv = _collected((dq.astype(dtype), dkv.astype(dtype) if head_split.copies == 1 else dkv), ring)
+        if head_split.copies > 1:
             b, t, heads, width = dkv.shape
-            dkv = summed(jnp.moveaxis(dkv.reshape(b, t, heads // shares.copies, shares.copies, width), 3, 0))
+            dkv = summed(jnp.moveaxis(dkv.reshape(b, t, heads // head_split.copies, head_split.copies, width), 3, 0))
         dsinks = of_q.sinks
         if dsinks is not None:  # of the heads of this rank, and 0 for all others
-            mine = jnp.arange(shares.heads) // shares.q_local == place
-            dsinks = jnp.where(mine, jnp.tile(dsinks, shares.ranks), 0)
+            mine = jnp.arange(head_split.heads) // head_split.q_local == place
+            dsinks = jnp.where(mine, jnp.tile(dsinks, head_split.ranks), 0)
         return dq, dkv, dsinks
 
 
-def _share_of(ring: Ring) -> tuple[HeadShares, jax.Array]:
+def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
     """Return the plan's numbers of heads per rank, and this rank's index among the ranks that exchange heads."""
-    shares = ring.plan.shares
-    assert shares is not None
-    return shares, lax.axis_index(ring.axis) % shares.ranks
+    head_split = ring.plan.head_split
+    assert head_split is not None
+    return head_split, lax.axis_index(ring.axis) % head_split.ranks
 
 
-def _shared(score: Score, extents: jax.Array | None, shares: HeadShares, place: jax.Array) -> Score:
+def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, place: jax.Array) -> Score:
     """Return the score of this rank's share of the heads, with the extents of the group's queries [ranks b s 2]."""
-    first = place * shares.q_local
-    of_heads = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, shares.q_local)
+    first = place * head_split.q_local
+    of_heads = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, head_split.q_local)
     seed = score.dropout_seed
     return replace(
         score,
@@ -90,5 +90,5 @@ def _shared(score: Score, extents: jax.Array | None, shares: HeadShares, place: 
 
 def _collected(arrays: tuple[jax.Array, ...], ring: Ring) -> list[jax.Array]:
     """Return the arrays [b ranks*n heads/ranks ...] of the group's tokens as [b n heads ...] of this rank's own tokens."""
-    shares, _ = _share_of(ring)
-    return [exchange(x, 1, 2, ring.axis, groups_of(shares.ranks, ring.plan.ranks)) for x in arrays]
+    head_split, _ = _head_split_of(ring)
+    return [exchange(x, 1, 2, ring.axis, groups_of(head_split.ranks, ring.plan.ranks)) for x in arrays]

@@ -32,11 +32,11 @@ class Direct(OneWay):
             yield from super().circulate(keys, ring)
             return
         connect(ring.group, keys.kv.device)  # a rank may have nothing to send at the first shift
-        step = Visit(keys, None, ring, 0)
+        step = DirectStep(keys, None, ring, 0)
         for _, shift in pairwise(ring.plan.shifts):
             arriving = Slices(keys, ring, shift)
             yield step
-            step = Visit(arriving.wait(), step, ring, shift)
+            step = DirectStep(arriving.wait(), step, ring, shift)
         yield step
 
 
@@ -56,10 +56,10 @@ class Slices:
         return placed([(first, part) for (first, _), part in zip(self._theirs, self._parts, strict=True)], self._own)
 
 
-class Visit:
+class DirectStep:
     """A ``Step`` on the visible keys of rank ``rank - shift``, after the step ``before``."""
 
-    def __init__(self, keys: Keys, before: Visit | None, ring: Ring, shift: int) -> None:
+    def __init__(self, keys: Keys, before: DirectStep | None, ring: Ring, shift: int) -> None:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
         self._before, self._ring, self.shift = before, ring, shift
         self._returning: Transfer | None = None

@@ -34,7 +34,7 @@ class OneWay:
         hops = (*ring.plan.hops, 0)
         travelling = None
         for shift, hop in zip(ring.plan.shifts, hops, strict=True):
-            step = Hop(keys, travelling, ring, shift, hop)
+            step = RingStep(keys, travelling, ring, shift, hop)
             yield step
             keys, travelling = step.next_keys, step.travelling
 
@@ -73,7 +73,7 @@ class LocalStep:
         return self._dkv
 
 
-class Hop:
+class RingStep:
     """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks.
 
     Unless it is the last step, its constructor starts to send the keys to rank ``rank + hop``.

@@ -19,7 +19,7 @@ from ...attend.state import Gradients
 from ..groups import rank_in
 from ..step import Ring, Step
 from ..transfer import Transfer, send, send_inside
-from .ring import Hop, OneWay, rows
+from .ring import OneWay, RingStep, rows
 
 
 class TwoLevels(OneWay):
@@ -35,7 +35,7 @@ class TwoLevels(OneWay):
                 keys = Keys(*send_inside(keys, inner_ring.inner[0], plan.host_ranks, ring.group).wait())
             stop = None
             for number in range(len(inner_ring.inner)):
-                stop = Stop(keys, stop, ring, inner_ring, number, sums)
+                stop = TwoLevelStep(keys, stop, ring, inner_ring, number, sums)
                 yield stop
                 keys = stop.next_keys
             assert stop is not None
@@ -59,7 +59,7 @@ class HostSums:
     def __init__(self, ring: Ring) -> None:
         self._ranks, self._group = plan_of(ring).host_ranks, ring.group
         self._arriving: Transfer | None = None
-        self.left: Stop | None = None
+        self.left: TwoLevelStep | None = None
         self.crossing = 0
 
     def cross(self, arrays: tuple[Tensor | None, ...], hosts: int) -> Transfer:
@@ -85,13 +85,15 @@ class HostSums:
         return self._arriving.wait()[0]
 
 
-class Stop(Hop):
+class TwoLevelStep(RingStep):
     """A ``Step`` of an inner ring; ``before``: the step before it on this inner ring.
 
     Unless it is the last one, its constructor starts to send the keys to the next rank inside the host.
     """
 
-    def __init__(self, keys: Keys, before: Stop | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums) -> None:
+    def __init__(
+        self, keys: Keys, before: TwoLevelStep | None, ring: Ring, inner_ring: InnerRing, number: int, sums: HostSums
+    ) -> None:
         plan, inner = plan_of(ring), inner_ring.inner
         inside = partial(send_inside, ranks=plan.host_ranks, group=ring.group)
         hop = inner[number + 1] - inner[number] if number + 1 < len(inner) else 0

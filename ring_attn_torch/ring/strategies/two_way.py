@@ -20,7 +20,7 @@ from ...attend.keys import Keys
 from ...attend.state import Gradients
 from ..step import Ring, Step
 from ..transfer import Transfer
-from .ring import Hop, OneWay
+from .ring import OneWay, RingStep
 
 
 class TwoWay(OneWay):
@@ -32,10 +32,10 @@ class TwoWay(OneWay):
             yield from super().circulate(keys, ring)
             return
         ways = [Way(keys, shifts, ring) for shifts in ring.plan.ways if shifts]
-        step = own = Visit(keys, None, ring, 0, 0)
+        step = own = TwoWayStep(keys, None, ring, 0, 0)
         for way in in_turn(ways):
             yield step
-            step = way.visit()
+            step = way.next_step()
         step.last, step.parts = True, [own, *(way.step for way in ways)]
         yield step
 
@@ -46,25 +46,25 @@ class Way:
     def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
         self.visits, self._ring = len(shifts), ring
         self._legs = zip(shifts, (*(b - a for a, b in pairwise(shifts)), 0), strict=True)
-        self.step = Visit(keys, None, ring, 0, shifts[0])  # starts the first transfer
+        self.step = TwoWayStep(keys, None, ring, 0, shifts[0])  # starts the first transfer
 
-    def visit(self) -> Visit:
+    def next_step(self) -> TwoWayStep:
         """Wait for the next keys, and return the step on them."""
-        self.step = Visit(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
+        self.step = TwoWayStep(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
         return self.step
 
 
-class Visit(Hop):
+class TwoWayStep(RingStep):
     """A ``Step`` of one way. ``parts``: on the last step, the steps that hold the gradients of this rank's own keys."""
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
         super().__init__(keys, travelling, ring, shift, hop)
         self.last = False
-        self.parts: Sequence[Hop] = ()
+        self.parts: Sequence[RingStep] = ()
 
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys, summed in the order of the ways."""
-        own, *others = (Hop.home(part) for part in self.parts)
+        own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(Tensor.add_, others, own)  # type: ignore[arg-type]
 
 

@@ -1,7 +1,7 @@
 """The strategy "ulysses": an all-to-all inside each group swaps tokens for heads, and keys travel a ring of groups.
 
     before     each rank: the tokens of its shard, all heads
-    inside     each rank: the tokens of its group's shards, its share of the heads (``HeadShares``)
+    inside     each rank: the tokens of its group's shards, its share of the heads (``HeadSplit``)
     after      out, lse, its rest and the gradients go back the same way
 
 Ulysses is from DeepSpeed (arXiv:2309.14509), and its product with a ring from USP (arXiv:2405.07719). In the backward q, k, v,
@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ring_attn_core.plan.ulysses import HeadShares
+from ring_attn_core.plan.ulysses import HeadSplit
 
 from ...attend.keys import Keys, clipped, joined, side_by_side
 from ...attend.score import Score
@@ -28,19 +28,19 @@ from .ring import OneWay
 
 
 class HeadExchange(OneWay):
-    """The strategy "ulysses"; ``ring.plan.shares`` says which heads each rank of a group computes."""
+    """The strategy "ulysses"; ``ring.plan.head_split`` says which heads each rank of a group computes."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         """See ``Strategy.spread``."""
-        shares, place = _share_of(ring)
+        head_split, place = _head_split_of(ring)
         extents = None if score.extents is None else clipped(score.extents)
-        to_all = [None if x is None else x.expand(shares.ranks, *x.shape) for x in (keys.bits, keys.extents, extents)]
-        kv = keys.kv if shares.copies == 1 else keys.kv.repeat_interleave(shares.copies, 2)
-        by_head = [x.unflatten(2, (shares.ranks, x.shape[2] // shares.ranks)).movedim(2, 0) for x in (kv, *queries)]
+        to_all = [None if x is None else x.expand(head_split.ranks, *x.shape) for x in (keys.bits, keys.extents, extents)]
+        kv = keys.kv if head_split.copies == 1 else keys.kv.repeat_interleave(head_split.copies, 2)
+        by_head = [x.unflatten(2, (head_split.ranks, x.shape[2] // head_split.ranks)).movedim(2, 0) for x in (kv, *queries)]
         arrived = exchange((*by_head, *to_all), rank_in(ring.group) - place, ring.group).wait()
         kv, *inside, bits, key_extents, extents = arrived
         keys = joined(Keys(kv, bits, None, key_extents), keys.kv.shape[1])
-        return tuple(map(side_by_side, inside)), keys, _shared(score, extents, shares, place)
+        return tuple(map(side_by_side, inside)), keys, _shared(score, extents, head_split, place)
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
         """See ``Strategy.collect``."""
@@ -51,27 +51,29 @@ class HeadExchange(OneWay):
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         """See ``Strategy.collect_gradients``. Gradients that need no further sum are sent in q's dtype."""
         assert isinstance(dkv, Tensor), "what travels is packed"
-        (shares, place), dtype = _share_of(ring), of_q.q.dtype
-        dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if shares.copies == 1 else dkv), ring)
-        if shares.copies > 1:
-            dkv = summed(dkv.unflatten(2, (shares.kv_heads, shares.copies)).movedim(3, 0).contiguous())
+        (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
+        dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if head_split.copies == 1 else dkv), ring)
+        if head_split.copies > 1:
+            dkv = summed(dkv.unflatten(2, (head_split.kv_heads, head_split.copies)).movedim(3, 0).contiguous())
         dsinks = of_q.sinks
         if dsinks is not None:  # of the heads of this rank, and 0 for all others
-            dsinks = torch.nn.functional.pad(dsinks, (place * shares.q_local, (shares.ranks - place - 1) * shares.q_local))
+            dsinks = torch.nn.functional.pad(
+                dsinks, (place * head_split.q_local, (head_split.ranks - place - 1) * head_split.q_local)
+            )
         return dq, dkv, dsinks
 
 
-def _share_of(ring: Ring) -> tuple[HeadShares, int]:
+def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
     """Return the plan's numbers of heads per rank, and this rank's index among the ranks that exchange heads."""
-    shares = ring.plan.shares
-    assert shares is not None
-    return shares, rank_in(ring.group) % shares.ranks
+    head_split = ring.plan.head_split
+    assert head_split is not None
+    return head_split, rank_in(ring.group) % head_split.ranks
 
 
-def _shared(score: Score, extents: Tensor | None, shares: HeadShares, place: int) -> Score:
+def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: int) -> Score:
     """Return the score of this rank's share of the heads, with the extents of the group's queries [ranks b s 2]."""
-    first = place * shares.q_local
-    of_heads = lambda x: None if x is None else x[first : first + shares.q_local]
+    first = place * head_split.q_local
+    of_heads = lambda x: None if x is None else x[first : first + head_split.q_local]
     seed = score.dropout_seed
     if seed is not None:
         seed = seed.clone()
@@ -86,7 +88,7 @@ def _shared(score: Score, extents: Tensor | None, shares: HeadShares, place: int
 
 def _collected(arrays: tuple[Tensor, ...], ring: Ring) -> list[Tensor]:
     """Return the arrays [b ranks*n heads/ranks ...] of the group's tokens as [b n heads ...] of this rank's own tokens."""
-    shares, place = _share_of(ring)
-    sent = tuple(by_rank(x, shares.ranks) for x in arrays)
+    head_split, place = _head_split_of(ring)
+    sent = tuple(by_rank(x, head_split.ranks) for x in arrays)
     arrived = exchange(sent, rank_in(ring.group) - place, ring.group).wait()
     return [x.movedim(0, 2).flatten(2, 3) for x in arrived]

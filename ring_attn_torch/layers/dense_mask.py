@@ -11,7 +11,7 @@ from ring_attn_core.masks import causal, full
 from ring_attn_core.runs import Band
 
 
-class Parts(NamedTuple):
+class MaskArguments(NamedTuple):
     """A mask as three parts: a query sees the keys that all of them permit."""
 
     band: Band
@@ -45,7 +45,7 @@ def visible_of(name: str, mask: Tensor) -> Tensor:
     return visible
 
 
-def whole_of(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
+def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
     """Return bool [1 or batch, queries, keys], True where ``attn_mask`` of torch.nn.MultiheadAttention permits attention.
 
     Raise ValueError if the number of dimensions is not 2 or 3, or if the mask differs between heads.
@@ -63,7 +63,7 @@ def whole_of(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
     return visible[:, 0]
 
 
-def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
+def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     """Convert ``visible``, bool [batch, queries, keys] in natural order, to Parts: a band if one fits, else extents.
 
     It suffices to try the tightest band, or the tightest interval per query, around the visible keys, with and without a key mask
@@ -75,35 +75,35 @@ def parts_of(visible: Tensor, is_causal: bool = False) -> Parts:
     if is_causal:
         if not torch.compiler.is_compiling() and not (visible == torch.ones_like(visible).tril()).all():
             raise ValueError("is_causal=True beside an attn_mask that is not causal: leave out the one that is not meant")
-        return Parts(causal())
+        return MaskArguments(causal())
     if torch.compiler.is_compiling():
         raise ValueError("torch.compile hides what attn_mask holds: pass is_causal=True, beside it or in place of it")
     if not visible.numel():
-        return Parts(full())
+        return MaskArguments(full())
     counts, row = visible.sum(-1), torch.arange(queries, device=visible.device)
     first, end = visible.byte().argmax(-1), keys - visible.flip(-1).byte().argmax(-1)
     lo = torch.where(counts > 0, row - end + 1, queries).min()
     hi = torch.where(counts > 0, row - first, -keys).max()
     lo, hi = torch.minimum(lo, hi), hi  # if no query sees a key, any band fits
 
-    everybody, seen = visible.new_ones(visible.shape[0], keys), visible.any(1)
+    everybody, used = visible.new_ones(visible.shape[0], keys), visible.any(1)
     begins = {True: torch.zeros_like(row), False: (row - hi).clamp(0, keys)}
     ends = {True: torch.full_like(row, keys), False: (row - lo + 1).clamp(0, keys)}
     tried = [(open_lo, open_hi, hidden) for hidden in (False, True) for open_lo in (True, False) for open_hi in (True, False)]
-    fits = [(_between(seen if h else everybody, begins[b], ends[a]) == counts).all() for a, b, h in tried]
-    fits += [(_between(mask, first, end)[counts > 0] == counts[counts > 0]).all() for mask in (everybody, seen)]
+    fits = [(_between(used if h else everybody, begins[b], ends[a]) == counts).all() for a, b, h in tried]
+    fits += [(_between(mask, first, end)[counts > 0] == counts[counts > 0]).all() for mask in (everybody, used)]
     lowest, highest, *fit = torch.stack([lo, hi, *(x.long() for x in fits)]).tolist()  # one host sync
     for fitting, (open_lo, open_hi, hidden) in zip(fit, tried, strict=False):
         if fitting:
             band = Band(None if open_lo else lowest, None if open_hi else highest)
-            return Parts(band, key_mask=seen if hidden else None)
+            return MaskArguments(band, key_mask=used if hidden else None)
     if not fit[-1]:
         raise ValueError(
             "attn_mask is neither a band (causal, a sliding window) nor one interval of keys for each query, apart from keys "
             "hidden from everybody: pass such a mask, and padding as key_padding_mask"
         )
     extents = torch.stack([first, end], -1).masked_fill((counts == 0)[..., None], 0)
-    return Parts(full(), extents, None if fit[-2] else seen)
+    return MaskArguments(full(), extents, None if fit[-2] else used)
 
 
 def _between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ..data.extents import whole
 from ..data.layout import from_layout
 
 
-class Parts(NamedTuple):
+class MaskArguments(NamedTuple):
     """A dense mask as extents and a key mask: a query sees the keys that both permit. Global arrays in layout order."""
 
     extents: jax.Array | None
@@ -36,7 +36,7 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(mask.reshape(shape) != 0, (*scores[:-3], *kept)).reshape(-1, *kept)
 
 
-def parts_of(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> Parts:
+def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> MaskArguments:
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to Parts.
 
     It suffices to try the tightest interval around each query's visible keys, with a key mask of the keys that no query sees.
@@ -46,14 +46,14 @@ def parts_of(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> Pa
     fits = None if visible.shape[1] == 1 else (visible == visible[:, :1]).all((1, 3))
     visible = visible[:, 0]
     if visible.shape[1] == 1 or not visible.size:
-        return Parts(None, key_mask, fits)
+        return MaskArguments(None, key_mask, fits)
     keys = visible.shape[2]
     natural = lambda x, dim: x if layout == "contiguous" else from_layout(x, layout, ranks, keys, dim)
-    visible, seen = natural(visible, 2), natural(key_mask, 1)
+    visible, used = natural(visible, 2), natural(key_mask, 1)
     counts = visible.sum(-1, dtype=jnp.int32)
     first, end = (jnp.argmax(x, -1).astype(jnp.int32) for x in (visible, visible[..., ::-1]))
     first, end = (jnp.where(counts > 0, x, 0) for x in (first, keys - end))
-    before = jnp.pad(jnp.cumsum(seen, -1, dtype=jnp.int32), ((0, 0), (1, 0)))
+    before = jnp.pad(jnp.cumsum(used, -1, dtype=jnp.int32), ((0, 0), (1, 0)))
     between = jnp.take_along_axis(before, end, 1) - jnp.take_along_axis(before, first, 1)
     one = between == counts
-    return Parts(jnp.stack([first, end], -1), key_mask, one if fits is None else one & fits)
+    return MaskArguments(jnp.stack([first, end], -1), key_mask, one if fits is None else one & fits)
