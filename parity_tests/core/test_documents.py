@@ -248,7 +248,7 @@ def test_a_tokenizer_that_cannot_be_had_is_refused(words: Path, monkeypatch):
     with pytest.raises(ValueError, match=r"3.txt makes no tokens"):
         corpus.batches(folder, tokenizer=words)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ModuleNotFoundError, match=r"tokenizer= needs tokenizers: run pip install '\.\[data\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"tokenizer= needs tokenizers: run pip install 'ring-attn\[data\]'"):
         corpus.batches(folder, tokenizer=words)
     assert not list((folder / ".ring-attn").glob(".writing-*"))
 

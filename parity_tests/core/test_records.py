@@ -18,7 +18,7 @@ TEXTS = ["first", "", "straße, 日本語 and 🙂", None, "fourth\nand more", "
 ROWS = [1, 3, 5, 6]
 """Numbers of the rows that have a text."""
 IDS = [list(TEXTS[row - 1].encode()) for row in ROWS]  # type: ignore[union-attr]
-NEEDED = "Parquet and Arrow files need pyarrow: pip install '.[data]'"
+NEEDED = "Parquet and Arrow files need pyarrow: pip install 'ring-attn[data]'"
 KINDS = [".jsonl", ".parquet", ".arrow", "feather.arrow", "dictionary.arrow"]
 
 
@@ -167,5 +167,5 @@ def test_rows_and_texts_in_one_folder_are_refused(tmp_path: Path):
 def test_missing_pyarrow_names_the_extra(tmp_path: Path, monkeypatch):
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ModuleNotFoundError, match=r"reading a.parquet needs pyarrow: run pip install '.\[data\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"reading a.parquet needs pyarrow: run pip install 'ring-attn\[data\]'"):
         corpus.batches(tmp_path)
