@@ -125,7 +125,7 @@ def test_trls_head_returns_whole_rows_of_log_probabilities(four: Any, shifted: b
 
 
 def refusals(group: Any) -> list[str]:
-    from trl.trainer.utils import add_fused_lm_head
+    from trl.trainer.utils import add_fused_lm_head  # type: ignore[import-not-found]
 
     told = []
     for head, given in ((False, {"labels": LABELS}), (True, {}), (True, {"labels": LABELS, "ignore_index": -1})):
