@@ -4,17 +4,17 @@
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
 
-The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the state of the keys seen so far:
-with row max lse, row sum exp(rest), and out times that sum. Key tiles outside of the band and the extents are skipped, and no
-score matrix is larger than one tile per head.
+This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It continues from the state over the keys
+seen so far: the row max is lse, the row sum is exp(rest), and the accumulator is out * exp(rest). Key tiles outside of the band
+and the extents are skipped. No score matrix is larger than one tile per head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows int32 [q_runs, k_runs, fields];
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
-Tiles      a tile lies within one slot, and all tiles of a slot have the same length. So the last one begins early and ends with
-           the slot, and the tokens that it shares with the tile before are not valid in it: each counts once. In a balanced
-           layout the slot of a run is the rest of the shard. With extents each batch row visits its own range of key tiles, else
-           all batch rows visit the same tiles together
+Tiles      a tile lies within one slot, and all tiles of a slot have the same length. The last tile begins early and ends with
+           the slot. Its tokens that the previous tile also holds are marked invalid, so each token counts once. In a balanced
+           layout a run's slot is the rest of the shard. With extents each batch row visits its own range of key tiles;
+           without extents all batch rows visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
 """
 
@@ -40,7 +40,7 @@ from .tiles import Pair, TileInputs, accumulation_dtype, dot
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain jnp, tile by tile. ``even``: see ``TileInputs``."""
+    """The backend "blockwise": plain jnp, tile by tile. ``even``: True if runs fill equal slots (see ``TileInputs``)."""
 
     two_arrays: ClassVar[bool] = False
     even: bool = True
@@ -85,7 +85,7 @@ class Blockwise:
 def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
     """Return the initial attention state, in the accumulation dtype.
 
-    ``out`` is 0. ``lse`` is the sink of each head; it is -inf without sinks, and for padding queries.
+    ``out`` is 0. ``lse`` is the head's sink; without sinks and at padding queries ``lse`` is -inf.
     """
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
@@ -97,7 +97,7 @@ def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
 
 
 def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
-    """Return bool [tokens]: True for slots of the query shard that hold a token, False for padding."""
+    """Return bool [tokens]: True at slots of the query shard that hold a token, False at padding."""
     row = Row(*jnp.unstack(rows[:, 0, :, None], axis=1))
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     return ((index >= row.q_base) & (index < row.q_base + row.q_len)).any(0)
@@ -149,8 +149,8 @@ def attend_backward(
 
         p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
         dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
-    z_ij is the dropout factor, as above; delta_i = dout_i . out_i - dlse_i; dout and delta come times exp(-rest_i);
-    tanh is that of softcap, 0 without one.
+    z_ij is the dropout factor of the module's formula; delta_i = dout_i . out_i - dlse_i. The caller has multiplied dout and
+    delta by exp(-rest_i). tanh is tanh(scale q_i . k_j / softcap), or 0 without softcap.
     """
     q, dout, lse, delta, *_ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)

@@ -1,4 +1,4 @@
-"""Attention of a few queries over the slots of one rank's cache, and the merge of several such results.
+"""Attention of a few queries over one rank's cache slots, and the merge of several ranks' or splits' results.
 
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
@@ -35,7 +35,7 @@ FEW_ROWS = 128
 
 
 class DecodeArrays(NamedTuple):
-    """The arrays of a call under their public names; None if not passed."""
+    """The arrays of a decode call under their public names; None if not passed."""
 
     q: jax.Array
     k: jax.Array
@@ -50,7 +50,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
-    """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split, [splits b n h e+1]."""
+    """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split of the slots, [splits b n h e+1]."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
     arguments = {
         "q": arrays.q,
@@ -70,7 +70,7 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
 
 
 def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
-    """Merge the pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1] by a kernel."""
+    """Merge the (out, lse) pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1] with a kernel."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
@@ -78,14 +78,14 @@ def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> j
 def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks by a kernel. Return out in q's dtype and lse."""
+    """Merge the (out, lse) pairs of all splits or ``ranks`` ranks with a kernel, add the sinks, and return out and lse."""
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
 
 
 def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Merge pairs [s b n h e+1] and the sinks. Return out and lse in the dtype of the pairs."""
+    """Merge (out, lse) pairs [pairs b n h e+1] and the sinks. Return out and lse in the dtype of the pairs."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     sinks = None if sinks is None else sinks.astype(lses.dtype)[None, None]
     top = lses.max(0) if sinks is None else jnp.maximum(lses.max(0), sinks)
@@ -101,9 +101,9 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
 
 
 def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
-    """Return the pair [b n h e+1] of this rank's slots, computed in plain jnp, one chunk of slots at a time.
+    """Compute attention over this rank's slots in plain jnp, one chunk of slots at a time.
 
-    Zero the v of invisible slots only if the product with them is not finite.
+    Return out and lse packed in one array [b n h e+1]. Zero the v of invisible slots only if their product is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -134,7 +134,7 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
 
 
 def depths(arrays: DecodeArrays) -> jax.Array:
-    """Return the position of each tree node, int32 [b n]: that of the first node plus the number of its ancestors."""
+    """Return the position of each tree node, int32 [b n]: the first node's position plus the node's number of ancestors."""
     assert arrays.tree_mask is not None
     return arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1, dtype=jnp.int32) - 1
 
@@ -154,7 +154,10 @@ class _Score(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online softmax of rows [b g, n heads] over some slots: row max, sum of exp(s - top), sum of exp(s - top) v."""
+    """The online-softmax state of rows [b g, n heads] over some slots.
+
+    ``top``: the row max. ``total``: the sum of exp(s - top). ``acc``: the sum of exp(s - top) v.
+    """
 
     top: jax.Array
     total: jax.Array
@@ -168,7 +171,7 @@ class _State(NamedTuple):
         return _State(top, self.total * mine + other.total * theirs, acc)
 
     def pair(self) -> jax.Array:
-        """Return out and lse in one array [b g, n heads, e+1]."""
+        """Return out and lse packed in one array [b g, n heads, e+1]."""
         nothing = self.total == 0
         total = jnp.where(nothing, 1, self.total)
         lse = jnp.where(nothing, -jnp.inf, self.top + jnp.log(total))
@@ -194,9 +197,9 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
 
 
 def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Visibility, score: _Score) -> _State:
-    """Return the online softmax of ``rows`` [b g, n heads, d] over one chunk of slots.
+    """Return the online-softmax state of the queries ``rows`` [b g, n heads, d] over one chunk of ``c`` slots.
 
-    ``keys`` [b c g d], ``values`` [b c g e]: those of the chunk.
+    ``keys`` [b c g d], ``values`` [b c g e]: the chunk's k and v.
     """
     (b, g, m, _), n = rows.shape, visibility.visible.shape[1]
     s = _products(rows, keys)
@@ -216,10 +219,11 @@ def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Vi
 
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
-    """Return q . k [b g, n heads, c] of rows [b g, n heads, d] and keys [b c g d].
+    """Return q . k [b g, n heads, c] of the queries ``rows`` [b g, n heads, d] and keys [b c g d].
 
-    XLA copies k head by head for a product batched over kv heads: 87 ms on one core for 16,384 slots of 8 heads of 128. So if
-    there are few rows, those of all heads form one matrix [g * rows, g d], with 0 in the dimensions of other heads: 18 ms.
+    XLA copies k head by head for a product batched over kv heads: 87 ms on one core for 16,384 slots of 8 heads of 128. If there
+    are few rows, multiply the rows of all heads as one matrix [g * rows, g d] instead. Each row is 0 in the dimensions of other
+    heads. That takes 18 ms.
     """
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
@@ -232,7 +236,7 @@ def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
 def _sums(p: jax.Array, values: jax.Array) -> jax.Array:
     """Return p v [b g, n heads, e] of probabilities [b g, n heads, c] and values [b c g e].
 
-    If there are few rows, those of all heads are multiplied at once, as in ``_products``.
+    If there are few rows, multiply the rows of all heads at once, as in ``_products``.
     """
     b, g, m, c = p.shape
     if g * m > FEW_ROWS:

@@ -22,7 +22,7 @@ from ring_attn_core.dropout import (
 
 
 class DropoutState(NamedTuple):
-    """The dropout state as 0-d uint32: both words of the seed, and the global indices of the first batch row and head."""
+    """The dropout state as four 0-d uint32: the seed's two words and the global indices of the first batch row and head."""
 
     low: jax.Array
     high: jax.Array
@@ -31,7 +31,7 @@ class DropoutState(NamedTuple):
 
 
 def dropout_state(seed: Any, offset: Any) -> DropoutState:
-    """Return the dropout state of a seed and an offset; a ``seed`` that is a ``DropoutState`` already is returned unchanged.
+    """Return the dropout state of a seed and an offset. Return ``seed`` unchanged if it is a ``DropoutState``.
 
     Raise ValueError if a number is not an int or a 0-d integer array.
     """
@@ -67,7 +67,7 @@ def _is_integer(x: Any) -> bool:
 def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
-    Compute it once for all tiles of a step, because it is half of the dropout mask's code to compile.
+    Call this once for all tiles of a step: the keys are half of the dropout mask's code to compile.
     """
     b = state.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = state.head + jnp.arange(heads, dtype=jnp.uint32)[None]
@@ -86,7 +86,7 @@ def keep_mask(philox_keys: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.
 
 
 def multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
-    """Return the upper and lower 32 bits of the product, computed by 16-bit halves: JAX without x64 has no 64-bit integers."""
+    """Return the upper and lower 32 bits of the product. Multiply 16-bit halves: JAX without x64 has no 64-bit integers."""
     low, high = a & 0xFFFF, a >> 16
     c_low, c_high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
     middle = high * c_low + (low * c_low >> 16)

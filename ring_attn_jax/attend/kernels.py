@@ -1,4 +1,4 @@
-"""The backend of the GPU kernels: it prepares their input arrays and launches them for each step."""
+"""The backends that run GPU kernels: prepare the input arrays of each ring step and launch its kernels."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Kernels:
     def attend_dq(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
-        """Return ``dq`` (None: nothing yet) plus the gradient of q from these keys; in q's dtype after the last step."""
+        """Return the gradient of q from these keys, added to ``dq`` (None: no keys yet); in q's dtype after the last step."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -105,7 +105,7 @@ class Kernels:
         return dq
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None) -> Gradients:
-        """Return ``arrived`` (None: nothing yet) plus these keys' gradient from this rank's queries, packed like the keys."""
+        """Return the gradient of these keys from this rank's queries, plus ``arrived`` (None: none yet), packed like the keys."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
@@ -117,10 +117,10 @@ class Kernels:
 
 
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return float32 zeros of ``shape`` and ``x`` itself, tied by an optimization barrier.
+    """Return float32 zeros of ``shape`` and ``x``, tied by an optimization barrier.
 
-    The barrier makes XLA allocate the zeros only once ``x`` is computed. Without it XLA would allocate the zeros of all layers
-    before the first backward and hold them, because they depend on nothing.
+    The barrier makes XLA allocate the zeros after it has computed ``x``. Zeros depend on no input: without the barrier XLA would
+    allocate the zeros of all layers before the first backward, and hold them.
     """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x

@@ -13,11 +13,11 @@ from ring_attn_core.kernels.call import BEYOND
 
 
 class Keys(NamedTuple):
-    """A shard of keys and values, packed in one array or, if nothing travels, as two.
+    """A shard of keys and values: k and v packed in one array, or in two arrays if no keys travel between ranks.
 
-    ``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, with ``v`` [b t g e]. ``bits`` uint8 [b, ceil(t / 8)]: bit
-    j % 8 of byte j // 8 is 1 if key j may be attended; None: all may. ``extents`` int32 [b t 2]: first and end (exclusive) of the
-    query positions that may see each key, not negative; None: all may.
+    ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone if ``v`` [b t g e] is present. ``bits`` uint8 [b,
+    ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j is visible. None: all keys are. ``extents`` int32 [b t 2]:
+    per key, the first and end (exclusive) position of the queries that may see the key, at least 0. None: no limit.
     """
 
     kv: jax.Array
@@ -29,9 +29,9 @@ class Keys(NamedTuple):
 def pack(
     k: jax.Array, v: jax.Array, key_mask: jax.Array | None = None, key_extents: jax.Array | None = None, two_arrays: bool = False
 ) -> Keys:
-    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2].
+    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
 
-    Masked keys and values become 0, even if they are NaN. Extents are clipped to positions that fit the kernels' arithmetic.
+    Set masked keys and values to 0, even NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32 arithmetic.
     """
     arrays = [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
     bits = None
@@ -42,7 +42,7 @@ def pack(
 
 
 def bits_of(key_mask: jax.Array) -> jax.Array:
-    """Pack a key mask, bool [b t], into the ``bits`` of ``Keys``."""
+    """Pack a key mask, bool [b t], into uint8 [b, ceil(t / 8)], the ``bits`` of ``Keys``."""
     return jnp.packbits(key_mask, axis=1, bitorder="little")
 
 
@@ -53,12 +53,12 @@ def clipped(extents: jax.Array) -> jax.Array:
 
 
 def unpack(keys: Keys) -> jax.Array | None:
-    """Unpack the key mask, bool [b t], from its bits; return None if every key may be attended."""
+    """Unpack the key mask, bool [b t], from its bits. Return None if every key is visible."""
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 
 def joined(parts: Keys, tokens: int) -> Keys:
-    """Concatenate shards of ``tokens`` tokens each; ``parts`` holds their arrays stacked, [shards, ...]."""
+    """Concatenate shards of ``tokens`` tokens each. The arrays in ``parts`` hold all shards: [shards b tokens ...]."""
     bits = parts.bits
     if bits is not None:
         masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
@@ -67,15 +67,15 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 
 def cut(keys: Keys, first: jax.Array, tokens: int) -> Keys:
-    """Slice ``tokens`` keys from ``first`` on, as contiguous arrays."""
+    """Return ``tokens`` keys from index ``first`` on, as contiguous arrays."""
     part: Keys = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, tokens, 1), keys._replace(bits=unpack(keys)))
     return part if part.bits is None else part._replace(bits=bits_of(part.bits))
 
 
 def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
-    """Return zeroed keys of the shape of ``like``, with each (first token, keys) of ``parts`` copied in.
+    """Return keys shaped like ``like`` that hold each (first token, keys) of ``parts`` at its first token.
 
-    Keys outside of ``parts`` are 0 and masked.
+    All other keys are 0 and masked.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]
@@ -87,7 +87,7 @@ def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
 
 
 def side_by_side(x: jax.Array) -> jax.Array:
-    """Concatenate the shards of [shards b n ...] to [b shards*n ...]."""
+    """Concatenate shards along the tokens: [shards b n ...] to [b shards*n ...]."""
     return jnp.moveaxis(x, 0, 1).reshape(x.shape[1], x.shape[0] * x.shape[2], *x.shape[3:])
 
 

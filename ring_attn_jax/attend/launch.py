@@ -29,8 +29,8 @@ It is part of JAX's cache keys, so a trace for one capability is not reused for 
 def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
     """Add a kernel launch to the JAX program as a custom call, and return its outputs.
 
-    ``arrays``: the inputs by name. An output that overwrites an input shares its buffer; XLA copies the input first if it is
-    needed later.
+    ``arrays``: the inputs by name. An output that overwrites an input shares the input's buffer. XLA copies the input first if a
+    later operation reads it.
     """
     arrays = {**arrays, **{name: jnp.zeros(x.shape, x.dtype) for name, x in launch.zeros.items()}}
     inputs = [arrays[name] for name in launch.inputs]
@@ -46,14 +46,14 @@ def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, 
 
 
 def _varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
-    """Mark ``x`` as varying over the mesh ``axes``, because shard_map assumes a custom call's outputs to be replicated."""
+    """Mark ``x`` as varying over the mesh ``axes``, since shard_map assumes that a custom call's output is replicated."""
     missing = axes - axes_of(x)
     return lax.pcast(x, tuple(sorted(missing)), to="varying") if missing else x
 
 
 @lru_cache(maxsize=4096)
 def _opaque(launch: Launch, capability: int) -> bytes:
-    """Return the payload of the custom call: the compiled kernel, its grid, and the recipe of each parameter."""
+    """Return the payload of the custom call: the compiled kernel, its grid, and how to pass each parameter."""
     from jaxlib import gpu_triton
 
     kernel = compiled(launch, capability)
@@ -95,8 +95,8 @@ def compile_for(capability: int) -> Iterator[None]:
         with compile_for(90):
             jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
 
-    Raise ValueError if the number is not a compute capability, and ImportError if jaxlib's CUDA plugin is missing, which makes
-    the calls.
+    Raise ValueError if ``capability`` is not a compute capability. Raise ImportError if jaxlib's CUDA plugin is missing: the
+    plugin builds the custom calls.
     """
     if not 50 <= capability < 200:
         raise ValueError(f"compile_for takes a compute capability without its point, such as 90 for 9.0, got {capability!r}")
@@ -110,7 +110,7 @@ def compile_for(capability: int) -> Iterator[None]:
 
 
 def capability() -> int:
-    """Return the compute capability of the NVIDIA GPU to trace for, such as 90; 0 without one."""
+    """Return the compute capability of the NVIDIA GPU to trace for, such as 90; 0 without a GPU."""
     target = _target.value
     return _of_this_host() if target is None else target
 
@@ -125,5 +125,5 @@ def _of_this_host() -> int:
 
 @lru_cache
 def multiprocessors() -> int:
-    """Return the number of SMs of this host's GPU; without a GPU 132, as on a Hopper GPU."""
+    """Return the number of SMs of this host's GPU. Without a GPU return 132, the number of a Hopper GPU."""
     return int(getattr(jax.devices()[0], "core_count", 0) or 132) if jax.default_backend() == "gpu" else 132

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 
 class State(NamedTuple):
-    """The attention state over the keys seen so far: out [b s h e], lse [b s h] and its ``rest`` [b s h].
+    """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
 
     The rest is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes the denominator by 5e-4. The rest is None for 16-bit inputs, whose scores are less precise than that.
+    float32 lse changes the denominator by a relative 5e-4. The rest is None for 16-bit inputs: their scores have larger errors.
     """
 
     out: jax.Array
@@ -21,7 +21,7 @@ class State(NamedTuple):
 
     @property
     def arrays(self) -> tuple[jax.Array, ...]:
-        """Return (out, lse), or (out, lse, rest) if there is a rest."""
+        """Return (out, lse), or (out, lse, rest) if rest is not None."""
         return (self.out, self.lse) if self.rest is None else (self.out, self.lse, self.rest)
 
 
@@ -30,10 +30,10 @@ Gradients = jax.Array | tuple[jax.Array, ...]
 
 
 class BackwardInputs(NamedTuple):
-    """The backward inputs that all steps share: q [b s h d], dout [b s h e], lse and delta.
+    """The inputs of a backward that all its steps share: q [b s h d], dout [b s h e], lse and delta.
 
-    ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: not an input, but the sinks' gradient from
-    these queries, complete before the first step. ``bounds``: for kernels, the bounds of each query tile's extents.
+    ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the sinks' gradient from these queries;
+    the steps only hand it on. ``bounds``: the bounds of each query tile's extents, for kernels.
     """
 
     q: jax.Array
@@ -45,7 +45,7 @@ class BackwardInputs(NamedTuple):
 
 
 def carries_rest(dtype: jnp.dtype) -> bool:
-    """Return True if the state of inputs of ``dtype`` has a rest: for float32 and float64."""
+    """Return True if the attention state of inputs of ``dtype`` has a ``rest``: for float32 and float64."""
     return dtype in (jnp.float32, jnp.float64)
 
 

@@ -1,4 +1,7 @@
-"""The protocol of a backend: three functions that the ring loop calls. ``call/prepare.py`` selects a backend per problem."""
+"""The protocol of a backend: three functions that the ring loop calls.
+
+``call/prepare.py`` selects a backend per problem.
+"""
 
 from __future__ import annotations
 
@@ -22,19 +25,21 @@ class Backend(Protocol):
     """True if k and v may stay two arrays when no keys travel between ranks."""
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """Merge attention to the visible keys into ``total``, the state so far (None: no keys yet), and return it.
+        """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return the new state.
 
-        The state is float32 (float64 for float64); after the ``last`` step out is in q's dtype. It has a rest if
-        ``carries_rest(q.dtype)``.
+        ``total`` is None before the first step. The state is float32 (float64 for float64 inputs). After the ``last`` step
+        ``out`` is cast to q's dtype. The state has a ``rest`` if ``carries_rest(q.dtype)``.
         """
         ...
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Compute delta = rowsum(dout * out) - dlse, and return it with q, dout and lse. The loop calls it once per backward.
+        """Compute delta = rowsum(dout * out) - dlse, and return q, dout, lse and delta for all steps of a backward.
 
-        ``total``: the state after the last step; ``dtotal``: (dout, dlse). A probability is ``exp(s - lse - rest)``, and each
-        gradient multiplies it by dout or delta. So dout and delta are returned times ``exp(-rest)``, and the steps compute
-        ``exp(s - lse)``. Both are 0 for queries that see no key, so that NaN in their incoming gradients reaches no key.
+        ``total``: the state after the last step. ``dtotal``: (dout, dlse). The loop calls this once per backward.
+
+        A probability is ``exp(s - lse - rest)``, and every gradient is a probability times dout or delta. The steps compute only
+        ``exp(s - lse)``, so this function scales dout and delta by ``exp(-rest)``. It sets dout and delta to 0 at queries that
+        see no key: a NaN there would reach the keys' gradients.
         """
         ...
 
@@ -48,9 +53,10 @@ class Backend(Protocol):
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Add the contribution of ``keys`` to ``dq`` (None: nothing yet), and dk and dv to the gradients from ``arrived()``.
+        """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns.
 
-        Return both, in q's dtype if nothing more will be added, else in the accumulation dtype.
+        ``dq`` is None before the first step. Return dq and dk, dv: a gradient that is complete in q's dtype, an incomplete one in
+        the accumulation dtype.
         """
         ...
 
@@ -58,7 +64,8 @@ class Backend(Protocol):
 def sink_gradient(score: Score, total: State, delta: Tensor) -> Tensor | None:
     """Return the gradient of the sinks [h], or None without sinks.
 
-    It is ``-sum_bs exp(sink - lse - rest) delta`` over arrays [b s h], since a sink is a key whose value is 0.
+    The gradient is ``-sum_bs exp(sink - lse - rest) delta`` over arrays [b s h]. The formula treats a sink as a key whose value
+    is 0.
     """
     if score.sinks is None:
         return None

@@ -4,9 +4,9 @@
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
 
-The online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2), continued from the state of the keys seen so far:
-with row max lse, row sum exp(rest), and out times that sum. Key tiles outside of the band and the extents are skipped, and no
-score matrix is larger than one tile per head.
+This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It continues from the state over the keys
+seen so far: the row max is lse, the row sum is exp(rest), and the accumulator is out * exp(rest). Key tiles outside of the band
+and the extents are skipped. No score matrix is larger than one tile per head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows [q_runs][k_runs] of Row;
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
@@ -37,7 +37,7 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise". A subclass may override ``merged`` and ``gradients``, the computation over one shard of keys."""
+    """The backend "blockwise". A subclass overrides ``merged`` and ``gradients`` to compute one shard of keys in another way."""
 
     two_arrays: ClassVar[bool] = False
 
@@ -79,14 +79,14 @@ class Blockwise:
         return attend(q, keys, rows, score, total)
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add the gradient from these keys to ``dq`` in place. Return it, and the gradient of ``keys.kv`` from these queries."""
+        """Add these keys' contribution to ``dq`` in place. Return ``dq`` and the gradient of ``keys.kv`` from these queries."""
         return attend_backward(of_q, keys, rows, score, dq)
 
 
 def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
     """Return the initial attention state, in the accumulation dtype.
 
-    ``out`` is 0. ``lse`` is the sink of each head; it is -inf without sinks, and for padding queries.
+    ``out`` is 0. ``lse`` is the head's sink; without sinks and at padding queries ``lse`` is -inf.
     """
     b, s, h, d = q.shape
     dtype = accumulation_dtype(q.dtype)
@@ -98,7 +98,7 @@ def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
 
 
 def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-    """Merge attention to the visible keys into ``total``, the state over the keys seen so far, in place. Return it."""
+    """Merge attention to the visible keys into ``total``, the state over the keys seen so far, in place. Return ``total``."""
     for inputs in TileInputs.all(q, keys, rows, score):
         out, lse, *rest = (x[inputs.batch] for x in total.arrays)
         for queries in inputs.query_tiles():
@@ -135,8 +135,8 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
     p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
     dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
 
-    z_ij is the dropout factor, as above; delta_i = dout_i . out_i - dlse_i; dout and delta come times exp(-rest_i);
-    tanh is that of softcap, 0 without one.
+    z_ij is the dropout factor of the module's formula; delta_i = dout_i . out_i - dlse_i. The caller has multiplied dout and
+    delta by exp(-rest_i). tanh is tanh(scale q_i . k_j / softcap), or 0 without softcap.
     """
     q, dout, lse, delta, *_ = of_q
     d = q.shape[-1]
@@ -163,10 +163,10 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """Compute exp(x) in place as a power of 2.
+    """Compute exp(x) in place, as a power of 2.
 
-    On a CPU torch's exp takes 3 times as long, and 30 times as long if it underflows. Scores and lse stay in natural units until
-    here, so that the very lse that was stored is subtracted: if one key outweighs all others, its probability is 1 to the last
-    bit, however large the scores.
+    On a CPU torch's exp takes 3 times as long as exp2, and 30 times as long if the result underflows. The caller subtracts the
+    stored natural-log lse before the change of base. So a key that outweighs all others gets a probability of exactly 1, however
+    large the scores are.
     """
     return x.mul_(LOG2E).exp2_()

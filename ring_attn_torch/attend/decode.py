@@ -1,4 +1,4 @@
-"""Attention of a few queries over the slots of one rank's cache, and the merge of several such results.
+"""Attention of a few queries over one rank's cache slots, and the merge of several ranks' or splits' results.
 
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
@@ -34,7 +34,7 @@ LONGEST = 4096
 
 
 class DecodeArrays(NamedTuple):
-    """The arrays of a call under their public names; None if not passed."""
+    """The arrays of a decode call under their public names; None if not passed."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +49,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
-    """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split, [splits b n h e+1]."""
+    """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split of the slots, [splits b n h e+1]."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
     arguments = {
         "q": aligned(arrays.q),
@@ -69,20 +69,20 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
 
 
 def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
-    """Merge the pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1] by a kernel."""
+    """Merge the (out, lse) pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1] with a kernel."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
 
 def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
-    """Merge the pairs of all splits, or of ``ranks`` ranks, and the sinks by a kernel. Return out in q's dtype and lse."""
+    """Merge the (out, lse) pairs of all splits or ``ranks`` ranks with a kernel, add the sinks, and return out and lse."""
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
 
 
 def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge pairs [s b n h e+1] and the sinks. Return out and lse in the dtype of the pairs."""
+    """Merge (out, lse) pairs [pairs b n h e+1] and the sinks. Return out and lse in the dtype of the pairs."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks.to(lses.dtype))
     top = top.masked_fill(top == -math.inf, 0)
@@ -97,10 +97,10 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
-    """Return the pair [b n h e+1] of this rank's slots, computed in plain torch by batch row and chunk of slots.
+    """Compute attention over this rank's slots in plain torch, one batch row and chunk of slots at a time.
 
-    On a CPU, where reading values costs no synchronization, skip chunks without a visible slot, and zero the v of invisible slots
-    only if a product is not finite.
+    Return out and lse packed in one array [b n h e+1]. On a CPU, reading a value costs no synchronization. So skip chunks without
+    a visible slot there, and zero the v of invisible slots only if a product is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -125,13 +125,13 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
 
 
 def depths(arrays: DecodeArrays) -> Tensor:
-    """Return the position of each tree node, int32 [b n]: that of the first node plus the number of its ancestors."""
+    """Return the position of each tree node, int32 [b n]: the first node's position plus the node's number of ancestors."""
     assert arrays.tree_mask is not None
     return (arrays.q_positions[:, :1] + arrays.tree_mask.sum(-1) - 1).to(torch.int32)
 
 
 class _Visibility(NamedTuple):
-    """The mask, bool [n slots], the lags (query position - slot position), int [n slots], and other score parameters."""
+    """The mask, bool [n slots], the lags (query position - slot position), int [n slots], ALiBi slopes and softcap."""
 
     visible: Tensor
     lag: Tensor
@@ -140,9 +140,9 @@ class _Visibility(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state over the slots so far; each row is a query of one head, [g, n heads].
+    """The online-softmax state over the slots seen so far, [g, n heads]: one row per query and head.
 
-    ``top``: the row max; ``total``: the sum of exp(s - top); ``acc``: the sum of exp(s - top) v.
+    ``top``: the row max. ``total``: the sum of exp(s - top). ``acc``: the sum of exp(s - top) v.
     """
 
     top: Tensor
@@ -163,7 +163,7 @@ class _State(NamedTuple):
 
 
 def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """Return the mask and the lags of one batch row, as ``_Visibility`` holds them."""
+    """Return the mask and the lags of one batch row for ``_Visibility``."""
     position, i = arrays.k_positions[row, slots], arrays.q_positions[row, :, None]
     if of_tree is None:
         lag = i - position
@@ -180,7 +180,7 @@ def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, r
 
 
 def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, visibility: _Visibility) -> _State:
-    """Merge one chunk of slots into the state: keys [c g d], values [c g e], rows [g, n heads, d]."""
+    """Merge one chunk of ``c`` slots into the state: keys [c g d], values [c g e], rows of q [g, n heads, d]."""
     on_cpu = rows.device.type == "cpu"
     visible = visibility.visible
     if on_cpu and not visible.any():

@@ -29,13 +29,13 @@ class Dropout(NamedTuple):
 
     @property
     def known_offset(self) -> tuple[int, int]:
-        """Return the offset for comparison between ranks, with -1 for a tensor, whose value is on the device."""
+        """Return the offset as ints, to compare it between ranks. A tensor becomes -1, because its value is on the device."""
         batch, head = (-1 if isinstance(x, Tensor) else int(x) for x in self.offset)
         return batch, head
 
 
 def dropout_state(dropout: Dropout, device: torch.device) -> Tensor:
-    """Build a Score's ``dropout_seed`` tensor on the device, because a copy from the host would wait for the device.
+    """Build the ``dropout_seed`` tensor of ``Score`` on the device, because a copy from the host would wait for the device.
 
     Raise ValueError if a value is not an int or a 0-d integer tensor.
     """
@@ -61,7 +61,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def philox_keys(state: Tensor, batch: int, heads: int) -> Tensor:
-    """Return the Philox key of each batch row and head, int64 [batch, heads]; called once for all tiles of a step."""
+    """Return the Philox key of each batch row and head, int64 [batch, heads], for all tiles of a step."""
     low, high, first_batch, first_head = state.unbind()
     b = (first_batch + torch.arange(batch, device=state.device) & WORD)[:, None]
     h = first_head + torch.arange(heads, device=state.device) & WORD
@@ -79,6 +79,6 @@ def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) ->
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower 32 bits of the product; int64 arithmetic wraps around, which keeps all 64 bits."""
+    """Return the upper and lower 32 bits of the product. int64 wraps around, so no bit of the 64 is lost."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

@@ -1,4 +1,4 @@
-"""The backend of the GPU kernels: it prepares their input arrays and launches them for each step."""
+"""The backends that run GPU kernels: prepare the input arrays of each ring step and launch its kernels."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Kernels:
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
     def attend_dq(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
-        """Return ``dq`` (None: nothing yet) plus the gradient of q from these keys; in q's dtype after the last step."""
+        """Return the gradient of q from these keys, added to ``dq`` (None: no keys yet); in q's dtype after the last step."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -102,7 +102,7 @@ class Kernels:
         return dq
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None) -> Gradients:
-        """Return ``arrived`` (None: nothing yet) plus these keys' gradient from this rank's queries, packed like the keys."""
+        """Return the gradient of these keys from this rank's queries, plus ``arrived`` (None: none yet), packed like the keys."""
         arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
@@ -145,5 +145,5 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
 
 @lru_cache(maxsize=4096)
 def on_device(rows: Rows, device: torch.device) -> Tensor:
-    """Copy the rows to the device as int32 [q_runs, k_runs, fields]. Cache the copies, because each waits for the device."""
+    """Copy the rows to the device as int32 [q_runs, k_runs, fields]. Cache the copy, because each copy waits for the device."""
     return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -12,11 +12,11 @@ from ring_attn_core.kernels.call import BEYOND
 
 
 class Keys(NamedTuple):
-    """A shard of keys and values, packed in one array or, if nothing travels, as two.
+    """A shard of keys and values: k and v packed in one array, or in two arrays if no keys travel between ranks.
 
-    ``kv`` [b t g d+e]: k, then v on the last dimension; or k alone, with ``v`` [b t g e]. ``bits`` uint8 [b, ceil(t / 8)]: bit
-    j % 8 of byte j // 8 is 1 if key j may be attended; None: all may. ``extents`` int32 [b t 2]: first and end (exclusive) of the
-    query positions that may see each key, not negative; None: all may.
+    ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone if ``v`` [b t g e] is present. ``bits`` uint8 [b,
+    ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j is visible. None: all keys are. ``extents`` int32 [b t 2]:
+    per key, the first and end (exclusive) position of the queries that may see the key, at least 0. None: no limit.
     """
 
     kv: Tensor
@@ -28,9 +28,9 @@ class Keys(NamedTuple):
 def pack(
     k: Tensor, v: Tensor, key_mask: Tensor | None = None, key_extents: Tensor | None = None, two_arrays: bool = False
 ) -> Keys:
-    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2].
+    """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
 
-    Masked keys and values become 0, even if they are NaN. Extents are clipped to positions that fit the kernels' arithmetic.
+    Set masked keys and values to 0, even NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32 arithmetic.
     """
     # If k and v have their dimensions in the same other memory order, so has the result of cat; kernels need it contiguous.
     arrays = [k, v] if two_arrays else [torch.cat([k, v], -1).contiguous()]
@@ -42,7 +42,7 @@ def pack(
 
 
 def bits_of(key_mask: Tensor) -> Tensor:
-    """Pack a key mask, bool [b t], into the ``bits`` of ``Keys``."""
+    """Pack a key mask, bool [b t], into uint8 [b, ceil(t / 8)], the ``bits`` of ``Keys``."""
     whole = torch.cat([key_mask, key_mask.new_zeros(len(key_mask), -key_mask.shape[1] % 8)], 1)
     whole = whole.unflatten(1, (whole.shape[1] // 8, 8))
     return (whole << _bit(whole)).sum(-1).to(torch.uint8)
@@ -54,9 +54,9 @@ def clipped(extents: Tensor) -> Tensor:
 
 
 def zeroed(x: Tensor, where: Tensor) -> Tensor:
-    """Return x [b s h d] with 0 in place of each element, even NaN, at which ``where`` [b s h 1] is True.
+    """Return x [b s h d] with 0 at each element, even NaN, where the mask ``where`` [b s h 1] is True.
 
-    Write eight bytes at a time if the data are aligned to eight: masked_fill of bfloat16 takes four times as long as a copy.
+    View the data as 8-byte elements if their alignment allows: masked_fill of bfloat16 takes four times as long as a copy.
     """
     places = x.shape[-1], x.storage_offset(), *x.stride()[:-1]
     whole = x.numel() > 0 and x.is_contiguous() and x.data_ptr() % 8 == 0 and all(n * x.element_size() % 8 == 0 for n in places)
@@ -64,12 +64,12 @@ def zeroed(x: Tensor, where: Tensor) -> Tensor:
 
 
 def unpack(keys: Keys) -> Tensor | None:
-    """Unpack the key mask, bool [b t], from its bits; return None if every key may be attended."""
+    """Unpack the key mask, bool [b t], from its bits. Return None if every key is visible."""
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 
 def joined(parts: Keys, tokens: int) -> Keys:
-    """Concatenate shards of ``tokens`` tokens each; ``parts`` holds their arrays stacked, [shards, ...]."""
+    """Concatenate shards of ``tokens`` tokens each. The arrays in ``parts`` hold all shards: [shards b tokens ...]."""
     bits = parts.bits
     if bits is not None:
         masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
@@ -78,21 +78,21 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 
 def cut(keys: Keys, first: int, tokens: int) -> Keys:
-    """Slice ``tokens`` keys from ``first`` on, as contiguous arrays."""
+    """Return ``tokens`` keys from index ``first`` on, as contiguous arrays."""
     part = _mapped(lambda x: x[:, first : first + tokens].contiguous(), keys._replace(bits=unpack(keys)))
     return part if part.bits is None else part._replace(bits=bits_of(part.bits))
 
 
 def room_for(keys: Keys, tokens: int) -> Keys:
-    """Return uninitialized arrays for ``tokens`` keys of the same kind as ``keys``."""
+    """Return uninitialized arrays for ``tokens`` keys, with the dtypes and other dimensions of ``keys``."""
     bits = None if keys.bits is None else keys.bits.new_empty(len(keys.bits), -(-tokens // 8))
     return _mapped(lambda x: x.new_empty(len(x), tokens, *x.shape[2:]), keys._replace(bits=None))._replace(bits=bits)
 
 
 def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
-    """Return zeroed keys of the shape of ``like``, with each (first token, keys) of ``parts`` copied in.
+    """Return keys shaped like ``like`` that hold each (first token, keys) of ``parts`` at its first token.
 
-    Keys outside of ``parts`` are 0 and masked.
+    All other keys are 0 and masked.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]
@@ -105,7 +105,7 @@ def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
 
 
 def side_by_side(x: Tensor) -> Tensor:
-    """Concatenate the shards of [shards b n ...] to [b shards*n ...]."""
+    """Concatenate shards along the tokens: [shards b n ...] to [b shards*n ...]."""
     return x.transpose(0, 1).flatten(1, 2)
 
 

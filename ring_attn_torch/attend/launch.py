@@ -1,4 +1,4 @@
-"""Kernel launches on PyTorch's current stream, with outputs allocated or overwritten.
+"""Kernel launches on PyTorch's current stream, with new or overwritten output tensors.
 
 Kernels start without Triton's launcher: the core's ``kernels/bound_launch.py`` packs the arguments and caches the TMA
 descriptors, and its ``kernels/driver.py`` calls CUDA.
@@ -64,9 +64,9 @@ def _ready(launch: Launch, device: torch.device) -> _ReadyLaunch:
 
 
 def _like(x: Output, device: torch.device) -> Tensor:
-    """Return a template of an output for ``empty_like``: a view of one element, expanded to the output's shape.
+    """Return a template of an output for ``empty_like``: one element, expanded to the output's shape.
 
-    ``empty_like`` takes half the time of ``empty``.
+    ``empty_like(template)`` takes half the time of ``empty(shape)``.
     """
     return torch.empty((), dtype=getattr(torch, x.dtype), device=device).expand(x.shape)
 
@@ -81,8 +81,8 @@ _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
 def _zeros(x: Output, device: torch.device) -> Tensor:
     """Return a zeroed scratch array.
 
-    A small buffer comes from a pool per stream. CUDA graph capture does not use the pool, since the buffer would not be 0 in a
-    replay.
+    Slice a small array from a zeroed pool, one per stream. During CUDA graph capture allocate a new array instead, because a
+    pool's array would no longer be 0 when the graph is replayed.
     """
     small = math.prod(x.shape) * getattr(torch, x.dtype).itemsize <= ZERO
     if not small or device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():

@@ -1,4 +1,4 @@
-"""The parameters, besides q and k, that determine a score."""
+"""The parameters of a score s_ij other than q and k."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Score(NamedTuple):
-    """The parameters of a score and of dropout. A field that is None is not used.
+    """The parameters of a score and of dropout. A feature whose field is None is off.
 
     ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j, else -inf.
     """

@@ -25,7 +25,10 @@ Rows = tuple[tuple[Row, ...], ...]
 
 
 class Tile(NamedTuple):
-    """Tokens ``first .. end - 1``, counted within a run that begins at ``base`` in its shard. ``groups``: kv heads."""
+    """A tile of tokens ``first .. end - 1`` of a run.
+
+    ``first`` and ``end`` count from the run's beginning, at token ``base`` of the shard. ``groups``: kv heads.
+    """
 
     run: int
     base: int
@@ -39,12 +42,12 @@ class Tile(NamedTuple):
         return slice(self.base + self.first, self.base + self.end)
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the tile of ``x`` [b n heads ...] as a view [b groups heads/groups block width]."""
+        """Return the tile of ``x`` [b n heads ...] as a view [b, groups, heads / groups, block, width]."""
         tile = x[:, self.tokens].unflatten(2, (self.groups, -1))
         return (tile if x.ndim == 4 else tile.unsqueeze(-1)).permute(0, 2, 3, 1, 4)
 
     def load(self, x: Tensor) -> Tensor:
-        """Copy the tile of ``x`` [b n heads ...] to [b*groups, heads/groups * block, width] in the accumulation dtype."""
+        """Copy the tile of ``x`` [b n heads ...] to [b * groups, heads / groups * block, width] in the accumulation dtype."""
         tile = self.of(x)
         b, g, r, block, width = tile.shape
         copy = torch.empty((b * g, r * block, width), dtype=accumulation_dtype(x.dtype), device=x.device)
@@ -62,9 +65,9 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class TileInputs:
-    """Batch rows that visit the same tiles: their slices of ``q``, ``kv`` and the arrays of ``score``.
+    """A set of batch rows that visit the same tiles: their slices of ``q``, ``kv`` and the arrays of ``score``.
 
-    ``key_mask``: their key mask; ``key_extents`` int64 [b t 2]; ``philox_keys`` [b h]: their Philox keys for dropout.
+    ``key_mask`` bool [b t]. ``key_extents`` int64 [b t 2]. ``philox_keys`` [b h]: the Philox keys of dropout.
     """
 
     batch: slice
@@ -95,7 +98,7 @@ class TileInputs:
             yield cls(batch, q[batch], keys.kv[batch], some_key_mask, key_extents, rows, mine, some_philox_keys)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Return the batched product a b, in a buffer reused by the next product of this ``name`` and shape: 5 % faster."""
+        """Return the batched matrix product of a and b, in a buffer kept per ``name`` and shape (5 % faster)."""
         shape = name, a.shape[1], b.shape[2]
         if shape not in self._products:
             self._products[shape] = a.new_empty((a.shape[0], *shape[1:]))
@@ -127,7 +130,7 @@ class TileInputs:
                     yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
-        """Return True if the key extents of the key tile that begins at ``first`` may include one of ``queries``."""
+        """Return True if a query of ``queries`` may lie in the key extents of the key tile that begins at ``first``."""
         if self.key_extents is None:
             return True
         least, greatest = self._key_reach[run, first]
@@ -135,7 +138,7 @@ class TileInputs:
         return least <= end and start < greatest
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[int, int]:
-        """Return the range (first, end) of indices, within the keys' run, of the keys in the extents of ``queries``."""
+        """Return the range (first, end) of the keys that lie in the extents of ``queries``, as indices within the keys' run."""
         if self.score.extents is None:
             return 0, row.k_len
         least, greatest = self._reach[queries.run, queries.first]
@@ -144,13 +147,19 @@ class TileInputs:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the bounds of each query tile's nonempty extents (least first, greatest end), read in one transfer."""
+        """Return the smallest start and largest end of the extents in each query tile, ignoring empty ones.
+
+        Read the bounds of all tiles in one transfer.
+        """
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the bounds of each key tile's nonempty key extents (least first, greatest end), read in one transfer."""
+        """Return the smallest start and largest end of the key extents in each key tile, ignoring empty ones.
+
+        Read the bounds of all tiles in one transfer.
+        """
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [
@@ -162,7 +171,7 @@ class TileInputs:
 
 
 def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the bounds (least first, greatest end) of the nonempty ``extents`` [b n 2] of each tile."""
+    """Return the smallest start and largest end of the ``extents`` [b n 2] in each tile, ignoring empty ones."""
     if not tiles:
         return {}
     first, end = extents.unbind(-1)
@@ -174,7 +183,7 @@ def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[
 
 @dataclass(frozen=True)
 class Pair:
-    """The scores of one pair of query tile and key tile, with masking and dropout."""
+    """A pair of a query tile and a key tile: their scores, with masking and dropout."""
 
     inputs: TileInputs
     queries: Tile
@@ -182,7 +191,7 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[Tensor, Tensor]:
-        """Copy k and v of the key tile, with 0 at keys that no query of the tile sees, because these may hold NaN."""
+        """Copy k and v of the key tile. Set keys that no query of the tile sees to 0, because they may hold NaN."""
         tile = self.keys.load(self.inputs.kv)
         if self.masked is not None:
             unused = self.masked.all(1)
@@ -191,7 +200,7 @@ class Pair:
         return tile[..., :d], tile[..., d:]
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
-        """Return ``tile`` [b*g, r*block_q, width] with 0 at queries that see no key of the key tile, since they may hold NaN."""
+        """Return ``tile`` [b*g, r*block_q, width] with 0 at queries that see no key of the key tile: they may hold NaN."""
         if self.masked is None:
             return tile
         fully_masked = self.masked.all(2)
@@ -199,7 +208,7 @@ class Pair:
         return per_head.masked_fill(fully_masked[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the unmasked scores [b*g, r*block_q, block_k], and softcap's tanh (None without softcap) for the backward."""
+        """Return the unmasked scores [b*g, r*block_q, block_k], and the backward's tanh(scale q . k / softcap) or None."""
         scores, tanh = self.inputs.product("scores", q_tile, k_tile.transpose(1, 2)), None
         if self.inputs.score.softcap is not None:
             tanh = scores.div_(self.inputs.score.softcap).tanh_()
@@ -210,7 +219,7 @@ class Pair:
         return scores, tanh
 
     def hide(self, scores: Tensor, value: float) -> Tensor:
-        """Overwrite each score of an invisible pair with ``value``, in place."""
+        """Set the scores of invisible (query, key) pairs to ``value`` in place."""
         if self.masked is not None:
             self._by_head(scores).masked_fill_(self.masked[:, None], value)
         return scores
@@ -230,7 +239,7 @@ class Pair:
 
     @cached_property
     def masked(self) -> Tensor | None:
-        """Return bool [b or 1, block_q, block_k], True for invisible pairs, or None if all pairs are visible."""
+        """Return bool [b or 1, block_q, block_k], True where the query does not see the key; None if all pairs are visible."""
         parts = []
         least, greatest = self.queries.first - (self.keys.end - 1), self.queries.end - 1 - self.keys.first
         if least < self.row.lo or greatest > self.row.hi:

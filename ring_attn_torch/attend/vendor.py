@@ -1,12 +1,12 @@
-"""The backends "flash", "flash4" and "cudnn": vendors' attention kernels, merged into the ring's state in float32.
+"""The backends "flash", "flash4" and "cudnn": vendors' attention kernels; the ring merges their results in float32.
 
-PyTorch carries FlashAttention-2 (arXiv:2307.08691; on a CPU the fused kernel of that name) and NVIDIA's cuDNN; the package
-flash-attn-4 carries FlashAttention-4. They support two masks: none, and causal on as many queries as keys. A band without an
-upper bound is split into at most three pieces, each with one of these masks. The backward kernels get the out and lse of the
-whole ring instead of the piece's own, and so return the piece's part of the gradients.
+PyTorch ships FlashAttention-2 (arXiv:2307.08691; on a CPU its flash kernel for CPUs) and NVIDIA's cuDNN. The package flash-attn-4
+ships FlashAttention-4. These kernels support two masks: no mask, and a causal mask over equally many queries and keys. This
+module splits a band without an upper bound into at most three pieces, each with one of the two masks. The backward kernels get
+out and lse over all keys, and so return the gradient contribution of one piece.
 
-All arithmetic between pieces is float32. Within a piece the precision is the vendor's: on CPUs, 16-bit gradients of k and v are
-summed over the query heads of a group in 16 bits (an error of 2 % with 64 heads on one kv head).
+Pieces are merged in float32. Within a piece the vendor decides the precision. On CPUs, for example, 16-bit gradients of k and v
+are summed over the query heads of a group in 16 bits (2 % error with 64 query heads on one kv head).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .tiles import Rows
 
 
 class QueryRange(NamedTuple):
-    """A slice of the queries and a slice of the keys, for one call of a vendor's kernel.
+    """A piece: a slice of the queries and a slice of the keys, for one call of a vendor's kernel.
 
-    Each query sees all keys of the slice. If ``causal``, the n-th query sees only the first n keys.
+    If ``causal``, the n-th query sees the first n keys of the slice. Otherwise each query sees all keys of the slice.
     """
 
     queries: slice
@@ -41,7 +41,7 @@ class QueryRange(NamedTuple):
 
 
 class VendorOptions(NamedTuple):
-    """The options of a call to a vendor's kernel: the backend's name, the scale of the scores and the mask."""
+    """The options of a vendor's kernel: the backend's name, the scale of the scores, and whether the mask is causal."""
 
     name: str
     scale: float
@@ -50,12 +50,12 @@ class VendorOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class Vendor(Blockwise):
-    """The backend of one vendor; ``name``: "flash", "flash4" or "cudnn"."""
+    """A vendor's backend. ``name``: "flash", "flash4" or "cudnn"."""
 
     name: str
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge attention to the visible keys into the float32 ``total`` in place. A rest stays 0, because vendors round lse."""
+        """Merge attention to the visible keys into the float32 ``total`` in place. ``rest`` stays 0: vendors return only lse."""
         out, lse, _ = total
         q, (k, v) = aligned(q), _two_arrays(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
@@ -87,7 +87,7 @@ class Vendor(Blockwise):
 
 
 def pieces(rows: Rows) -> Iterator[QueryRange]:
-    """Split all pairs of runs into pieces, one call of a vendor's kernel each. Their bands must have no upper bound."""
+    """Split all pairs of runs into pieces, each for one call of a vendor's kernel. No band may have an upper bound."""
     for pairs in rows:
         for pair in pairs:
             yield from _pieces_of(pair)
@@ -135,9 +135,9 @@ def _forward(options: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 def _backward(
     options: VendorOptions, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk and dv [b n h d] of one piece.
+    """Return dq, dk and dv [b n heads d] of one piece.
 
-    ``out`` [b n h e] and ``lse`` [b n h] are over all keys.
+    ``out`` [b n h e] and ``lse`` [b n h] are the results over all keys of the ring.
     """
     name, scale, causal = options
     sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
@@ -158,7 +158,7 @@ def _backward(
 
 
 def _heads_first(*arrays: Tensor) -> tuple[Tensor, ...]:
-    """Transpose each array from [b n h d] to [b h n d], or back."""
+    """Transpose each array from [b n h d] to [b h n d], or from [b h n d] to [b n h d]."""
     return tuple(x.transpose(1, 2) for x in arrays)
 
 
