@@ -118,7 +118,7 @@ def batches_of(problem: Problem, options: Patterns) -> tuple[FoldedBatches, ...]
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return an equivalent pattern that fits int32. ``most``: the larger of the numbers of tokens and heads, at least 1."""
+    """Return an equal (segment, dilation) that fits int32. ``most``: max(tokens, heads), at least 1."""
     # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation

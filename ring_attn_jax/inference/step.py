@@ -115,7 +115,7 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
 def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
     """Return the arrays of a prefill step with shards of ``local`` tokens in ``layout``.
 
-    ``chunk`` int32 [b]: the number of first tokens of the chunk that belong to each request.
+    ``chunk`` int32 [b]: the number of tokens of each request in the chunk; the tokens behind them are padding.
     """
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)

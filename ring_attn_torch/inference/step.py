@@ -111,7 +111,7 @@ def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[st
 def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> dict[str, Tensor | None]:
     """Return the tensors of a prefill step with shards of ``local`` tokens in ``layout``.
 
-    ``chunk`` int32 [b]: the number of first tokens of the chunk that belong to each request.
+    ``chunk`` int32 [b]: the number of tokens of each request in the chunk; the tokens behind them are padding.
     """
     spec, device = held.spec, held.counts.device
     of_rank, owners = shards(layout, spec.ranks, local, device)

@@ -84,9 +84,10 @@ def sequence_parallel(
         num_items_in_batch, the divisor of the loss in place of the number of labels.
 
     The call returns the model's output, with
-        loss: the mean over all labels of all ranks, the same on every rank; its gradient is this rank's part. The *sum* over the
-            ranks is one device's (:func:`sum_gradients`); DDP and FSDP take the mean, so multiply the loss by their ranks. Divide
-            a term of your own that every rank computes alike, such as a penalty on weights, by the ranks of the ring.
+        loss: the mean over all labels of all ranks, the same on every rank. Its backward gives each rank the gradients of its own
+            tokens; :func:`sum_gradients` adds them over the ranks. DDP and FSDP compute their mean instead, so multiply the loss by
+            the number of their ranks. Divide a term of your own that every rank computes alike, such as a penalty on weights, by
+            the number of ranks of the ring.
         logits (or last_hidden_state of a model without them): this rank's shard in layout order, including the padding at the end
             of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
 

@@ -42,7 +42,7 @@ def mixed(outs: list[Tensor], lses: list[Tensor], batches: tuple[FoldedBatches, 
 
 
 class Fold(torch.autograd.Function):
-    """The autograd function of ``folded``."""
+    """The autograd function of ``folded``. Its backward adds the gradients of the patterns in float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
