@@ -24,7 +24,7 @@ class ShardedRows(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, mask: jax.Array | None, ring: LayerRing) -> ShardedRows:
-        """Return the Rows of global sequences ``ids``. ``ring`` must have a mesh.
+        """Return the ShardedRows of global sequences ``ids``. ``ring`` must have a mesh.
 
         Raise ValueError if ``ids`` or ``mask`` are invalid, or if ``batch_axes`` do not divide the rows equally.
         """
