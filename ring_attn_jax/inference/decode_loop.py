@@ -65,8 +65,8 @@ class Programs(NamedTuple):
 
     ``prefill(weights, cache, hidden, chunk, fresh=, equal=)`` -> (hidden, cache), with ``chunk`` = (ids, lengths, ends): fill the
     cache with a chunk of the prompts, and set ``hidden`` of the prompts that end in it to the output for their last token.
-    ``first(weights, cache, hidden, choice, ends)`` -> newest = (tokens, finished): draw the token after each prompt.
-    ``step(weights, cache, newest, choice, ends)`` -> (newest, cache): cache the newest tokens and draw the next ones.
+    ``first(weights, cache, hidden, parameters, ends)`` -> newest = (tokens, finished): draw the token after each prompt.
+    ``step(weights, cache, newest, parameters, ends)`` -> (newest, cache): cache the newest tokens and draw the next ones.
     ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: as in ``_ended``.
     """
 
@@ -117,7 +117,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
 
 
 def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable[..., Any]:
-    """Return ``on_rank(weights, cache, given)`` -> (replicated result, cache), mapped over the mesh, for global arrays."""
+    """Return ``on_rank(weights, cache, inputs)`` -> (replicated result, cache), mapped over the mesh, for global arrays."""
     return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
 
