@@ -1,4 +1,4 @@
-"""The lookup of this machine's measured speeds (its record) for ``strategy="auto"``; a program of several processes uses none."""
+"""Lookup of this machine's record of measured speeds, for ``strategy="auto"``. Programs of several processes use no record."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ MEASURED = ("gpu",)
 
 
 def on_hardware(problem: Problem) -> Problem:
-    """Add this machine's record to the problem if strategy "auto" can use it; else return the problem unchanged.
+    """Add this machine's record of measured speeds to the problem if strategy "auto" can use it, else return it unchanged.
 
-    A program of several processes uses none, because they may have different records. Raise ValueError if the record is damaged.
+    A program of several processes uses no record, because its processes may have different records. Raise ValueError if the
+    record is damaged.
     """
     if problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto" or jax.process_count() > 1:
         return problem
@@ -33,5 +34,5 @@ def device_name() -> str:
 
 @lru_cache
 def _stored(device: str) -> Machine | None:
-    """Read the record once and cache it, so that equal calls of a program trace to the same strategy."""
+    """Read this machine's record of measured speeds and cache it, so that equal calls of a program trace to the same strategy."""
     return stored("jax", device)

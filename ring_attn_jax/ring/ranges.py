@@ -1,4 +1,4 @@
-"""Names of the ring's steps in JAX's profiler, shown with each operation of a step."""
+"""Names of the ring's steps in JAX's profiler, shown at each operation of a step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ from .step import Ring, Step
 
 
 def named(ring: Ring, number: int, step: Step, suffix: str = "") -> AbstractContextManager[Any]:
-    """Return a ``jax.named_scope`` for the ``number``-th step (from 1). It acts while tracing; a running step pays nothing."""
+    """Return a ``jax.named_scope`` for step ``number`` (from 1). It names operations while tracing: no cost at run time."""
     size = sum(x.size * x.dtype.itemsize for x in step.keys if x is not None)
     return jax.named_scope(step_name(ring.plan, number, step.shift, size) + suffix)

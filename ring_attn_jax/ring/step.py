@@ -36,7 +36,7 @@ class Step(Protocol):
     """Number of ranks that the keys have travelled, 0 for this rank's own."""
 
     def settle(self, state: T) -> T:
-        """Return ``state``, ordered so that the next step cannot begin before it is computed."""
+        """Return ``state``, tied to the next step's keys: the next step cannot begin before ``state`` is computed."""
         ...
 
     def arrived(self) -> jax.Array | None:
@@ -44,24 +44,24 @@ class Step(Protocol):
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``.
+        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step send it to the rank that owns ``keys``.
 
-        ``dkv``: the gradients of ``keys`` that arrived, plus this rank's part.
+        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, plus this rank's contribution.
         """
         ...
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys, summed over all ranks; call it after the last step."""
+        """Return the gradients of this rank's own keys, summed over all ranks. Call this after the last step."""
         ...
 
 
 class Strategy(Protocol):
-    """A way to move keys between ranks. It may also move queries before the first step, and results back after the last."""
+    """A way to move keys between ranks. It may also move queries before the first step, and results after the last step."""
 
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return query arrays [b s h ...], keys and score that this rank computes on. ``ring.plan``: the plan of the steps."""
+        """Return the query arrays [b s h ...], keys and score that this rank computes on in the steps of ``ring.plan``."""
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
@@ -69,11 +69,11 @@ class Strategy(Protocol):
         ...
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
-        """Move results [b s h ...] back to the ranks of their queries: the inverse of ``spread`` for ``queries``."""
+        """Move results [b s h ...] back to the ranks that own their queries: the inverse of ``spread`` for ``queries``."""
         ...
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return the gradients of this rank's own q, keys and sinks: the adjoint of ``spread``."""
+        """Return the gradients of this rank's own q, keys and sinks, from the gradients of the arrays that ``spread`` made."""
         ...

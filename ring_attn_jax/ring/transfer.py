@@ -1,4 +1,4 @@
-"""Transfers between the ranks of a ring: to one rank, between all ranks of a group, or from every rank to all."""
+"""Transfers between the ranks of a ring: point to point, all-to-all in a group, or all-gather."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ Groups = list[list[int]] | None
 
 
 def send(x: T, hop: int, axis: str, ranks: int) -> T:
-    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute; return the one from ``hop`` ranks before."""
+    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute. Return what the rank ``hop`` before sent."""
     return send_from(x, range(ranks), hop, axis, ranks)
 
 
 def send_from(x: T, senders: Sequence[int], hop: int, axis: str, ranks: int) -> T:
-    """Send ``x`` as ``send`` does, but only from the ranks ``senders``; return 0 where no rank sent."""
+    """Send ``x`` as ``send`` does, but only from the ranks ``senders``. Ranks that receive nothing get 0."""
     return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in senders])
 
 
 def send_inside(x: T, hop: int, ranks: int, axis: str, members: int) -> T:
-    """Send ``x`` as ``send`` does, within each block of ``ranks`` consecutive ranks; the axis has ``members`` ranks."""
+    """Send ``x`` as ``send`` does, but around each block of ``ranks`` consecutive ranks of the axis' ``members``."""
     place = lambda rank: rank // ranks * ranks + (rank + hop) % ranks
     return lax.ppermute(x, axis, [(rank, place(rank)) for rank in range(members)])
 
 
 def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> jax.Array:
-    """Exchange parts by all-to-all in each group: split dimension ``split``, concatenate on dimension ``join``."""
+    """Exchange slices by all-to-all in each group: split dimension ``split``, concatenate on dimension ``join``."""
     call = lambda x: lax.all_to_all(x, axis, split, join, tiled=True, axis_index_groups=groups)
     return _mapped(call, lambda x: exchange(x, split + 1, join + 1, axis, groups), x, groups)
 
 
 def all_gather(x: jax.Array, axis: str, groups: Groups = None, stack: int = 0) -> jax.Array:
-    """Gather ``x`` from all ranks of the group by all-gather, stacked in rank order on the new dimension ``stack``."""
+    """Gather ``x`` from all ranks of the group by all-gather, and stack it in rank order on the new dimension ``stack``."""
     call = lambda x: lax.all_gather(x, axis, axis=stack, axis_index_groups=groups)
     return _mapped(call, lambda x: all_gather(x, axis, groups, stack + 1), x, groups)
 
@@ -45,7 +45,7 @@ def all_gather(x: jax.Array, axis: str, groups: Groups = None, stack: int = 0) -
 def _mapped(
     call: Callable[[jax.Array], jax.Array], batched: Callable[[jax.Array], jax.Array], x: jax.Array, groups: Groups
 ) -> Any:
-    """Return ``call(x)`` with ``batched`` as its vmap rule, because JAX has none for collectives of groups."""
+    """Return ``call(x)``, with ``batched`` as its vmap rule: JAX has no vmap rule for collectives of groups."""
     if groups is None:
         return call(x)
     call = custom_vmap(call)
@@ -54,5 +54,5 @@ def _mapped(
 
 
 def groups_of(size: int, ranks: int) -> Groups:
-    """Return the groups of ``size`` consecutive ranks; None if one group has all."""
+    """Return the groups of ``size`` consecutive ranks, or None if a single group has all ranks."""
     return None if size == ranks else [list(range(first, first + size)) for first in range(0, ranks, size)]

@@ -1,9 +1,9 @@
 """Agreement: all ranks run the same problem or raise the same error, before any tensor is sent between them.
 
-The first call of a problem on a group exchanges verdicts: each rank writes its own (the problem, or its error) to the group's
-store and reads those of all ranks. Later calls only look the problem up in a set. So ranks that repeat different earlier problems
-are not detected, unless ``check_every_call`` is on. The ranks of a group make the same calls in the same order, as for any
-collective; the number of a call is its key in the store.
+The first call of a problem on a group exchanges verdicts. A verdict is a rank's problem, or the error that the rank raises. Each
+rank writes its verdict to the group's store and reads the verdicts of all ranks. Later calls of the problem only look it up in a
+set. Only ``check_every_call`` detects ranks that repeat different earlier problems. As for any collective, all ranks make the
+same calls in the same order. The number of a call is its store key.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "NotImplemented
 
 
 class AgreedCall(NamedTuple):
-    """A call of a function other than ring_attention, with the ``arguments`` that must be equal on all ranks, by name.
+    """A call of a function other than ring_attention. All ranks must pass equal ``arguments`` (by name).
 
-    ``each_time``: compare it at every call and do not remember it, because its arguments rarely repeat.
+    ``each_time``: compare the arguments at every call, and do not record the call, because its arguments rarely repeat.
     """
 
     call: str
@@ -53,11 +53,11 @@ class AgreedCall(NamedTuple):
 
 
 class _History:
-    """One rank's bookkeeping for a process group: its call counter, the agreed problems, and the store keys to delete.
+    """One rank's record of a process group: the number of calls, the agreed problems, and the store keys to delete.
 
-    ``era``: distinguishes a group from a destroyed one of the same name on the same store. ``written``: the keys of this rank's
-    verdicts that may still be in the store. ``checks``: the number of times ``check_every_call`` was entered; ``checked``: the
-    number of exchanges since then, None outside of it.
+    ``era``: a number that distinguishes a group from a destroyed group of the same name on the same store. ``written``: the store
+    keys of this rank's verdicts, not deleted yet. ``checks``: how often ``check_every_call`` was entered. ``checked``: the number
+    of exchanges since it was entered; None outside of it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -69,7 +69,7 @@ class _History:
         self.checked: int | None = None
 
     def next_call(self) -> str:
-        """Return the key prefix of the next call. Calls inside ``check_every_call`` have a counter of their own."""
+        """Return the key prefix of the next call. Inside ``check_every_call`` a separate counter numbers the calls."""
         if self.checked is None:
             self.calls += 1
             return f"ring_attn/{self.era}/{self.calls}"
@@ -84,11 +84,11 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
 def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> None:
-    """Check that all ranks of ``group`` run ``problem``, by an exchange at its first call; else raise the same error on all.
+    """Check that all ranks of ``group`` run ``problem``. If they do not, raise the same error on all ranks.
 
-    ``again``: exchange verdicts for a known problem too; equal on all ranks. Raise the error of the lowest failing rank, a
-    ValueError that names the difference, or a RuntimeError that names the ranks that did not reach the call within the group's
-    timeout.
+    The ranks exchange verdicts at the problem's first call; with ``again`` (equal on all ranks) at this call too. Raise the error
+    of the lowest failing rank. Raise ValueError if the problems differ; the message names the difference. Raise RuntimeError if
+    ranks do not reach the call within the group's timeout; the message names these ranks.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
@@ -106,7 +106,7 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> N
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:
-    """Write this rank's ``error`` to the group's store, and raise the error of the lowest failing rank, as all ranks do."""
+    """Write this rank's ``error`` to the group's store. Raise the error of the lowest failing rank, like all other ranks."""
     if group is None or ranks_of(group) == 1 or _capturing("cuda"):
         raise error
     history, verdict = _history(group), {"error": type(error).__name__, "message": str(error)}
@@ -116,7 +116,7 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 class same_error:
     """A context manager that reports an exception of this rank to the other ranks, so that all ranks raise the same one.
 
-    They read it in ``agree`` or in ``same_error``. ``ring``: the group or its name. Under torch.compile only this rank raises.
+    Other ranks read it in ``agree`` or ``same_error``, but not under torch.compile. ``ring``: the group or its name.
     """
 
     __slots__ = ("ring",)
@@ -132,9 +132,9 @@ class same_error:
 
 
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
-    """Run ``check``, then check that every rank of ``group`` makes the same ``call``; raise as ``agree`` does.
+    """Run ``check``, then check that every rank of ``group`` makes the same ``call``. Raise errors as ``agree`` does.
 
-    A call that every rank has made before is compared again only if ``call.each_time``; under torch.compile none is compared.
+    Compare a call that every rank has made before only if ``call.each_time`` is True. Under torch.compile compare nothing.
     """
     with same_error(group):
         check()
@@ -153,15 +153,15 @@ def agreed(problem: Problem, group: Group) -> bool:
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
     """Compare each ``ring_attention`` call inside the ``with`` between all ranks of the group.
 
-    Use it to find a call that differs. By default ranks compare a problem only the first time they run it, so they do not notice
-    when each repeats a different earlier call: another mask gives wrong numbers, a skipped call shifts all later ones, and shards
-    of other sizes hang or end a gloo process. Inside the ``with`` all ranks raise the same ValueError, which names the
-    difference, before anything is sent; a rank that makes fewer calls is found when it leaves.
+    Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it. So they
+    do not notice if each of them repeats a different earlier call. Then another mask gives wrong numbers, a skipped call shifts
+    all later calls, and shards of other sizes hang or end a gloo process. Inside the ``with`` all ranks raise the same ValueError
+    before any tensor is sent. The message names the difference. A rank that makes too few calls is detected when it leaves.
 
-    Every rank of the group must enter. Raise RuntimeError after the group's timeout if one does not, or does not reach a call.
+    Every rank of the group must enter. Raise RuntimeError after the group's timeout if a rank does not enter or reach a call.
 
-    It costs one exchange through the group's store per call: 4 ms (at best 1.1) between 4 gloo ranks on a busy CPU of 2 cores, on
-    which a barrier takes 3 ms. Calls outside of it pay nothing. Backward passes are not compared.
+    Each call costs one exchange through the group's store: 4 ms (at best 1.1) between 4 gloo ranks on a busy CPU of 2 cores,
+    where a barrier takes 3 ms. Calls outside of the ``with`` pay nothing. Backward passes are not compared.
     """
     ring = group_of(group_name(group))
     if ring is None or ranks_of(ring) == 1:
@@ -184,8 +184,8 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
 def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
     """Gather ``what``, a JSON-serializable value, from all ranks through the group's store. Return the values by rank.
 
-    ``call``: the call's name, or a dict of it (key "call") and further values; equal on all ranks. ``patience``: None for the
-    group's timeout. Raise as ``agree`` does if a rank has an error, is at another call or does not reach this one.
+    ``call``: the call's name, or a dict with the name (key "call") and other values; equal on all ranks. ``patience``: the time
+    to wait, None for the group's timeout. Raise as ``agree`` does if a rank fails or makes another call or none.
     """
     history = _history(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
@@ -214,10 +214,10 @@ def _store(group: dist.ProcessGroup) -> Any:
 def _exchange(
     verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta, written: list[str]
 ) -> list[dict[str, Any] | None]:
-    """Write this rank's verdict to the store. Return every rank's verdict, None for a rank that wrote none in time.
+    """Write this rank's verdict to the store. Return every rank's verdict, or None for a rank that wrote none in time.
 
-    When all have written, delete the keys in ``written``, this rank's earlier verdicts: a rank enters an exchange after it has
-    read all of the previous one. So the store holds at most two keys per rank, except after calls that some rank did not reach.
+    Once all ranks have written, delete the keys in ``written``, this rank's earlier verdicts. No rank needs them: a rank enters
+    an exchange only after reading the previous one. So the store holds at most two keys per rank, unless a rank missed a call.
     """
     store = _store(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
@@ -236,15 +236,15 @@ def _exchange(
 
 
 def _plain(x: Any) -> Any:
-    """Convert an object for ``json.dumps``: an integer to int, anything else to words, so that encoding never fails."""
+    """Convert an object for ``json.dumps``: an integer to int, anything else to a description, so that encoding cannot fail."""
     return operator.index(x) if is_integer(x) else in_words(x)
 
 
 def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
-    """Wait until the store has all keys. Return False if ``patience`` runs out first.
+    """Wait until the store has all ``keys``. Return False if ``patience`` ends first.
 
-    Poll, each time after an eighth of the time waited so far, instead of calling ``store.wait``: an interrupt (Ctrl-C) does not
-    reach a thread inside of it, and it warns of every timeout.
+    Poll the store; the pause between two polls is an eighth of the time waited so far. ``store.wait`` would block Ctrl-C and warn
+    at every timeout.
     """
     began = time.monotonic()
     for key in keys:
@@ -257,7 +257,7 @@ def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
 
 
 def _first_error(verdicts: list[dict[str, Any] | None]) -> Exception | None:
-    """Return the error of the lowest failing rank, with the rank in its message, or None if no rank failed."""
+    """Return the error of the lowest failing rank, with the rank in its message. Return None if no rank failed."""
     errors = ((rank, verdict) for rank, verdict in enumerate(verdicts) if verdict and "error" in verdict)
     return next((_ERRORS.get(each["error"], RuntimeError)(f"rank {rank}: {each['message']}") for rank, each in errors), None)
 

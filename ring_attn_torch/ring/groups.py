@@ -24,16 +24,17 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, without its import of torch.compile (1 s)."""
+    """Mark ``function`` like ``torch.compiler.assume_constant_result``, without its import of torch.compile (1 s)."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 @constant
 def group_name(group: Any) -> str:
-    """Return the name of the ring's process group, or "" for a ring of one without torch.distributed.
+    """Return the name of the ring's process group, or "" for a ring of one rank without torch.distributed.
 
-    Raise ValueError if ``group`` is not a process group of this rank, and NotImplementedError if it is a mesh of several axes.
+    Raise ValueError if ``group`` is not a process group of this rank. Raise NotImplementedError if ``group`` is a mesh of several
+    axes.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -67,21 +68,22 @@ Group = dist.ProcessGroup | None
 
 @constant
 def ring_of(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
-    """Resolve a user's ``group`` argument to a process group, or to None for a ring of one without torch.distributed."""
+    """Convert a user's ``group`` argument to a process group, or to None for a ring of one rank without torch.distributed."""
     return group_of(group_name(group))
 
 
 def is_dtensor(x: Any) -> TypeGuard[DTensor]:
     """Return True if ``x`` is a DTensor.
 
-    Do not import its module, which takes a second: no DTensor exists before something else has imported it.
+    Look DTensor's module up in ``sys.modules``, because importing it takes a second. If nothing has imported it, no DTensor
+    exists.
     """
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """Return this rank's part of a DTensor, or any other tensor unchanged."""
+    """Return this rank's shard of a DTensor. Return any other tensor unchanged."""
     return x.to_local() if is_dtensor(x) else x
 
 

@@ -1,4 +1,4 @@
-"""Rank 0's measured machine speeds (its record), which ``strategy="auto"`` uses on all ranks, exchanged once per group."""
+"""Rank 0's record of measured machine speeds. All ranks use it for ``strategy="auto"``, after one exchange per group."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 
 
 def on_hardware(problem: Problem, group: Group, may_exchange: bool = True) -> Problem:
-    """Add rank 0's machine record to the problem if strategy "auto" can use it; else return the problem unchanged.
+    """Add rank 0's machine record to the problem if strategy "auto" can use it, else return the problem unchanged.
 
-    The first call of a group is a collective: it exchanges the record and the ranks' hosts. Later calls read the cached result.
-    ``may_exchange``: False in a backward, which only reads the cache. During CUDA graph capture nothing is exchanged. Raise
-    ValueError, the same on every rank, if rank 0 cannot read its record or the ranks disagree on the problem.
+    A group's first call is a collective: the ranks exchange rank 0's record and their host names. Later calls read the cached
+    result. With ``may_exchange`` False, as in a backward, and during CUDA graph capture only the cache is read. Raise ValueError,
+    the same on every rank, if rank 0 cannot read its record or if the ranks disagree on the problem.
     """
     if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
         return problem

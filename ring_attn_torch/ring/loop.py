@@ -1,6 +1,6 @@
-"""The ring loop: k/v shards pass from rank to rank, each rank attends to visible keys, and gradients return to the owner.
+"""The ring loop: k/v shards travel from rank to rank, each rank attends to visible keys, and gradients return to the keys' owner.
 
-The text equals that of the other package's loop.py, up to the names of the ring and of an array.
+The source text equals loop.py of the other package, except for the words for the ring and for an array.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .strategies import STRATEGIES
 def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
     """Attend from this rank's queries to all visible keys. Return out [b s h e] in q's dtype, float32 lse and rest [b s h].
 
-    ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: the float32 state to continue from, if the queries have
-    already seen other keys and the sinks.
+    ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: a float32 state to continue from; it includes other keys
+    and the sinks. None: start with the sinks only.
     """
     strategy = STRATEGIES[ring.strategy]
     (q, *state), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
@@ -37,9 +37,9 @@ def backward(
 ) -> tuple[Tensor, Gradients, Tensor | None]:
     """Return dq [b s h d], dkv [b t g d+e] or (dk, dv), and the gradient of the sinks [h].
 
-    ``total``: the state after the forward pass; ``dtotal``: the cotangents of out and lse. dq and dkv are those of this rank's
-    own shards, in float32, or in q's dtype if no other rank adds to them. The gradient of the sinks is the part from this rank's
-    queries, or None without sinks.
+    ``total``: the state after the forward pass. ``dtotal``: the gradients of out and lse. dq and dkv are the gradients of this
+    rank's own shards: in q's dtype if no other rank adds to them, else in float32. The sinks' gradient is this rank's
+    contribution, from its own queries; None without sinks.
     """
     strategy = STRATEGIES[ring.strategy]
     (q, dout, dlse, *state), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)

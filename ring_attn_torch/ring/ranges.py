@@ -14,7 +14,7 @@ from .step import Ring, Step
 
 
 def named(ring: Ring, number: int, step: Step, suffix: str = "") -> AbstractContextManager[Any]:
-    """Return a profiler range for the ``number``-th step (from 1), or a null context if no profiler runs."""
+    """Return a torch.profiler range for step ``number`` (from 1), or a null context if no profiler runs."""
     if not profiler._is_profiler_enabled:  # a range costs microseconds even without a profiler
         return nullcontext()
     size = sum(x.nbytes for x in step.keys if x is not None)

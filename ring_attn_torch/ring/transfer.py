@@ -1,4 +1,4 @@
-"""Transfers of arrays between the ranks of a ring: to one rank, between all ranks of a group, or from every rank to all."""
+"""Transfers of arrays between the ranks of a ring: point to point, all-to-all in a group, or all-gather."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Arrays = tuple[Any, ...]
 
 
 class Transfer:
-    """A transfer in flight. ``wait`` returns the arrays that arrive; from then on the memory of the sent ones may be reused.
+    """A transfer in flight. ``wait`` returns the arriving arrays; after it the memory of the sent arrays may be reused.
 
-    ``works``: the pending operations. ``awaited``: a function that names the awaited ranks for an error message.
+    ``works``: the pending operations. ``awaited``: a function that returns the names of the awaited ranks for an error message.
     """
 
     def __init__(self, arriving: Arrays, sent: Arrays, awaited: Callable[[], str] = str, group: Group = None) -> None:
@@ -28,7 +28,7 @@ class Transfer:
         self._awaited, self._group = awaited, group
 
     def wait(self) -> Any:
-        """Return the arrays that arrive. Raise RuntimeError, which names the ranks it waited for, if a transfer fails."""
+        """Wait for the arriving arrays and return them. Raise RuntimeError, with the awaited ranks' names, if it fails."""
         with self.watched():
             for work in self.works:
                 work.wait()
@@ -36,7 +36,7 @@ class Transfer:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Turn a RuntimeError inside the ``with`` into one that names the ranks that this transfer waited for."""
+        """Turn a RuntimeError inside the ``with`` into an error that names the ranks that this transfer waited for."""
         try:
             yield
         except RuntimeError as error:
@@ -44,9 +44,9 @@ class Transfer:
 
 
 def lost(error: RuntimeError, awaited: str, group: Group) -> RuntimeError:
-    """Return the error of a failed transfer, which names the ``awaited`` ranks and the likely causes.
+    """Return the error of a failed transfer. It names the ``awaited`` ranks and the likely causes.
 
-    The ``error`` of gloo names at most an address, not a rank; its first line is quoted at the end.
+    gloo's ``error`` names at most an address, not a rank. The new message quotes the first line of ``error`` at its end.
     """
     said = str(error).strip().partition("\n")[0]
     return RuntimeError(
@@ -56,43 +56,43 @@ def lost(error: RuntimeError, awaited: str, group: Group) -> RuntimeError:
 
 
 def _neighbours(to: int, from_: int, group: Group) -> str:
-    """Return the ranks that a hop waits for, in words."""
+    """Return a phrase that names the ranks that a hop waits for: the sender and the receiver."""
     return f"{_named(from_, group)}, which sends to it" + (
         ", and takes what it sends" if to == from_ else f", and {_named(to, group)}, which takes what it sends"
     )
 
 
 def _others(ranks: Sequence[int], group: Group) -> str:
-    """Return the ranks that an exchange waits for, in words."""
+    """Return a phrase that names the ranks that an all-to-all or all-gather waits for."""
     return f"{', '.join(_named(rank, group) for rank in ranks if rank != rank_in(group))}, with which it exchanges arrays"
 
 
 def _named(rank: int, group: Group) -> str:
-    """Return the name of a rank of the ring, with its global rank if that differs."""
+    """Return the name of a rank of the ring, with the rank in torch.distributed if the two numbers differ."""
     everywhere = rank if group is None else dist.get_global_rank(group, rank)
     return f"rank {rank}" if everywhere == rank else f"rank {rank} (process {everywhere} of torch.distributed)"
 
 
 def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
-    """Send ``arrays`` to the rank ``hop`` after this one, and receive those of the rank ``hop`` before it.
+    """Send ``arrays`` to the rank ``hop`` after this rank, and receive the arrays of the rank ``hop`` before it.
 
-    All arrays that are not None go in one batch. A hop of 0 sends nothing.
+    All arrays that are not None travel in one batch. A hop of 0 sends nothing.
     """
     return send_inside(arrays, hop, ranks_of(group), group)
 
 
 def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
-    """Send ``arrays`` as ``send`` does, within this rank's block of ``ranks`` consecutive ranks of the group."""
+    """Send ``arrays`` as ``send`` does, but around a ring of ``ranks`` consecutive ranks of the group."""
     if hop == 0:
         return Transfer(arrays, arrays)
     return swap(*_both(arrays, lambda x: x.shape), hop, group, ranks)
 
 
 def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | None = None) -> Transfer:
-    """Send ``sent`` to the rank ``hop`` after this one, and receive ``arriving`` from the rank ``hop`` before it.
+    """Send ``sent`` to the rank ``hop`` after this rank, and receive ``arriving`` from the rank ``hop`` before it.
 
-    All arrays are contiguous. ``arriving``: buffers of the shapes that the sender has. ``ranks``: the size of each ring, if the
-    group is divided into rings of consecutive ranks; None: one ring.
+    All arrays are contiguous. ``arriving``: receive buffers with the shapes of the sender's arrays. ``ranks``: the size of each
+    ring if the group is divided into rings of consecutive ranks. None: one ring.
     """
     ranks = ranks_of(group) if ranks is None else ranks
     place = rank_in(group) % ranks
@@ -109,8 +109,8 @@ _connected: WeakSet[dist.ProcessGroup] = WeakSet()
 def connect(group: Group, device: torch.device) -> None:
     """Run one all-reduce over ``group``, once per group, to create its NCCL communicator.
 
-    NCCL creates a communicator at a group's first call, which all ranks must join. A batch of sends and receives between some
-    ranks would not be joined by the rest. gloo, which serves CPUs, does not need it.
+    NCCL creates a communicator at a group's first call, and all ranks must join that call. A batch of sends and receives between
+    only some ranks would therefore hang. gloo, the CPU backend, needs no communicator.
     """
     if group is not None and device.type != "cpu" and group not in _connected:
         dist.all_reduce(torch.zeros(1, device=device), group=group)
@@ -118,9 +118,9 @@ def connect(group: Group, device: torch.device) -> None:
 
 
 def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
-    """Exchange ``x[i]`` of each array ``x`` [n ...] with rank ``first + i``; the part from that rank arrives at index i.
+    """Exchange ``x[i]`` of each array ``x`` [n ...] with rank ``first + i``. The result's index i holds the data from that rank.
 
-    This is an all-to-all of the n ranks from ``first`` on, which all make the same call. A rank's own part is copied.
+    This is an all-to-all of the n ranks from ``first`` on. All of them must make the same call. A rank's own slice is copied.
     """
     rank, sent, arriving = rank_in(group), *_both(arrays, lambda x: x.shape)
     pairs = [(x, there) for x, there in zip(sent, arriving, strict=True) if x is not None and x.numel()]
@@ -137,7 +137,7 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
 
 
 def all_gather(arrays: Arrays, group: Group) -> Transfer:
-    """Gather each array from all ranks as [ranks ...], in rank order, by one all-gather."""
+    """Gather each array from all ranks by one all-gather, as [ranks ...] in rank order."""
     ranks = ranks_of(group)
     sent, arriving = _both(arrays, lambda x: (ranks, *x.shape))
     transfer = Transfer(arriving, sent, lambda: _others(range(ranks), group), group)
@@ -149,13 +149,13 @@ def all_gather(arrays: Arrays, group: Group) -> Transfer:
 
 
 def _both(arrays: Arrays, shape: Callable[[Tensor], tuple[int, ...]]) -> tuple[Arrays, Arrays]:
-    """Return the ``arrays`` to send, contiguous, and receive buffers of ``shape``; None stays None."""
+    """Return contiguous ``arrays`` to send, and receive buffers of ``shape``. None stays None."""
     sent = tuple(x if x is None else x.contiguous() for x in arrays)
     return sent, tuple(x if x is None else x.new_empty(shape(x)) for x in sent)
 
 
 def _started(operations: list[dist.P2POp], transfer: Transfer) -> Transfer:
-    """Start the ``operations`` in one batch, and return their ``transfer``."""
+    """Start the ``operations`` in one batch, and return ``transfer`` with them as pending."""
     with transfer.watched():  # gloo detects a lost connection here
         transfer.works += dist.batch_isend_irecv(operations) if operations else []
     return transfer

@@ -1,10 +1,10 @@
-"""The strategy "direct": each rank sends every other rank only the keys visible to it, and gets their gradients back.
+"""The strategy "direct": each rank sends each other rank only its visible keys, and gets their gradients back.
 
-The plan (``plan/direct.py`` of the core) determines the slices. Array sizes are static in JAX, so each slice is extended, with
-keys beside it, to the length of the longest that any rank sends. A step places the received slices in a shard of zeros. No query
-sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step, the slices of the next step
-are in transfer. In the backward, the gradients of the previous step are in transfer to the owner of the keys, which adds them in
-the order of the shifts.
+The plan (``plan/direct.py`` of the core) determines the slices. Array sizes are static in JAX. So each slice is extended by
+neighboring keys to the length of the longest slice that any rank sends. A step places the received slices in a shard of zeros. No
+query sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step the next step's slices
+are in transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner adds the
+gradients in the order of the shifts.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from .ring import OneWay, rows
 
 
 class Direct(OneWay):
-    """The strategy "direct"."""
+    """The strategy "direct": each rank sends its keys straight to the ranks that see them."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step for each shift of the plan, with the visible keys of ``rank - shift``."""
+        """Yield a step for each shift of the plan, on the keys of ``rank - shift`` that this rank sees."""
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
@@ -42,7 +42,7 @@ class Direct(OneWay):
 
 
 class DirectStep:
-    """A ``Step`` on the visible keys of rank ``rank - shift``, after the step ``before``. ``own``: this rank's own keys."""
+    """A ``Step`` on the visible keys of rank ``rank - shift``. ``before``: the previous step; ``own``: this rank's own keys."""
 
     def __init__(self, keys: Keys, own: Keys, before: DirectStep | None, ring: Ring, shift: int) -> None:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
@@ -51,10 +51,10 @@ class DirectStep:
         self._before, self._ring, self.shift = before, ring, shift
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied by an optimization barrier to the next keys and the gradients that came home before.
+        """Return ``state``, tied by an optimization barrier to the next keys and the gradients that this rank has received.
 
-        Without the barrier XLA moves all transfers to the front, as in the ring; this rank's own keys pass it too, because XLA
-        would still move those that depend on nothing but them.
+        Without the barrier XLA moves all transfers to the front of the program, as in the strategy "ring". The barrier also
+        includes this rank's own keys, because XLA would still move the transfers that depend only on these keys.
         """
         if not self.last:
             total = None if self._before is None else self._before.total
@@ -65,10 +65,10 @@ class DirectStep:
         return state
 
     def arrived(self) -> None:
-        """Return None: the owner adds the gradients of all ranks."""
+        """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send the slices' gradients to their owner, and add the arriving ones to the total of this rank's own keys."""
+        """Send the slices' gradients to the keys' owner, and add the arriving gradients to the sum for this rank's own keys."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         if self._before is None:
             self.total = dkv
@@ -89,7 +89,10 @@ class DirectStep:
 
 
 class Sent(NamedTuple):
-    """One slice of a shift: ranks ``owners`` send ``tokens`` keys. ``mine``, ``theirs``: first index sent and received."""
+    """A slice of one shift: the ranks ``owners`` each send ``tokens`` keys.
+
+    ``mine``: index of the first key that this rank sends. ``theirs``: index of the first key that it receives.
+    """
 
     mine: jax.Array
     theirs: jax.Array
@@ -98,7 +101,7 @@ class Sent(NamedTuple):
 
 
 def slices(ring: Ring, shift: int) -> list[Sent]:
-    """Return the slices that this rank sends and receives at a shift; their offsets are traced, because the rank is."""
+    """Return the slices that this rank sends and receives at a shift. Their offsets are traced, because the rank is traced."""
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     assert isinstance(plan, DirectPlan)
 
@@ -111,7 +114,7 @@ def slices(ring: Ring, shift: int) -> list[Sent]:
 
 
 def fetched(own: Keys, ring: Ring, shift: int) -> Keys:
-    """Send slices of ``own`` to another rank; return the slices received from rank (rank - shift), placed in a shard of zeros."""
+    """Send slices of ``own``. Return the slices received from rank (rank - shift), placed in a shard of zeros."""
     parts = []
     for each in slices(ring, shift):
         sent = own if each.tokens == own.kv.shape[1] else cut(own, each.mine, each.tokens)

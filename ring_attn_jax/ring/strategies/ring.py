@@ -1,7 +1,8 @@
-"""The strategy "ring": one ppermute per hop moves the keys, while the current keys are computed on.
+"""The strategy "ring": one ppermute per hop moves the keys, while the rank attends to its current keys.
 
 In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
-of k and v, which end at the rank that owns these keys. All arrays of the queries (q, out, lse, dout, dq) stay on their rank.
+of k and v. These gradients end at the rank that owns the keys. All arrays of the queries (q, out, lse, dout, dq) stay on their
+rank.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..transfer import send
 
 
 class OneWay:
-    """The strategy "ring": queries stay on their rank; keys travel, and in the backward their gradients too."""
+    """The strategy "ring": queries stay on their rank, keys travel, and in the backward the keys' gradients travel too."""
 
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
@@ -52,7 +53,7 @@ class OneWay:
 
 
 class RingStep:
-    """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks; they go on to ``rank + hop``."""
+    """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks. The next hop is ``hop``."""
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
         self.keys, self.shift = keys, shift
@@ -64,9 +65,10 @@ class RingStep:
         self._axis, self._ranks = ring.axis, ring.plan.ranks
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the next keys by an optimization barrier: XLA may not start the next step before it has both.
+        """Return ``state``, tied to the next keys by an optimization barrier: XLA starts the next step only when it has both.
 
-        Without the barrier XLA moves all hops to the front, so that memory grows with the number of ranks and nothing overlaps.
+        Without the barrier XLA moves all hops to the front of the program. Then memory grows with the number of ranks, and no
+        transfer overlaps with compute.
         """
         if not self.last:
             state, self.next_keys = lax.optimization_barrier((state, self.next_keys))
@@ -78,7 +80,7 @@ class RingStep:
         return self.travelling
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``."""
+        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step send it to the rank that owns ``keys``."""
         self.travelling = send(dkv, self._onward, self._axis, self._ranks) if self._onward else dkv
 
     def home(self) -> Gradients:
@@ -88,9 +90,9 @@ class RingStep:
 
 
 def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
-    """Return a Row for each pair of runs, int32 [q_runs, k_runs, fields]: this rank's queries, and the keys of rank - ``shift``.
+    """Return int32 [q_runs, k_runs, fields]: a Row per pair of a query run of this rank and a key run of rank - ``shift``.
 
-    Rows are arrays here, because the rank is traced; ``shift`` may be traced too.
+    Rows are arrays because the rank is traced. ``shift`` may be traced too.
     """
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
@@ -100,5 +102,5 @@ def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
 
 
 def _runs(table: Sequence[Sequence[tuple[int, int, int, int]]], rank: jax.Array) -> jax.Array:
-    """Return base, length, start and stride of the runs of a traced rank, int32 [4, runs]."""
+    """Return base, length, start and stride of each run of the traced rank ``rank``, int32 [4, runs]."""
     return jnp.asarray(table, dtype=jnp.int32)[rank].T

@@ -4,10 +4,10 @@
     inside     each rank: the tokens of its group's shards, its share of the heads (``HeadSplit``)
     after      out, lse, its rest and the gradients go back the same way
 
-Ulysses is from DeepSpeed (arXiv:2309.14509), and its product with a ring from USP (arXiv:2405.07719). In the backward q, k, v,
-out, lse, its rest and the gradients of out and lse are exchanged like q. Extents, key mask and key extents go to all ranks of a
-group. A rank takes the sinks, slopes and dropout's head index of its own heads. If several ranks of a group use one key head, its
-gradients are added in the order of these ranks.
+Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). In the backward q, k, v,
+out, lse, rest and the gradients of out and lse are exchanged like q. All ranks of a group get the extents, the key mask and the
+key extents. A rank uses the sinks, the slopes and the dropout head index of its own heads. If several ranks of a group use one
+key head, the head's gradients are added in rank order.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .ring import OneWay
 
 
 class HeadExchange(OneWay):
-    """The strategy "ulysses"; ``ring.plan.head_split`` says which heads each rank of a group computes."""
+    """The strategy "ulysses". ``ring.plan.head_split`` assigns the heads to the ranks of a group."""
 
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
@@ -53,7 +53,7 @@ class HeadExchange(OneWay):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """See ``Strategy.collect_gradients``. Gradients that need no further sum are sent in q's dtype."""
+        """See ``Strategy.collect_gradients``. Send gradients in q's dtype if no rank adds to them, else in float32."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
         dq, dkv = _collected((dq.astype(dtype), dkv.astype(dtype) if head_split.copies == 1 else dkv), ring)
@@ -68,14 +68,14 @@ class HeadExchange(OneWay):
 
 
 def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
-    """Return the plan's numbers of heads per rank, and this rank's index among the ranks that exchange heads."""
+    """Return the plan's head split, and this rank's index in its group of ranks that exchange heads."""
     head_split = ring.plan.head_split
     assert head_split is not None
     return head_split, lax.axis_index(ring.axis) % head_split.ranks
 
 
 def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, place: jax.Array) -> Score:
-    """Return the score of this rank's share of the heads, with the extents of the group's queries [ranks b s 2]."""
+    """Return the score parameters of this rank's heads, with the extents of the group's queries [ranks b s 2]."""
     first = place * head_split.q_local
     of_heads = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, head_split.q_local)
     seed = score.dropout_seed
@@ -89,6 +89,6 @@ def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, plac
 
 
 def _collected(arrays: tuple[jax.Array, ...], ring: Ring) -> list[jax.Array]:
-    """Return the arrays [b ranks*n heads/ranks ...] of the group's tokens as [b n heads ...] of this rank's own tokens."""
+    """Exchange arrays [b ranks*n heads/ranks ...] of the group's tokens for [b n heads ...] of this rank's own tokens."""
     head_split, _ = _head_split_of(ring)
     return [exchange(x, 1, 2, ring.axis, groups_of(head_split.ranks, ring.plan.ranks)) for x in arrays]

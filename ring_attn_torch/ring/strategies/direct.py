@@ -1,9 +1,9 @@
-"""The strategy "direct": each rank sends every other rank only the keys visible to it, and gets their gradients back.
+"""The strategy "direct": each rank sends each other rank only its visible keys, and gets their gradients back.
 
 The plan (``plan/direct.py`` of the core) determines the slices. A step places the received slices in a shard of zeros. No query
-sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step, the slices of the next step
-are in transfer; in the backward, so are the gradients of the previous step, to the keys' owner. The owner adds gradients in the
-order of the shifts.
+sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step the next step's slices are
+in transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner adds the gradients
+in the order of the shifts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .ring import OneWay, rows
 
 
 class Direct(OneWay):
-    """The strategy "direct"."""
+    """The strategy "direct": each rank sends its keys straight to the ranks that see them."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step for each shift of the plan, with the visible keys of ``rank - shift``."""
+        """Yield a step for each shift of the plan, on the keys of ``rank - shift`` that this rank sees."""
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
@@ -41,7 +41,7 @@ class Direct(OneWay):
 
 
 class Slices:
-    """The slices in transfer to the rank ``shift`` after this one, and from the rank ``shift`` before it."""
+    """The slices of keys in transfer: sent to the rank ``shift`` after this rank, received from the rank ``shift`` before it."""
 
     def __init__(self, own: Keys, ring: Ring, shift: int) -> None:
         self._own = own
@@ -51,13 +51,13 @@ class Slices:
         self._transfer = swap(sent, tuple(x for part in self._parts for x in part), shift, ring.group)
 
     def wait(self) -> Keys:
-        """Return the keys that arrive, at their places in a shard."""
+        """Wait for the arriving slices, and return them at their places in a shard of zeros."""
         self._transfer.wait()
         return placed([(first, part) for (first, _), part in zip(self._theirs, self._parts, strict=True)], self._own)
 
 
 class DirectStep:
-    """A ``Step`` on the visible keys of rank ``rank - shift``, after the step ``before``."""
+    """A ``Step`` on the visible keys of rank ``rank - shift``. ``before``: the previous step."""
 
     def __init__(self, keys: Keys, before: DirectStep | None, ring: Ring, shift: int) -> None:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
@@ -66,14 +66,14 @@ class DirectStep:
         self._total: Gradients | None = None
 
     def settle(self, state: T) -> T:
-        """Return ``state``: eager execution is ordered already."""
+        """Return ``state`` unchanged: eager execution keeps the order of the steps."""
         return state
 
     def arrived(self) -> None:
-        """Return None: the owner adds the gradients of all ranks."""
+        """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Start to send the slices' gradients to their owner; add those that the previous step received for this rank's keys."""
+        """Start to send the slices' gradients to their owner. Add the gradients received during the previous step."""
         if self._before is None:
             self._total = dkv
             return
@@ -86,7 +86,7 @@ class DirectStep:
         self._total, self._before = self._before.home(), None
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys, summed over the ranks of all steps so far, in step order."""
+        """Return the gradients of this rank's own keys, summed over the steps so far, in step order."""
         assert isinstance(self._total, Tensor), "what travels is packed"
         if self._returning is not None:
             for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self.shift, 0), strict=True):
@@ -95,7 +95,7 @@ class DirectStep:
 
 
 def visible(ring: Ring, shift: int, owner: int) -> list[tuple[int, int]]:
-    """Return the first token and the length of each slice that the rank ``owner`` after this one sends at ``shift``."""
+    """Return (first token, length) of each slice that the rank ``owner`` after this rank sends at ``shift``."""
     plan, rank = ring.plan, (rank_in(ring.group) + owner) % ring.plan.ranks
     assert isinstance(plan, DirectPlan)
     return [(each.firsts[rank], each.lengths[rank]) for each in plan.slices(shift) if each.lengths[rank]]

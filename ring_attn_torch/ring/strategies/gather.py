@@ -1,8 +1,8 @@
 """The strategy "gather": one all-gather fetches all keys, and one step computes on them.
 
-In the backward the keys are gathered again. Each rank gets the gradients of its own keys from all ranks in float32 and adds them
-in the order of the ranks. Each rank holds the keys of all ranks, and in the backward also the gradients of those keys from its
-own queries.
+The backward gathers the keys again. Each rank receives the float32 gradients of its own keys from all ranks, and adds them in
+rank order. In memory each rank holds the keys of all ranks; in the backward it also holds the gradients of all keys from its own
+queries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .ring import OneWay
 
 
 class Gather(OneWay):
-    """The strategy "gather"."""
+    """The strategy "gather": each rank all-gathers the keys of all ranks and computes one step."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         """See ``Strategy.spread``."""
@@ -36,10 +36,10 @@ class Gather(OneWay):
 
 
 def by_rank(x: Tensor, ranks: int) -> Tensor:
-    """Split x [b ranks*n ...] by rank into [ranks b n ...]."""
+    """Split x [b ranks*n ...] by rank and return it as [ranks b n ...]."""
     return x.unflatten(1, (ranks, x.shape[1] // ranks)).movedim(1, 0)
 
 
 def summed(parts: Tensor) -> Tensor:
-    """Sum ``parts`` [n ...] in index order, because the order decides the bits."""
+    """Sum ``parts`` [n ...] over n in index order, because the order of additions determines the last bits."""
     return reduce(Tensor.add_, parts[1:], parts[0])

@@ -1,7 +1,8 @@
-"""The strategy "ring": one batched send and receive per hop moves the keys, while attention to the current keys runs.
+"""The strategy "ring": one batched send and receive per hop moves the keys, while the rank attends to its current keys.
 
 In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
-of k and v, which end at the rank that owns these keys. All arrays of the queries (q, out, lse, dout, dq) stay on their rank.
+of k and v. These gradients end at the rank that owns the keys. All arrays of the queries (q, out, lse, dout, dq) stay on their
+rank.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..transfer import Transfer, send
 
 
 class OneWay:
-    """The strategy "ring": queries stay on their rank; keys travel, and in the backward their gradients too."""
+    """The strategy "ring": queries stay on their rank, keys travel, and in the backward the keys' gradients travel too."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         """See ``Strategy.spread``."""
@@ -57,14 +58,14 @@ class LocalStep:
         self._dkv: Gradients | None = None
 
     def settle(self, state: T) -> T:
-        """Return ``state``: no step follows."""
+        """Return ``state`` unchanged: no step follows."""
         return state
 
     def arrived(self) -> None:
         """Return None: no other rank adds to the gradients."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Store the gradients, which are on their own rank already."""
+        """Store the gradients. They are already on the rank that owns the keys."""
         self._dkv = dkv
 
     def home(self) -> Gradients:
@@ -74,9 +75,9 @@ class LocalStep:
 
 
 class RingStep:
-    """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks.
+    """A ``Step`` on the keys that started on rank ``rank - shift`` (modulo the number of ranks).
 
-    Unless it is the last step, its constructor starts to send the keys to rank ``rank + hop``.
+    The constructor of every step but the last starts to send the keys to rank ``rank + hop``.
     """
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
@@ -94,15 +95,15 @@ class RingStep:
         return self.keys if self._next is None else Keys(*self._next.wait())
 
     def settle(self, state: T) -> T:
-        """Return ``state``: eager execution is ordered already."""
+        """Return ``state`` unchanged: eager execution keeps the order of the steps."""
         return state
 
     def arrived(self) -> Tensor | None:
-        """Wait for the gradients of ``keys`` summed over the ranks visited so far; None at the first step."""
+        """Wait for the gradients of ``keys`` summed over the ranks visited so far, and return them; None at the first step."""
         return None if self.travelling is None else self.travelling.wait()[0]
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next; after the last step, to the rank that owns ``keys``."""
+        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step send it to the rank that owns ``keys``."""
         self.travelling = send((dkv,), self._onward, self._group)
 
     def home(self) -> Gradients:
@@ -113,5 +114,5 @@ class RingStep:
 
 
 def rows(ring: Ring, shift: int) -> Rows:
-    """Return a Row for each pair of runs, [q_runs][k_runs]: this rank's queries, and the keys of rank - ``shift``."""
+    """Return [q_runs][k_runs] of Row, one per pair of a query run of this rank and a key run of rank - ``shift``."""
     return ring.plan.rows(rank_in(ring.group), shift)

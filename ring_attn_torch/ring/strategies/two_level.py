@@ -1,8 +1,8 @@
-"""The strategy "two_level": keys travel an inner ring inside each host, while a copy crosses to the next host.
+"""The strategy "two_level": keys travel around an inner ring inside each host, while a copy of them travels to the next host.
 
-Each inner ring sums its keys' gradients and returns them to the rank at which the keys entered the host. That rank adds the sum
-of the earlier hosts, and sends the new sum to the next host during the next inner ring. So a transfer between hosts may take as
-long as all steps of a host. The hosts' sums are added in the order of the keys' visits.
+An inner ring sums the gradients of its keys, and returns the sum to the rank at which the keys entered the host. That rank adds
+the sum of the earlier hosts, and sends the new sum to the next host during the next inner ring. So a transfer between hosts may
+take as long as all steps of one host. Hosts' sums are added in the order in which the keys visit the hosts.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def plan_of(ring: Ring) -> TwoLevelPlan:
 class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that they have visited.
 
-    ``left``: the last step of the previous inner ring, until its gradients are added; ``crossing``: the number of hosts by which
-    their sum then moves on.
+    ``left``: the last step of the previous inner ring; None once its gradients are added. ``crossing``: the number of hosts by
+    which the sum then moves onward.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -63,11 +63,11 @@ class HostSums:
         self.crossing = 0
 
     def cross(self, arrays: tuple[Tensor | None, ...], hosts: int) -> Transfer:
-        """Send ``arrays`` to the rank with the same index in its host, ``hosts`` hosts onward."""
+        """Send ``arrays`` to the rank with the same index within its host, ``hosts`` hosts onward."""
         return send(arrays, hosts * self._ranks, self._group)
 
     def add(self) -> None:
-        """Add the previous inner ring's gradients, unless already added, and start to send the sum."""
+        """Add the gradients of the previous inner ring to the sum, unless added already, and start to send the sum."""
         if self.left is None:
             return
         travelling = self.left.travelling
@@ -86,9 +86,9 @@ class HostSums:
 
 
 class TwoLevelStep(RingStep):
-    """A ``Step`` of an inner ring; ``before``: the step before it on this inner ring.
+    """A ``Step`` of an inner ring. ``before``: the previous step of this inner ring.
 
-    Unless it is the last one, its constructor starts to send the keys to the next rank inside the host.
+    The constructor of every step but the last starts to send the keys to the next rank inside the host.
     """
 
     def __init__(
@@ -105,9 +105,10 @@ class TwoLevelStep(RingStep):
         self._onward, self._inside, self._sums = hop or -inner[number] % plan.host_ranks, inside, sums
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the next rank inside the host, or to the rank at which the keys entered it.
+        """Send ``dkv`` to the next rank inside the host, or after the last step to the rank at which the keys entered the host.
 
-        Also send the sum with the previous inner ring's gradients, which arrived during this step, to the next host.
+        Also add the previous inner ring's gradients, which arrived during this step, to the hosts' sum, and send the sum to the
+        next host.
         """
         self.travelling = self._inside((dkv,), self._onward)
         self._sums.add()

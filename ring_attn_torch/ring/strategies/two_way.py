@@ -1,11 +1,11 @@
-"""The strategy "two_way": keys travel the ring in both directions at once, and reach each rank by the shorter one.
+"""The strategy "two_way": keys travel the ring in both directions at once, and reach each rank on the shorter path.
 
     one way      0 -> 1 -> 2 -> 3 -> 4 -> 5 -> 6 -> 7        seven hops one after the other
     two ways     0 -> 1 -> 2 -> 3 -> 4    and    0 -> 7 -> 6 -> 5    at most four, and both directions of a link are in use
 
-Steps alternate between the two ways, nearest rank first, so a transfer may take as long as two steps. Gradients travel with their
-keys and return to the owner from the last rank of each way. The owner adds its own part, then the first way's sum, then the
-second's.
+Steps alternate between the two directions, nearest rank first, so a transfer may take as long as two steps. Gradients travel with
+their keys. The last rank of each direction sends the sum to the keys' owner. The owner starts with its own contribution, adds the
+sum of the first direction, and then the sum of the second.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .ring import OneWay, RingStep
 
 
 class TwoWay(OneWay):
-    """The strategy "two_way"."""
+    """The strategy "two_way": keys travel the ring in both directions at once."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step for this rank's own keys, and for those that arrive on each way in turn."""
+        """Yield a step for this rank's own keys, then steps that alternate between the keys of the two directions."""
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
@@ -41,7 +41,7 @@ class TwoWay(OneWay):
 
 
 class Way:
-    """Keys that travel one way, to the ranks ``shifts`` after their owner. ``step``: the latest visit."""
+    """The keys that travel in one direction, to the ranks ``shifts`` after their owner. ``step``: the latest step."""
 
     def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
         self.visits, self._ring = len(shifts), ring
@@ -49,13 +49,13 @@ class Way:
         self.step = TwoWayStep(keys, None, ring, 0, shifts[0])  # starts the first transfer
 
     def next_step(self) -> TwoWayStep:
-        """Wait for the next keys, and return the step on them."""
+        """Wait for the next keys of this direction, and return the step that computes on them."""
         self.step = TwoWayStep(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
         return self.step
 
 
 class TwoWayStep(RingStep):
-    """A ``Step`` of one way. ``parts``: on the last step, the steps that hold the gradients of this rank's own keys."""
+    """A ``Step`` of one direction. ``parts``: on the last step, the steps that hold gradients of this rank's own keys."""
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
         super().__init__(keys, travelling, ring, shift, hop)
@@ -63,12 +63,12 @@ class TwoWayStep(RingStep):
         self.parts: Sequence[RingStep] = ()
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys, summed in the order of the ways."""
+        """Return the gradients of this rank's own keys: its own contribution, plus the sum of each direction in order."""
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(Tensor.add_, others, own)  # type: ignore[arg-type]
 
 
 def in_turn(ways: list[Way]) -> Iterator[Way]:
-    """Alternate between the ways, yielding each once per visit."""
+    """Yield the directions in alternation, each as often as it has steps."""
     turns = chain.from_iterable(zip_longest(*([way] * way.visits for way in ways)))
     return (way for way in turns if way is not None)
