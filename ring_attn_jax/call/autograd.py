@@ -27,7 +27,7 @@ LSE_NAME = "ring_attn_lse"
 
 
 class OpInputs(NamedTuple):
-    """The arrays of a call. Their gradients take the same form, None for an array without one.
+    """The arrays of a call, or their gradients. An array without a gradient has None.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e].
     """
@@ -39,7 +39,7 @@ class OpInputs(NamedTuple):
 
     @classmethod
     def of(cls, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays) -> OpInputs:
-        """Build the record. Stop the gradient of the slopes, and leave out dropout if q is empty."""
+        """Build the record. Stop the gradient of the ALiBi slopes, and leave out dropout if q is empty."""
         if arrays.alibi_slopes is not None:
             arrays = arrays._replace(alibi_slopes=lax.stop_gradient(arrays.alibi_slopes))
         if not q.size:  # XLA fails on dropout in a shard_map of empty arrays
@@ -48,7 +48,7 @@ class OpInputs(NamedTuple):
 
 
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute (out, lse) of ``ring_attention``, with its options as one record. Differentiable once, in reverse mode."""
+    """Compute (out, lse) of ``ring_attention`` from its arguments as records. Differentiable once, in reverse mode."""
     problem = on_hardware(problem_of(q, k, v, arrays, ring_size(axis_name), options))
     compiled = checked(problem, anywhere=False)
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
@@ -62,7 +62,7 @@ def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tupl
 
 
 def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, total: State | None = None) -> State:
-    """Run the ring forward from ``total``, without a derivative. Return the state of this rank's queries."""
+    """Run the ring forward from the state ``total``, without a derivative. Return the state of this rank's queries."""
 
     def forward(inputs: OpInputs, total: State | None) -> State:
         q, k, v, arrays = inputs
@@ -73,7 +73,7 @@ def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, tot
 
 
 def sharded_state(inputs: OpInputs) -> Any:
-    """Return the state's sharding over the mesh axes of Explicit type."""
+    """Return the PartitionSpecs of the attention state over the mesh axes of Explicit type."""
     rows, of_v = PartitionSpec(*sharded_like(inputs.q)[:3]), sharded_like(inputs.v)
     return State(PartitionSpec(*rows, of_v[3]), rows, rows if carries_rest(inputs.q.dtype) else None)  # type: ignore[arg-type]
 
@@ -92,7 +92,7 @@ def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs,
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gradients(inputs: OpInputs, total: State, dtotal: State, compiled: CompiledCall, axis_name: str) -> OpInputs:
-    """Return the gradients in the form of the inputs, with None for an array without one, as a custom_vjp requires."""
+    """Return the gradients of the inputs as ``OpInputs``. custom_vjp requires None for an array without a gradient."""
 
     def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
         q, k, v, arrays = inputs
@@ -136,7 +136,7 @@ _reverse_only.defjvp(lambda primals, tangents: (_reverse_only(primals[0]), _tang
 
 
 def reverse_only(*trees: *Trees) -> tuple[*Trees]:
-    """Return the arrays unchanged. Forward-mode differentiation of them raises NotImplementedError with an explanation."""
+    """Return the arrays unchanged, but raise NotImplementedError, with an explanation, on forward-mode differentiation."""
     return jax.tree.map(lambda x: _reverse_only(x) if jnp.issubdtype(x.dtype, jnp.floating) else x, trees)
 
 

@@ -26,10 +26,10 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, None if not passed; their gradients take the same form.
+    """The optional arrays of a call, or their gradients, under their public names; None if not passed.
 
-    ``check_array`` knows them by these names: append a new one here.
-    ``dropout_seed``: the dropout state, made from the public ``dropout_seed`` and ``dropout_offset``.
+    ``check_array`` looks the arrays up by these names. Append a new array at the end. ``dropout_seed``: the dropout state, made
+    from the public ``dropout_seed`` and ``dropout_offset``.
     """
 
     extents: jax.Array | None = None
@@ -58,7 +58,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
 
 
 class CompiledCall(NamedTuple):
-    """A problem that passed all checks: its plan, backend and strategy, and its score without the arrays of a call."""
+    """A problem that passed all checks, with its plan, backend and strategy. ``score`` has no arrays yet."""
 
     plan: RingPlan
     score: Score
@@ -68,7 +68,7 @@ class CompiledCall(NamedTuple):
     """The plan of the steps, on the shards that the strategy joins."""
 
     def keys(self, k: jax.Array, v: jax.Array, arrays: Arrays) -> Keys:
-        """Pack k, v, the key mask and the key extents in the form in which they travel."""
+        """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
         return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=self.backend.two_arrays and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
@@ -82,14 +82,14 @@ class CompiledCall(NamedTuple):
         )
 
     def ring(self, axis_name: str) -> Ring:
-        """Return the ring over that mesh axis."""
+        """Return the ring over the mesh axis ``axis_name``, with this call's plan and strategy."""
         return Ring(self.steps, axis_name, self.strategy)
 
 
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check a problem, choose its backend, and compile its kernels.
 
-    ``anywhere``: the problem is a block at arbitrary positions instead of those of the plan.
+    ``anywhere``: the problem is a block whose runs may begin at any position, not only at the plan's positions.
     """
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options

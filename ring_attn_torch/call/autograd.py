@@ -1,8 +1,8 @@
-"""The ring under autograd: an op of torch.library under torch.compile, modes and transforms, else an eager autograd.Function.
+"""The ring under autograd: an eager autograd.Function, or a torch.library op under torch.compile, modes and transforms.
 
-An eager call skips the op's dispatch and the encoding of its options as text. Both ways call ``forward`` and ``backward`` of this
-file. ``eager_only`` lists the conditions of an eager call: ``attention`` tests them, and the backward of ``Eager`` tests them
-again. Under create_graph that backward calls the op too.
+An eager call skips the op's dispatch and the encoding of its options as text. The op and the Function both call ``forward`` and
+``backward`` of this file. ``eager_only`` lists the conditions of an eager call. ``attention`` tests them, and the backward of
+``Eager`` tests them again. Under create_graph the backward of ``Eager`` calls the op.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAIN = Tensor, torch.nn.Parameter
 
 
 class OpCall(NamedTuple):
-    """The non-tensor arguments of an op. A schema has no record type, so they are passed as ``text`` and ``counts``.
+    """The non-tensor arguments of an op. An op's schema has no record type, so they are passed as ``text`` and ``counts``.
 
     ``group``: the name of the ring, "" for a single rank.
     """
@@ -45,13 +45,13 @@ class OpCall(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Return the group and the options as text, without ``options.counts``, which an op takes as integers."""
+        """Return the group and the options as text. ``options.counts`` are left out: the op takes them as integers."""
         return f"{self.group};{self.options.text}"
 
     @staticmethod
     @lru_cache(maxsize=4096)
     def read(text: str, counts: tuple[int, ...]) -> OpCall:
-        """Return the record with this ``text`` and these ``counts``."""
+        """Build the record from its ``text`` and ``counts``."""
         group, options = text.rsplit(";", 1)
         return OpCall(Options.read(options, counts), group)
 
@@ -59,7 +59,7 @@ class OpCall(NamedTuple):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, dropout: Dropout | None, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``ring_attention`` from records. Return (out, lse)."""
+    """Compute ``ring_attention`` from its arguments as records. Return (out, lse)."""
     tensors = [q, k, v, *[x for x in arrays if x is not None]]
     eager = eager_only(tensors)
     with same_error(group_name):
@@ -86,7 +86,7 @@ def attention(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
-    """Return the state of this rank's queries, after all ranks agree on the call. ``total``: the state to continue from."""
+    """Check that all ranks agree on the call, and run the ring forward from the state ``total``. Return the new state."""
     group, extents, key_extents = group_of(call.group), arrays.extents, arrays.key_extents
     problem = problem_on(q, k, v, arrays, group, call.options)
     with same_error(group):
@@ -108,7 +108,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and the gradient of the sinks (an empty tensor without sinks).
 
-    ``cotangents``: (dout, dlse); ``saved``: (q, k, v, out, lse), and the rest of lse if there is one.
+    ``cotangents``: (dout, dlse). ``saved``: (q, k, v, out, lse), and the state's ``rest`` if it has one.
     """
     (dout, dlse), (q, k, v, *total), group = cotangents, saved, group_of(call.group)
     compiled = checked_backward(problem_on(q, k, v, arrays, group, call.options, exchange=False), anywhere=False)
@@ -129,7 +129,7 @@ def no_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def separate_gradients(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dk and dv in k's dtype, as contiguous tensors in separate memory, which an op's outputs must be."""
+    """Return dk and dv in k's dtype, as contiguous tensors that share no memory: an op's outputs must not alias."""
     if isinstance(dkv, tuple):
         dk, dv = dkv
         if dk.dtype == k.dtype:
@@ -145,7 +145,7 @@ OPTIONAL = ", ".join(f"Tensor? {name}" for name in Arrays._fields)
 
 
 def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Register a function as the op of ``schema`` on every device, since a ``torch.library.custom_op`` takes longer per call."""
+    """Register a function as the op of ``schema`` on every device. A ``torch.library.custom_op`` would take longer per call."""
     LIBRARY.define(schema, tags=torch.Tag.pt2_compliant_tag)
     return torch.library.impl(LIBRARY, schema.partition("(")[0], "CompositeExplicitAutograd")
 
@@ -155,18 +155,18 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def as_outputs(total: State) -> Outputs:
-    """Convert a state to the three outputs of an op; without a rest the third is an empty tensor."""
+    """Convert an attention state to the three outputs of an op. If ``rest`` is None, the third output is an empty tensor."""
     return total.out, total.lse, total.lse.new_empty(0) if total.rest is None else total.rest
 
 
 def from_outputs(outputs: Outputs) -> State:
-    """Convert the three outputs of an op to a state."""
+    """Convert the three outputs of an op to an attention state."""
     out, lse, rest = outputs
     return State(out, lse, rest if rest.shape == lse.shape else None)
 
 
 def fake_outputs(q: Tensor, v: Tensor) -> Outputs:
-    """Return uninitialized outputs with the shapes and dtypes of the forward op, for fake tensors."""
+    """Return uninitialized outputs with the shapes and dtypes of the forward op, for tracing with fake tensors."""
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty((*q.shape[:3], v.shape[-1])), lse, torch.empty_like(lse) if carries_rest(q.dtype) else lse.new_empty(0)
 
@@ -198,13 +198,13 @@ def _(cotangents, saved, counts, call, *arrays: Tensor | None):  # type: ignore[
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
-    """Save the inputs and outputs of an op for its backward."""
+    """Save the inputs and outputs of an op for the op's backward."""
     q, k, v, ctx.counts, ctx.call, *arrays = inputs
     ctx.save_for_backward(*arrays, q, k, v, *from_outputs(output).arrays)
 
 
 def saved_of(ctx: Any) -> tuple[tuple[Tensor, ...], Arrays]:
-    """Return the tensors saved by a forward: (q, k, v, out, lse) with the rest if there is one, and the optional arrays."""
+    """Return the tensors that the forward saved: (q, k, v, out, lse), ``rest`` if there is one, and the optional arrays."""
     saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     optional = len(Arrays._fields)
     return saved[optional:], Arrays(*saved[:optional])
@@ -217,7 +217,7 @@ def _differentiate(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
 
 
 def _gradients(arrays: Arrays, dsinks: Tensor) -> Arrays:
-    """Return the gradients of the optional arrays, all None but that of the sinks."""
+    """Return the gradients of the optional arrays: ``dsinks`` for the sinks, None for all others."""
     return Arrays(sinks=None if arrays.sinks is None else dsinks)
 
 
@@ -230,7 +230,7 @@ torch.library.register_autograd("ring_attn::backward", refuse_second_derivative)
 
 
 class Eager(torch.autograd.Function):
-    """The ring as a plain autograd.Function. An op's dispatch costs the host more than all the rest of a short call."""
+    """The ring as a plain autograd.Function: an op's dispatch would take longer than the rest of a short call."""
 
     @staticmethod
     def forward(
@@ -271,19 +271,19 @@ def eager_only(tensors: Iterable[Any]) -> bool:
 class StoredResults:
     """A context in which a recomputed function reuses its stored results instead of running the ring again.
 
-    Inside the ``with``, each ``ring_attention`` call first gets its state from ``known``, or computes it and passes it to
-    ``store``. The context is reentrant and may be entered on any thread.
+    Inside the ``with``, each ``ring_attention`` call takes its attention state from ``known()``. If ``known()`` returns None, the
+    call computes the state and passes it to ``store``. The context is reentrant and may be entered on any thread.
     """
 
     def __init__(self) -> None:
         self._tokens: list[Token[StoredResults | None]] = []
 
     def known(self) -> State | None:
-        """Return the stored state of the next call, in call order and without gradients, or None if it must be computed."""
+        """Return the stored state of the next call, in call order and detached, or None if the call must compute it."""
         return None
 
     def store(self, total: State) -> None:
-        """Store the state after a call."""
+        """Store the attention state that a call computed."""
 
     def __enter__(self) -> None:
         self._tokens.append(_innermost.set(self))
@@ -296,5 +296,5 @@ _innermost: ContextVar[StoredResults | None] = ContextVar("ring_attn_stored_resu
 
 
 def stored_results() -> StoredResults | None:
-    """Return the innermost ``StoredResults`` of this thread, or None outside of any and under torch.compile."""
+    """Return this thread's innermost ``StoredResults``. Return None outside of any, and under torch.compile."""
     return None if torch.compiler.is_compiling() else _innermost.get()

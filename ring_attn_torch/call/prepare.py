@@ -1,4 +1,4 @@
-"""Conversion of a user's arguments into a checked Problem with its plan, score, backend and strategy, or a clear error."""
+"""Conversion of a user's arguments into a checked Problem, with its plan, score, backend and strategy, or a clear error."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, None if not passed; their gradients take the same form.
+    """The optional arrays of a call, or their gradients, under their public names; None if not passed.
 
-    The ops take them in this order, and ``check_array`` knows them by these names: append a new one here.
-    ``dropout_seed``: the dropout state, int64 [4]: both words of the seed, the global index of the first batch row and head.
+    The ops take the arrays in this order, and ``check_array`` looks them up by these names. Append a new array at the end.
+    ``dropout_seed``: the dropout state, int64 [4]: the seed's two words and the global indices of the first batch row and head.
     """
 
     extents: Tensor | None = None
@@ -52,13 +52,13 @@ NAMES = ("q", "k", "v", *Arrays._fields)
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Describe the call as plain data, without array values. Equal calls get the same cached record."""
+    """Describe the call as plain data, without array values. Equal calls get the same cached Problem."""
     kinds = tuple([None if x is None else (x.shape, x.dtype) for x in (q, k, v, *arrays)])
     return _problem(kinds, q.device, ranks, options)
 
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Return ``problem_of`` the call, with the record of the ring's hardware; ``exchange``: see ``on_hardware``."""
+    """Describe the call as a Problem that includes the ring's hardware record. ``exchange``: see ``on_hardware``."""
     return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), group, exchange)
 
 
@@ -66,7 +66,7 @@ def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, op
 def _problem(
     kinds: tuple[tuple[torch.Size, torch.dtype] | None, ...], device: torch.device, ranks: int, options: Options
 ) -> Problem:
-    """Build the problem. ``kinds``: shape and dtype of each of ``NAMES``, None if it was not passed."""
+    """Build the problem. ``kinds``: the (shape, dtype) of each array of ``NAMES``, or None if it was not passed."""
     passed = [
         OptionalArray(name, () if name == "dropout_seed" else tuple(kind[0]), dtype_name(kind[1]))
         for name, kind in zip(NAMES, kinds, strict=True)
@@ -78,7 +78,7 @@ def _problem(
 
 
 class CompiledCall(NamedTuple):
-    """A problem that passed all checks: its plan, backend and strategy, and its score without the arrays of a call."""
+    """A problem that passed all checks, with its plan, backend and strategy. ``score`` has no arrays yet."""
 
     plan: RingPlan
     score: Score
@@ -88,7 +88,7 @@ class CompiledCall(NamedTuple):
     """The plan of the steps, on the shards that the strategy joins."""
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
-        """Pack k, v, the key mask and the key extents in the form in which they travel."""
+        """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
         return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=self.backend.two_arrays and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
@@ -97,7 +97,7 @@ class CompiledCall(NamedTuple):
         return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 
     def ring(self, group: Group) -> Ring:
-        """Return the ring of ``group``."""
+        """Return the ring of ``group``, with this call's plan and strategy."""
         return Ring(self.steps, group, self.strategy)
 
 
@@ -105,9 +105,9 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
 
-    ``anywhere``: the problem is a block whose runs may begin at any position, not at those of the plan. A backend named by the
-    user is checked for the backward too. "auto" selects a backend for the backward only when it runs, and may take another one
-    there if one does not compile.
+    ``anywhere``: the problem is a block whose runs may begin at any position, not only at the plan's positions. A backend that
+    the user names is checked for the backward too. "auto" selects the backend for the backward when the backward runs. It may
+    select a different backend there, if a kernel does not compile.
     """
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options
@@ -118,7 +118,7 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
 
 @lru_cache(maxsize=1024)
 def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
-    """Return the result of ``checked`` for the backward, with the kernels of the backward compiled."""
+    """Check the problem for the backward, compile its backward kernels, and cache the result."""
     compiled = checked(problem, anywhere=anywhere)
     if problem.options.backend != "auto":
         return compiled
@@ -138,7 +138,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def refuse_transforms(tensors: Iterable[Any]) -> None:
-    """Raise NotImplementedError for dual numbers, whose tangents a custom op drops silently, and under torch.func.grad."""
+    """Raise NotImplementedError under forward-mode AD and torch.func.grad. A custom op would silently drop tangents."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and any(
@@ -158,7 +158,10 @@ MOST_KNOWN = 4096
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors`` once per combination of devices and layouts. The tensors must not be nested or of a subclass."""
+    """Run ``check_tensors``, once per combination of devices and layouts.
+
+    The tensors must not be nested tensors or Tensor subclasses.
+    """
     group = group_of(group_name)
     known = _alone if group is None else _on.setdefault(group, set())
     kinds = tuple([(x.device, x.layout) for x in tensors])
@@ -171,7 +174,7 @@ def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
 
 
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:
-    """Raise ValueError if the op's schema cannot take an argument or the group cannot send it.
+    """Raise ValueError if an argument does not fit the op's schema, or if the group cannot send it.
 
     Refuse objects that are not tensors, DTensors, sparse or nested tensors, tensors on several devices, a device without a
     backend in the group, and slopes that require a gradient.
@@ -198,6 +201,6 @@ def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") 
 
 @constant
 def _devices(name: str) -> list[str]:
-    """Return the device types that the group has a backend for."""
+    """Return the device types for which the group has a communication backend."""
     config = dist.get_backend_config(group_of(name))
     return [pair.split(":")[0] for pair in config.split(",")]

@@ -106,11 +106,11 @@ def ring_attention(
     Return ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
     in float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink) and zero gradients.
 
-    Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit, or if the ranks disagree and none
-    of them has run its own call before. Raise RuntimeError after the group's timeout if a rank does not reach the call.
-    Calls that a rank has run before are not compared, since that would cost an exchange each time. If ranks then make different
-    calls, causal on one and full on another give wrong numbers, a skipped call shifts all later ones, and shards of other sizes
-    hang or end a gloo process. Find these with ``check_every_call``.
+    Raise ValueError, the same on every rank and before any tensor is sent, if inputs do not fit. Also raise it if the ranks make
+    different calls and no rank has run its call before. Raise RuntimeError after the group's timeout if a rank does not reach the
+    call. Ranks do not compare a call that they have run before, because each comparison costs an exchange. So later differences
+    between ranks are not detected: causal on one rank and full on another give wrong numbers, a skipped call shifts all later
+    calls, and shards of other sizes hang or end a gloo process. ``check_every_call`` finds such differences.
 
     No second derivative, no forward mode, no torch.func.grad. The call is an op of torch.library, so it works under
     torch.compile(fullgraph=True) and selective checkpointing (the op to save is ``torch.ops.ring_attn.forward.default``);
