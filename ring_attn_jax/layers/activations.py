@@ -1,6 +1,6 @@
-"""Rematerialized blocks: they save only their input and attention's (out, lse), so recomputing them skips the ring.
+"""Rematerialized blocks: a block saves only its input and attention's (out, lse), so recomputing it skips the ring.
 
-A jax.checkpoint policy selects these arrays by name. It keeps them on the device or offloads them to host memory.
+A jax.checkpoint policy selects these arrays by name, and keeps them on the device or offloads them to host memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Caller = Callable[..., jax.Array]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return the function that runs the blocks, or None if they are called directly.
+    """Return the function that runs the blocks, or None if the blocks run directly.
 
     ``activations``: "keep", "recompute" or "offload". Return None for "keep". Raise ValueError if ``activations`` has another
     value, or if it is "offload" and the device cannot address pinned host memory.

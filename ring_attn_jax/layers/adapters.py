@@ -67,7 +67,7 @@ Triple = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class DropoutArguments(NamedTuple):
-    """The dropout arguments of one call with dropout."""
+    """The dropout arguments of one call that uses dropout."""
 
     rng: jax.Array | None
     rate: float
@@ -76,7 +76,7 @@ class DropoutArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class FlaxFunction:
-    """The base class of attention functions for flax. Equal arguments make equal hashes, so that jit compiles once.
+    """The base class of attention functions for flax. Functions of equal arguments have equal hashes, so jit compiles once.
 
     It accepts the arguments that flax passes, and refuses the unsupported ones with a ValueError. A subclass defines
     ``_attended``.
@@ -128,7 +128,7 @@ class FlaxFunction:
         return self._attended((q, k, v), visible, dropout, options).reshape(*query.shape[:-1], value.shape[-1])
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
-        """Return out [batch, tokens, heads, v_dim] for ``qkv``. ``visible``: a mask as ``visible_of`` returns it, or None."""
+        """Return out [batch, tokens, heads, v_dim] of ``qkv``. ``visible``: a mask that ``visible_of`` returned, or None."""
         raise NotImplementedError
 
     def _padded(self, x: Any) -> Any:
@@ -160,7 +160,7 @@ class RingAttentionFunction(FlaxFunction):
         return nan_unless(fits, self._over_the_mesh(*qkv, arrays._replace(extents=extents, key_mask=key_mask), options))
 
     def _over_the_mesh(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
-        """Return out [batch, tokens, heads, v_dim]. Contiguous arrays are padded to a multiple of the ranks, and out is cut."""
+        """Return out [batch, tokens, heads, v_dim]. Pad contiguous inputs to a multiple of the ranks, then drop the padding."""
         if options.layout != "contiguous":
             return sharded(q, k, v, arrays, options, self.where)
         queries, keys = q.shape[1], k.shape[1]
@@ -186,7 +186,7 @@ def _one_batch(x: jax.Array) -> jax.Array:
 
 
 def _causal_part(band: Band) -> Band:
-    """Return the intersection of ``band`` and ``causal()``."""
+    """Return the band of the pairs that both ``band`` and ``causal()`` allow."""
     return Band(max(band.lo or 0, 0), band.hi)
 
 
@@ -203,9 +203,9 @@ def _dropout_state(dropout: DropoutArguments) -> DropoutState:
 
 
 def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
-    """Raise ValueError if ``fits`` is False for any query. Under jit its values are unknown, and nothing is checked.
+    """Raise ValueError if ``fits`` is False for any query. Under jit ``fits`` is unknown, so check nothing.
 
-    ``must``: the condition that the message states. ``instead``: the message's last sentence.
+    ``must``: the condition in the error message. ``instead``: the message's last sentence, which says what to do.
     """
     values = None if fits is None else on_host(fits)
     if values is not None and not values.all():
@@ -214,5 +214,5 @@ def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
 
 
 def nan_unless(fits: jax.Array | None, out: jax.Array) -> jax.Array:
-    """Set out [batch, tokens, heads, dim] to NaN for queries whose ``fits`` is False: under jit, ``check_fits`` cannot raise."""
+    """Set out [batch, tokens, heads, dim] to NaN at queries whose ``fits`` is False. ``check_fits`` cannot raise under jit."""
     return out if fits is None else out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]

@@ -45,7 +45,7 @@ class ShardedRows(NamedTuple):
         return lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     def shard_mask(self, mask: jax.Array | None) -> jax.Array | None:
-        """Shard the mask as ``shard`` does. None stays None."""
+        """Shard the mask as ``shard`` does. A mask of None stays None."""
         return None if mask is None else self.shard(mask)
 
     def unshard(self, x: jax.Array) -> jax.Array:
@@ -65,7 +65,7 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:
-    """Raise ValueError if auto_shard is set beside arguments of shards (``of_shards``), or ``mask`` comes without auto_shard."""
+    """Raise ValueError if auto_shard is combined with shards' arguments (``of_shards``), or ``mask`` comes without it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

@@ -19,8 +19,8 @@ class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
     ``chunk``: the maximum number of tokens computed at a time, None for all. The backward recomputes each chunk. ``where``: the
-    mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map. ``bias``: all three maps have
-    biases.
+    mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map. ``bias``: ``gate``, ``up`` and
+    ``down`` have biases.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that it computes at a time, None for all.
-    ``mlp_bias``: its maps have biases. The norms' eps and the weights' dtype are those of the attention.
+    ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
+    all. ``mlp_bias``: the MLP's maps have biases. The norms use the attention's eps; norms and MLP use its weight dtype.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Apply the block to x [b s dim]; return [b s dim].
 
-        ``call``: a function from :func:`caller` that runs the block, or None. The other arguments are those of RingAttention.
+        ``call``: a function from :func:`caller` that runs the block, or None. See RingAttention for the other arguments.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path}
@@ -91,6 +91,6 @@ class Block(nnx.Module):
         return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
 
     def through(self, x: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Return the block's output for x [b s dim]. ``attend`` maps the normed x in place of the attention layer."""
+        """Return the block's output for x [b s dim]. ``attend`` replaces the attention layer on the normed x."""
         x = x + attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))

@@ -27,7 +27,7 @@ def in_chunks(
     gradients of the weights are summed over devices once, not per chunk. If all tokens fit in one chunk, nothing is recomputed.
 
     Inside an outer jax.checkpoint, ``function`` runs as often as without chunks: once forward and once for the backward. The
-    outer checkpoint does not recompute its output, since nothing reads it.
+    outer checkpoint does not recompute the output of the chunks, because no gradient needs it.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:
@@ -47,9 +47,9 @@ def in_chunks(
 
 
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
-    """Return ``function(weights, x)`` with the Explicit mesh axes made Auto inside, so that XLA shards over them.
+    """Return ``function(weights, x)`` with the Explicit mesh axes made Auto inside, so that XLA shards over these axes.
 
-    The backward is written by hand (custom_vjp): the one that JAX derives for a loop on Auto axes has zeros on the outer mesh.
+    The backward is a custom_vjp, because JAX's own backward of a loop on Auto axes creates its zeros on the outer mesh.
     """
     if not explicit_axes():
         return function(weights, x)
@@ -65,10 +65,10 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 
 
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
-    """Split [b s ...] into [chunks b c ...] with c <= chunk, padded at the end with ``pad_value``.
+    """Split x [b s ...] into [chunks b c ...] with c <= chunk. Pad the end with ``pad_value``.
 
-    Chunk i holds the tokens whose index is i modulo the number of chunks. So, if XLA shards the tokens, each device holds a part
-    of each chunk.
+    Chunk i holds the tokens whose index is i modulo the number of chunks. So if XLA shards the tokens, each device holds some
+    tokens of each chunk.
     """
     batch, tokens = x.shape[:2]
     length = even_chunk(tokens, chunk)
@@ -80,6 +80,6 @@ def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
 
 
 def from_chunks(y: jax.Array, tokens: int) -> jax.Array:
-    """Invert :func:`to_chunks`: [chunks b c ...] -> [b tokens ...] without padding."""
+    """Undo :func:`to_chunks`: [chunks b c ...] -> [b tokens ...] without padding."""
     y = jnp.moveaxis(y, 0, 2)
     return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :tokens]

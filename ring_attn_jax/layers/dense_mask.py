@@ -14,7 +14,10 @@ from ..data.layout import from_layout
 
 
 class MaskArguments(NamedTuple):
-    """A dense mask as extents and a key mask: a query sees the keys that both permit. Global arrays in layout order."""
+    """A dense mask as extents and a key mask, as global arrays in layout order.
+
+    A query sees a key if both allow the pair.
+    """
 
     extents: jax.Array | None
     """``extents=`` of ring_attention, int32 [batch, queries, 2]; None if all queries see the same keys."""
@@ -25,7 +28,7 @@ class MaskArguments(NamedTuple):
 
 
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
-    """Convert a flax mask to bool [rows, heads, queries, keys]. A size of 1 for heads or queries stands for all.
+    """Convert a flax mask to bool [rows, heads, queries, keys]. Heads and queries may be 1, which applies to all.
 
     ``scores``: the shape (batch..., heads, queries, keys) that the mask must broadcast to. Raise ValueError if it does not.
     """
@@ -37,9 +40,10 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 
 
 def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> MaskArguments:
-    """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to Parts.
+    """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
-    It suffices to try the tightest interval around each query's visible keys, with a key mask of the keys that no query sees.
+    Try the tightest interval around each query's visible keys, with a key mask that hides the keys that no query sees. No other
+    candidate can fit if these fail.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

@@ -94,7 +94,7 @@ class DilatedAttentionFunction(FlaxFunction):
 
 
 class VisibleTokens(NamedTuple):
-    """The visible keys of a mask and the queries that see any, bool [batch, tokens] each; None for all."""
+    """The keys of a mask that some query sees, and the queries that see some key: bool [batch, tokens]; None for all."""
 
     keys: jax.Array | None = None
     """True for keys that some query sees."""
@@ -105,7 +105,10 @@ class VisibleTokens(NamedTuple):
 
 
 def visible_tokens(visible: jax.Array, band: Band) -> VisibleTokens:
-    """Split a mask, bool [rows, heads, queries, keys], within ``band`` into ``VisibleTokens``. Heads and queries may be 1."""
+    """Split the mask ``visible``, bool [rows, heads, queries, keys], within ``band`` into ``VisibleTokens``.
+
+    The sizes of heads and queries may be 1.
+    """
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):
         return VisibleTokens(visible[:, 0, 0])

@@ -1,4 +1,4 @@
-"""Linear maps, norms and embedding lookups whose weights have a dtype and a sharding of their own."""
+"""Linear maps, norms and embedding lookups. Their weights have their own dtype and sharding."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..axes import sharded_like
 
 
 class LinearMap(nnx.Linear):
-    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the dtype of the weight: [..., in] -> [..., out].
+    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the weight's dtype is: [..., in] -> [..., out].
 
-    The weight is initialized normally with standard deviation ``in ** -0.5``, the bias with 0. ``param_dtype``: the name of their
-    dtype. flax stores the weight transposed, as ``kernel`` [in, out].
+    The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``. The bias is 0. ``param_dtype``: the
+    name of the weight's and bias' dtype. flax stores the weight transposed, as ``kernel`` [in, out].
     """
 
     def __init__(
@@ -54,10 +54,11 @@ def dtype_name(dtype: Any) -> str:
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return ``x @ weight`` [..., out] for x [..., in] and weight [in, out], which Explicit mesh axes may shard differently.
+    """Return ``x @ weight`` [..., out] for x [..., in] and weight [in, out], which Explicit axes may shard differently.
 
-    x keeps its sharding. Along ``in`` the weight is resharded like x. Along ``out`` it stays sharded over axes that x does not
-    use (tensor parallelism) and is all-gathered over the others (FSDP); the result is sharded so too. Over Auto axes XLA decides.
+    x keeps its sharding. Along ``in`` the weight is resharded like x. Along ``out`` the weight stays sharded over axes that x
+    does not use (tensor parallelism), and is all-gathered over other axes (FSDP). The result is sharded like the weight along
+    ``out``. Over Auto axes XLA decides.
     """
     of_x, of_weight = sharded_like(x), sharded_like(weight)
     if not any(of_x) and not any(of_weight):
@@ -74,9 +75,9 @@ def along_last(vector: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
-    """Return ``table[ids]``, NaN for ids outside the table.
+    """Return ``table[ids]``, with NaN for ids outside of the table.
 
-    If Explicit mesh axes shard the table, all-gather it first. The result is sharded like ``ids``, not along features.
+    If Explicit mesh axes shard the table, all-gather it first. The result is sharded like ``ids``, and not along features.
     """
     spec = sharded_like(ids)
     sharding = on_mesh(PartitionSpec(*spec, None), ids, table) if any(spec) or any(sharded_like(table)) else None
@@ -85,7 +86,7 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def resharded(array: jax.Array, spec: PartitionSpec, *others: jax.Array) -> jax.Array:
-    """Reshard ``array`` as ``spec`` over the Explicit axes of its mesh. If it has no mesh, use the first one of ``others``."""
+    """Reshard ``array`` as ``spec`` over the Explicit axes of its mesh. If it has no mesh, use the first mesh of ``others``."""
     return array if sharded_like(array) == spec else jax.sharding.reshard(array, on_mesh(spec, array, *others))
 
 

@@ -1,4 +1,4 @@
-"""Constructor arguments that layers and models share: the ring, and arguments of more types than a config accepts."""
+"""The constructor arguments that layers and models share: the ring, and arguments of more types than a config accepts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from .parts import dtype_name
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRing:
-    """The ring of a layer or model, and how its attention runs. The fields are arguments of ``ring_attention``.
+    """The ring of a layer or model, and the way its attention runs. The fields are arguments of ``ring_attention``.
 
-    With a ``mesh`` they are arguments of ``sharded_ring_attention``. Raise ValueError if the mesh lacks an axis.
+    With a ``mesh`` the fields are arguments of ``sharded_ring_attention``. Raise ValueError if the mesh lacks an axis.
     """
 
     layout: str = "zigzag"
@@ -41,12 +41,12 @@ class LayerRing:
 
     @property
     def sharded(self) -> ShardedAxes | None:
-        """The mesh axes over which global arrays are sharded, or None without a mesh, inside shard_map."""
+        """The mesh axes that shard global arrays. None without a mesh, that is, inside shard_map."""
         axes = self.axis_name, self.batch_axes, self.head_axis
         return None if self.mesh is None else ShardedAxes.of(self.mesh, *axes)
 
     def positions(self, tokens: int) -> jax.Array:
-        """Return int32 [tokens], the global positions of this rank's shard (of the global array with a mesh), with padding."""
+        """Return int32 [tokens], the global positions of this rank's shard, including padding; with a mesh, of all shards."""
         if (where := self.sharded) is not None:
             held = jnp.concatenate([positions(self.layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
         else:
@@ -64,7 +64,7 @@ class ContiguousRing(LayerRing):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerArguments:
-    """Constructor arguments with more freedom than a config: they may be positional, None for a default, or a jax.numpy dtype."""
+    """The constructor arguments of a layer. Unlike in a config they may be positional, None for a default, or a dtype."""
 
     dim: int = field(kw_only=False)
     heads: int = field(kw_only=False)
@@ -74,5 +74,5 @@ class LayerArguments:
     rngs: nnx.Rngs
 
     def __post_init__(self) -> None:
-        """Replace the dtype by its name. The config built from these arguments checks them."""
+        """Replace ``param_dtype`` by its name. The config built from these arguments checks the rest."""
         object.__setattr__(self, "param_dtype", dtype_name(self.param_dtype))

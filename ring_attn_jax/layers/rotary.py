@@ -31,8 +31,9 @@ class RotaryEmbedding(nnx.Module):
     angles. YaRN also multiplies y by its attention factor. The module has no parameters.
 
     For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency would be off by 0.06 rad at
-    a million tokens. So angles are integers in units of 2**-32 turns, which wrap at whole turns. Each is the sum of an angle for
-    the position's multiple of 1024 and one for the remainder. At a million tokens it is off by at most 1.5e-6 rad.
+    a million tokens. So an angle is an integer in units of 2**-32 turns, which wraps at whole turns. It is the sum of two angles:
+    one for the largest multiple of 1024 in the position, one for the remainder. At a million tokens the sum is off by at most
+    1.5e-6 rad.
 
     Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not one of these records.
     """
@@ -53,7 +54,7 @@ class RotaryEmbedding(nnx.Module):
         return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], -1).astype(x.dtype)
 
     def _turns(self, positions: jax.Array, dtype: jnp.dtype) -> tuple[jax.Array, jax.Array]:
-        """Return cos and sin of the angles times the attention factor, computed in ``dtype``: [b or 1, s, head_dim / 2]."""
+        """Return cos and sin of the angles, [b or 1, s, head_dim / 2] each, times the attention factor, computed in ``dtype``."""
         frequencies = inverse_frequencies(self.rotary, self.head_dim, np.arange(self.head_dim // 2, dtype=np.float64))[None, None]
         positions = (positions if positions.ndim == 2 else positions[None])[..., None]
         positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 does not fit in int8

@@ -29,7 +29,7 @@ from .ring import LayerArguments, LayerRing
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRing(LayerRing):
-    """The ring of a RingTransformer, and the two constructor arguments that its config does not hold."""
+    """The ring of a RingTransformer, and two constructor arguments that its config does not store."""
 
     auto_shard: bool = False
     activations: str = "keep"
@@ -66,8 +66,8 @@ class RingTransformer(nnx.Module):
     ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are cast to it at use, so with
     float32 weights and jnp.bfloat16 gradients and their sums over ranks stay float32. ``mlp_chunk``: the maximum number of a
     rank's tokens that the MLP computes at a time, None for all. It limits the memory of the ``hidden`` features, and the backward
-    recomputes these once. If ``activations`` is not "keep", it does so anyway, and no more often. The other arguments are those
-    of :class:`RingAttention`.
+    recomputes these once. If ``activations`` is not "keep", the backward recomputes them anyway, and no more often. The other
+    arguments are those of :class:`RingAttention`.
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
@@ -77,9 +77,9 @@ class RingTransformer(nnx.Module):
     ``auto_shard``, with ``mesh``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global
     logits.
 
-    ``activations``: the arrays that a block saves for its backward. "keep": those that XLA chooses. "recompute": its input and
-    attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same, in host memory of
-    the kind pinned_host; the gradient must then run inside jax.jit.
+    ``activations``: the arrays that a block saves for its backward. "keep": the arrays that XLA chooses. "recompute": the block's
+    input and attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same arrays, in
+    host memory of the kind pinned_host. Then compute the gradient inside jax.jit.
 
     JAX sums the gradients of replicated weights over the ranks by itself. If the axes of ``mesh`` are Explicit, as those of
     jax.make_mesh are, call ``jax.set_mesh(mesh)`` before the constructor. Raise ValueError if sizes do not fit or a number is
@@ -107,7 +107,7 @@ class RingTransformer(nnx.Module):
     @classmethod
     @takes(FromConfig)
     def from_config(cls, arguments: FromConfig) -> RingTransformer:
-        """Construct a model from ``config``. Pass the arguments that it does not hold by name, such as those of the ring."""
+        """Construct a model from ``config``. Pass arguments that ``config`` does not hold, such as the ring, by name."""
         return cls(**arguments.config.arguments, **vars(extract(ModelRing, arguments)), rngs=arguments.rngs)
 
     def __call__(
@@ -174,7 +174,7 @@ class RingTransformer(nnx.Module):
 
     @property
     def head_weight(self) -> jax.Array:
-        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's if the head is tied."""
+        """The weight [vocab, dim] of ``logits = hidden head_weight^T``. If the head is tied, this is the embedding's weight."""
         return self.embed.embedding[...] if self.head is None else self.head.kernel[...].T
 
     def generate(

@@ -1,4 +1,4 @@
-"""The choice of the activations that a transformer's blocks save for the backward: keep, recompute or offload."""
+"""The selection of the activations that a transformer's blocks save for the backward: keep, recompute or offload."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Caller = Callable[..., Tensor]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return the function that runs the blocks of one forward pass, or None if they are called directly.
+    """Return the function that runs the blocks of one forward pass, or None if the blocks run directly.
 
     ``activations``: "keep", "recompute" or "offload". Return None for "keep" and while gradients are disabled. Raise ValueError
     if ``activations`` has another value.

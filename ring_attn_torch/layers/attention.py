@@ -86,10 +86,10 @@ class RingAttention(Projections):
         s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every
         step; dropout applies if and only if it is passed; ``self.training`` is ignored. ``dropout_offset``: as in ring_attention.
 
-        ``longest_path``: the number of tokens of the longest path if ``key_extents`` are a tree's, ``shard.longest_path``. A
-        window counts positions of the row: one of at least ``longest_path`` tokens hides nothing on any path and is left out, and
-        a shorter one is refused. So are ALiBi slopes, masks that are not causal, and a rotary layer without ``positions``.
-        Windows and slopes refuse ``key_extents`` without ``longest_path``.
+        ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
+        tree. A window counts positions of the row. A window of at least ``longest_path`` tokens hides nothing on any path and is
+        ignored. A shorter window is refused. ALiBi slopes, masks that are not causal, and a rotary layer without ``positions``
+        are refused too. Windows and slopes refuse ``key_extents`` without ``longest_path``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
@@ -118,7 +118,10 @@ class RingAttention(Projections):
         return self.attended(attend, x, positions, context, context_positions)
 
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
-        """Return the mask of a call, causal on a tree. Raise ValueError on every rank if positions of the row would count."""
+        """Return the mask of a call: causal if the keys form a tree.
+
+        Raise ValueError on every rank if the mask or the slopes would count positions of the row instead of the path.
+        """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:
             with same_error(ring_of(self.ring.group)):
@@ -127,13 +130,13 @@ class RingAttention(Projections):
 
     @property
     def local_sinks(self) -> Tensor | None:
-        """The sinks of this rank's heads, or None."""
+        """The sinks of this rank's heads, or None without sinks."""
         return None if self.sinks is None else local(self.sinks)
 
     def slopes(self, q: Tensor) -> Tensor | None:
-        """Return the ALiBi slopes [heads] of q's heads on q's device, or None without ALiBi.
+        """Return the ALiBi slopes [heads] of q's heads, on q's device, or None without ALiBi.
 
-        Their dtype is float64 if q is float64, else float32. They are recomputed at each call, since ``.bfloat16()`` would round
+        Their dtype is float64 if q is float64, else float32. They are computed at each call, because ``.bfloat16()`` would round
         a buffer.
         """
         if not self.config.alibi:

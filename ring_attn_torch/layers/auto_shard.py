@@ -1,7 +1,7 @@
 """Sharding of global batches over a ring, and gathering of global logits.
 
-Each rank passes its own batch rows, any number of them. It then computes its shard of the tokens of all ranks' rows, and receives
-the global logits of the rows that it passed. If all ranks pass the same rows, they are computed once.
+Each rank passes its own batch rows, any number of rows. Each rank computes a shard of the tokens of all ranks' rows. Then each
+rank receives the global logits of the rows that it passed. If all ranks pass the same rows, they are computed once.
 
     input               rank 0: a b    rank 1: c            rows a to c, tokens 0 to 7
     inside the ring     rank 0: tokens 0 1 6 7 of a b c     rank 1: tokens 2 3 4 5 of a b c
@@ -25,7 +25,7 @@ from .ring import LayerRing
 
 
 class ShardedRows(NamedTuple):
-    """The ring, the number of batch rows passed by each of its ranks, and their length."""
+    """The ring, the number of batch rows that each rank passes, and the rows' length."""
 
     layout: str
     ring: Group
@@ -58,10 +58,10 @@ class ShardedRows(NamedTuple):
         return cls(layout, ring, lengths[0], brought, len(set(contents)) == 1, any(masks))
 
     def shard(self, x: Tensor) -> Tensor:
-        """Return this rank's token shard of all ranks' rows: int [rows, tokens].
+        """Exchange rows between ranks, and return this rank's tokens of all ranks' rows: int [rows, tokens].
 
-        ``x``: this rank's own rows, integers [rows of this rank, length]. An all-to-all exchanges the shards, unless all ranks
-        passed the same rows.
+        ``x``: this rank's own rows, integers [rows of this rank, length]. An all-to-all exchanges the shards. If all ranks passed
+        the same rows, nothing is exchanged.
         """
         ranks, rank = ranks_of(self.ring), rank_in(self.ring)
         parts = to_layout(x.long(), self.layout, ranks).chunk(ranks, 1)
@@ -70,9 +70,9 @@ class ShardedRows(NamedTuple):
         return _exchange(torch.cat(parts), [len(x)] * ranks, list(self.brought), self.ring)
 
     def shard_mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-        """Return this rank's token shard of all ranks' masks, or None if no rank passes a mask.
+        """Return this rank's tokens of all ranks' masks, or None if no rank passes a mask.
 
-        A rank without a mask has an all-True mask.
+        A rank that passes no mask uses an all-True mask.
         """
         if not self.masked:
             return None
@@ -80,11 +80,11 @@ class ShardedRows(NamedTuple):
         return self.shard(mask).bool()
 
     def unshard(self, x: Tensor) -> Tensor:
-        """Undo ``shard`` by an all-to-all: gather all tokens of the rows that this rank passed; differentiable.
+        """Undo ``shard`` by an all-to-all: gather all tokens of the rows that this rank passed. The gather is differentiable.
 
-        ``x`` [rows, tokens, features] holds this rank's tokens of all ranks' rows; the result is [rows of this rank, length,
+        ``x`` [rows, tokens, features]: this rank's tokens of all ranks' rows. The result is [rows of this rank, length,
         features]. The backward is the reverse all-to-all: it sends the gradient of each token to the rank that computed the
-        token. If all ranks passed the same rows, each of them gathers all rows, and the gradients from all ranks are summed.
+        token. If all ranks passed the same rows, each rank gathers all rows, and the gradients from all ranks are summed.
         """
         ranks, mine = ranks_of(self.ring), self.brought[rank_in(self.ring)]
         if ranks > 1:
@@ -96,7 +96,7 @@ class ShardedRows(NamedTuple):
 
 
 class _Exchange(torch.autograd.Function):
-    """``_exchange`` for autograd. Its backward sends each row's gradient back to the rank that sent the row."""
+    """The autograd Function of ``_exchange``. Its backward sends each row's gradient back to the rank that sent the row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], ring: dist.ProcessGroup) -> Tensor:
@@ -110,7 +110,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], ring: Group) -> Tensor:
-    """Send ``sent[r]`` rows of ``x`` to each rank r, in order, and return the ``received[r]`` rows from each."""
+    """Send ``sent[r]`` rows of ``x`` to each rank r, in order. Return the ``received[r]`` rows from each rank."""
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=ring)
     return out
@@ -127,7 +127,7 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:
-    """Raise ValueError if auto_shard is set beside arguments of shards (``of_shards``), or ``mask`` comes without auto_shard."""
+    """Raise ValueError if auto_shard is combined with shards' arguments (``of_shards``), or ``mask`` comes without it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():
@@ -136,6 +136,6 @@ def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -
 
 
 def _content(ids: Tensor, mask: Tensor | None) -> str:
-    """Return a digest of the ids and mask. Ranks compare digests to detect that all passed the same rows."""
+    """Return a digest of ids and mask. Equal digests on all ranks mean that all ranks passed the same rows."""
     arrays = [ids.long(), *([] if mask is None else [mask])]
     return blake2b(b"".join(x.cpu().numpy().tobytes() for x in arrays), digest_size=16).hexdigest()

@@ -17,8 +17,8 @@ from .parts import LinearMap, RMSNorm
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: the maximum number of tokens computed at a time, None for all. The backward recomputes each chunk. ``bias``: all
-    three maps have biases.
+    ``chunk``: the maximum number of tokens computed at a time; None for all. The backward recomputes each chunk. ``bias``:
+    ``gate``, ``up`` and ``down`` have biases.
     """
 
     def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:
@@ -38,8 +38,8 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
-    ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that it computes at a time, None for all.
-    ``mlp_bias``: its maps have biases. The norms' eps and the weights' dtype are those of the attention.
+    ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
+    all. ``mlp_bias``: the MLP's maps have biases. The norms use the attention's eps; norms and MLP use its weight dtype.
     """
 
     def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
@@ -66,7 +66,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Apply the block to x [b s dim]; return [b s dim].
 
-        ``call``: a function from :func:`caller` that runs the block, or None. The other arguments are those of RingAttention.
+        ``call``: a function from :func:`caller` that runs the block, or None. See RingAttention for the other arguments.
         """
         if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
             arrays = extents, key_extents, key_mask, longest_path, dropout_seed, dropout_offset
@@ -77,12 +77,12 @@ class Block(nn.Module):
         return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
 
     def through(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the block's output for x [b s dim]. ``attend`` maps the normed x in place of the attention layer."""
+        """Return the block's output for x [b s dim]. ``attend`` replaces the attention layer on the normed x."""
         x = x + attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 
     def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
-        """Call ``forward`` from positional arguments only: torch.utils.checkpoint saves no others as activations."""
+        """Call ``forward`` with positional arguments only, because torch.utils.checkpoint saves only positional tensors."""
         names = "extents", "key_extents", "key_mask", "longest_path", "dropout_seed", "dropout_offset"
         named: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return self.forward(x, positions, length, **named)

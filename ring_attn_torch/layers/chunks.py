@@ -19,8 +19,8 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
     chunks in the weights' dtype. If all tokens fit in one chunk, nothing is recomputed.
 
     Inside an outer torch.utils.checkpoint, ``function`` runs as often as without chunks: once forward and once for the backward.
-    All chunks are saved before ``function`` first runs. The outer checkpoint stops recomputing once it has restored its last
-    saved tensor, the last chunk, so only the inner checkpoints run ``function`` again.
+    Autograd saves all chunks before ``function`` first runs. The outer checkpoint stops recomputing once it has restored its last
+    saved tensor, the last chunk. So only the inner checkpoints run ``function`` again.
     """
     from torch.utils.checkpoint import checkpoint  # takes a while to import
 
@@ -38,20 +38,20 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
 
 
 class SavedTensor:
-    """A tensor that autograd saves for the backward, through the saved-tensor hooks that are set at its creation."""
+    """A tensor saved for the backward through the saved-tensor hooks that were active when the object was created."""
 
     def __init__(self, x: Tensor) -> None:
         self._first: Tensor | None = x
         self._node = _SaveTensor.apply(torch.empty(0, requires_grad=True), x)
 
     def __call__(self) -> Tensor:
-        """Return the tensor itself on the first call, and the tensor that the hooks unpack on later calls."""
+        """Return the original tensor on the first call. On later calls return the tensor that the hooks unpack."""
         x, self._first = self._first, None
         return self._node.grad_fn.saved_tensors[0] if x is None else x
 
 
 class _SaveTensor(torch.autograd.Function):
-    """An autograd node that only saves a tensor. It contributes to no gradient."""
+    """An autograd node that saves a tensor and contributes nothing to gradients."""
 
     @staticmethod
     def forward(ctx: Any, node: Tensor, x: Tensor) -> Tensor:

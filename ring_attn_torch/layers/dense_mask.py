@@ -12,7 +12,7 @@ from ring_attn_core.runs import Band
 
 
 class MaskArguments(NamedTuple):
-    """A mask as three parts: a query sees the keys that all of them permit."""
+    """A mask as a band, extents and a key mask. A query sees a key if all three allow the pair."""
 
     band: Band
     extents: Tensor | None = None
@@ -27,10 +27,10 @@ class MaskArguments(NamedTuple):
 
 
 def visible_of(name: str, mask: Tensor) -> Tensor:
-    """Convert a torch mask to bool, True where it permits attention: where a bool mask is False, or an additive one is 0.
+    """Convert a torch mask to bool: True where a bool mask is False or an additive mask is 0, so attention is allowed.
 
-    Raise ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other than 0 and -inf. The
-    latter is not checked under torch.compile, which hides the values.
+    Raise ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other than 0 and -inf. Under
+    torch.compile the values of an additive mask are unknown and not checked.
     """
     if mask.dtype == torch.bool:
         return ~mask
@@ -46,7 +46,7 @@ def visible_of(name: str, mask: Tensor) -> Tensor:
 
 
 def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
-    """Return bool [1 or batch, queries, keys], True where ``attn_mask`` of torch.nn.MultiheadAttention permits attention.
+    """Return bool [1 or batch, queries, keys]: True where ``attn_mask`` of torch.nn.MultiheadAttention allows attention.
 
     Raise ValueError if the number of dimensions is not 2 or 3, or if the mask differs between heads.
     """
@@ -64,10 +64,11 @@ def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
-    """Convert ``visible``, bool [batch, queries, keys] in natural order, to Parts: a band if one fits, else extents.
+    """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents.
 
-    It suffices to try the tightest band, or the tightest interval per query, around the visible keys, with and without a key mask
-    of the keys that no query sees. ``is_causal``: the caller states that ``visible`` is causal.
+    Try the tightest band around the visible keys, then the tightest interval of keys per query. Try each with and without a key
+    mask that hides the keys that no query sees; no other candidate can fit if these fail. ``is_causal``: the caller states that
+    ``visible`` is causal.
 
     Raise ValueError if neither fits, if ``is_causal`` is wrong, or if torch.compile hides the values.
     """
@@ -107,7 +108,7 @@ def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
 
 
 def _between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """Count the keys of ``mask`` [batch, keys] within each query's interval: [batch, queries]."""
+    """Count the visible keys of ``mask`` [batch, keys] in each query's interval ``first`` .. ``end - 1``: [batch, queries]."""
     before = torch.nn.functional.pad(mask.long().cumsum(-1), (1, 0))
     rows = (mask.shape[0], first.shape[-1])
     return before.gather(1, end.expand(rows)) - before.gather(1, first.expand(rows)) if mask.numel() else before[:, :0]

@@ -25,7 +25,7 @@ class PatternArguments(ContiguousRing):
     mixing: str = "softmax"
 
     def patterns(self, heads: int) -> Patterns:
-        """Return the patterns as a record. Raise ValueError if they do not fit a layer of ``heads`` heads."""
+        """Return the patterns as a ``Patterns`` record. Raise ValueError if they do not fit a layer of ``heads`` heads."""
         return Patterns(self.segments, self.dilations, self.mixing).checked(heads)
 
 
@@ -37,10 +37,10 @@ class DilatedArguments(LayerArguments, PatternArguments, SparseConfig):
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    Weights and arguments are those of :class:`RingAttention`, except ``segments``, ``dilations`` and ``mixing``. These are as in
-    :func:`dilated_attention`: in pattern i a token attends, within its segment of ``segments[i]`` tokens, to every
-    ``dilations[i]``-th token (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the sequence and
-    dilation 1, it equals RingAttention. Sinks, ALiBi and dropout are not supported.
+    It has the weights and arguments of :class:`RingAttention`, and ``segments``, ``dilations`` and ``mixing`` of
+    :func:`dilated_attention`. In pattern i a token attends to every ``dilations[i]``-th token of its segment of ``segments[i]``
+    tokens (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the sequence and dilation 1, it equals
+    RingAttention. Sinks, ALiBi and dropout are not supported.
 
     A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
     or patterns do not fit, or if a number is outside its range.

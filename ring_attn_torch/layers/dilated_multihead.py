@@ -87,7 +87,7 @@ class DilatedAttention(MultiheadBase):
         return self._returned(out, query), None
 
     def _with_added_keys(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge the keys of add_zero_attn and add_bias_kv into (out, lse), and return out in q's dtype."""
+        """Merge the keys of add_zero_attn and add_bias_kv into (out, lse). Return out in q's dtype."""
         if self.add_zero_attn:  # a key of score 0 and value 0
             out, lse = merge((out, lse), (torch.zeros_like(out), torch.zeros_like(lse)))
         return self._with_bias_kv(q, out, lse).to(q.dtype)

@@ -97,6 +97,6 @@ class MultiheadAttention(MultiheadBase):
         super()._check(query, key, value, need_weights)
 
     def _seed(self) -> int:
-        """Draw a dropout seed from torch's generator. All ranks return the first rank's seed."""
+        """Draw a dropout seed from torch's generator. All ranks return the seed of the first rank."""
         seed, ring = int(torch.randint(2**31, ())), ring_of(self.ring.group)
         return seed if ring is None or ranks_of(ring) == 1 else exchange("dropout of MultiheadAttention", seed, ring)[0]

@@ -27,7 +27,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class CallOptions(NamedTuple):
-    """The arguments of ``forward`` besides query, key and value. The lengths are those of ring_attention."""
+    """The arguments of ``forward`` besides query, key and value. ``length``, ``kv_length``: as in ring_attention."""
 
     key_padding_mask: Tensor | None
     need_weights: bool | None
@@ -39,7 +39,7 @@ class CallOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class MultiheadArguments:
-    """The arguments of ``torch.nn.MultiheadAttention``."""
+    """The constructor arguments of ``torch.nn.MultiheadAttention``."""
 
     embed_dim: int
     num_heads: int
@@ -57,8 +57,8 @@ class MultiheadArguments:
 class MultiheadBase(nn.MultiheadAttention):
     """The base class of replacements for ``torch.nn.MultiheadAttention`` over a ring. A subclass defines ``forward``.
 
-    ``arguments``: those of torch's constructor and of the ring. The field ``options`` holds attention's options, without those of
-    a call.
+    ``arguments``: the arguments of torch's constructor and of the ring. The field ``options`` holds the attention options that
+    all calls share.
     """
 
     def __init__(self, arguments: MultiheadArguments) -> None:
@@ -69,14 +69,14 @@ class MultiheadBase(nn.MultiheadAttention):
     def _reset_parameters(self) -> None:
         """Reset the parameters as torch does, then clear ``_qkv_same_embed_dim``.
 
-        If it stayed set, TransformerEncoderLayer would take its fast path, which attends only within a shard.
+        If the flag stayed True, TransformerEncoderLayer would take its fast path, which attends only within a shard.
         """
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
     def _taken(self, inputs: Tensors, call_options: CallOptions) -> tuple[Tensors, MaskArguments, Options]:
-        """Check the inputs of a call. Return them batch-first, with their mask as this rank's shards and the call's options.
+        """Check the inputs of a call. Return them batch-first, with the mask of this rank's shards and the call's options.
 
         Raise ValueError, the same on every rank and before anything is sent, if an input does not fit.
         """
@@ -92,7 +92,7 @@ class MultiheadBase(nn.MultiheadAttention):
         return (q, k, v), mask, options
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor, need_weights: bool | None) -> None:
-        """Raise ValueError if attention weights are requested, or if an input has another type, dtype or shape."""
+        """Raise ValueError if attention weights are requested, or if an input has a wrong type, dtype or shape."""
         if need_weights:
             raise ValueError(
                 "need_weights=True asks for the weights of attention, tokens times tokens, which are never made: leave it out, "
@@ -116,12 +116,12 @@ class MultiheadBase(nn.MultiheadAttention):
     def _batch_first(self, x: Tensor) -> Tensor:
         """Return an input as [batch, tokens, features].
 
-        On a batched tensor this is its own inverse, so it also converts an output back.
+        Applied to a batched output, the function converts it back.
         """
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
-        """Convert attn_mask and is_causal to this rank's Parts. Return these and the options with the mask's lengths."""
+        """Convert attn_mask and is_causal to mask arguments of this rank's shards. Return these, and the options with lengths."""
         attn_mask = call_options.attn_mask
         if attn_mask is None:
             return MaskArguments(causal() if call_options.is_causal else full()), options
@@ -149,7 +149,7 @@ class MultiheadBase(nn.MultiheadAttention):
             yield F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge the key of add_bias_kv, visible to every query, into (out, lse); return out. Without it return out unchanged."""
+        """Merge the key of add_bias_kv, visible to every query, into (out, lse). Return out; without add_bias_kv unchanged."""
         if self.bias_k is None or self.bias_v is None:
             return out
         bias_k, bias_v = (x.unflatten(-1, (self.num_heads, -1)).to(lse.dtype) for x in (self.bias_k, self.bias_v))
@@ -157,13 +157,13 @@ class MultiheadBase(nn.MultiheadAttention):
         return merge((out, lse), (bias_v, score))[0].to(out.dtype)
 
     def _returned(self, out: Tensor, query: Tensor) -> Tensor:
-        """Apply the output projection to out [batch, tokens, heads, head_dim]. Return it with the dimensions of query."""
+        """Apply the output projection to out [batch, tokens, heads, head_dim]. Return the result with query's dimensions."""
         projected = self.out_proj(out.flatten(2))
         return projected[0] if query.ndim == 2 else self._batch_first(projected)
 
 
 def _present(key_padding_mask: Tensor, key: Tensor, k: Tensor) -> Tensor:
-    """Convert key_padding_mask to bool [batch, tokens of key], True where a key is not padding."""
+    """Convert key_padding_mask to bool [batch, tokens of key]: True where a key is not padding."""
     expected = key.shape[:1] if key.ndim == 2 else k.shape[:2]
     if key_padding_mask.shape != expected:
         raise ValueError(

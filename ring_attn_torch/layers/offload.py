@@ -1,12 +1,12 @@
 """Offloading of tensors to host memory between forward and backward.
 
-A block's tensors are copied to the host while the next block runs, and copied back one block before their backward. On CUDA the
-host memory is pinned and the copies run on a side stream. Elsewhere they are plain copies.
+A block's tensors are copied to the host while the next block runs. They are copied back during the backward of the block after
+it. On CUDA the host memory is pinned, and the copies run on a side stream. On other devices the copies are ordinary ones.
 
     forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
     copies                   0 -> host    1 -> host                      1 -> device  0 -> device
 
-The tensors of the last block are still on the device when its backward begins, and are used from there.
+The last block's tensors are still on the device when its backward begins, so it uses them without a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ON_THEIR_WAY = 3
 
 @torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
 def offloaded(host: OffloadedTensors, function: Function, x: Tensor, *shared: object) -> Tensor:
-    """Return ``function(x, *shared)`` and offload x and attention's (out, lse) to the host; shared inputs stay on the device."""
+    """Return ``function(x, *shared)``. Offload x and attention's (out, lse) to the host; keep shared inputs on the device."""
     host.begin()
     place, shape = x.data_ptr(), x.shape
 
@@ -55,11 +55,11 @@ class OffloadedTensors:
         self._leaving: deque[Page] = deque()
 
     def begin(self) -> None:
-        """Start a new block. The tensors of later ``put`` calls belong to it."""
+        """Start a new block. Later ``put`` calls add their tensors to this block."""
         self._block = OffloadedBlock(self._block)
 
     def put(self, x: Tensor) -> Page:
-        """Start the copy of ``x`` to the host and return its page. Calling the page, any number of times, returns the tensor.
+        """Start to copy ``x`` to the host, and return its ``Page``. Each call of the page returns the tensor.
 
         ``x`` must not be modified afterwards.
         """
@@ -72,9 +72,9 @@ class OffloadedTensors:
 
 
 class OffloadedBlock:
-    """The pages of a block, and a link to the preceding block, whose pages the backward needs next.
+    """The pages of a block, and a link to the preceding block. The backward needs the pages of that block next.
 
-    Pages are held by weak references; the autograd graph that needs them keeps them alive.
+    The block holds pages by weak references. The autograd graph keeps alive the pages that it needs.
     """
 
     def __init__(self, before: OffloadedBlock | None) -> None:
@@ -88,7 +88,7 @@ class OffloadedBlock:
 
 
 class Page:
-    """A tensor in host memory; during a copy it is on the device too."""
+    """A tensor in host memory. During a copy the tensor is on the device too."""
 
     def __init__(self, x: Tensor, block: OffloadedBlock) -> None:
         self._block, self._shape = block, x.shape
@@ -104,19 +104,19 @@ class Page:
             self._copied = None if side is None else side.record_event()
 
     def fetch(self) -> None:
-        """Start to copy the tensor back, if it has left the device."""
+        """Start to copy the tensor back to the device, if it has left the device."""
         if self._here is None:
             x = torch.empty(self._shape, dtype=self._pieces[0].dtype, device=self._device)
             self._copy(x, _pieces(x), self._pieces)
 
     def leave(self) -> None:
-        """Release the tensor on the device; its memory is reused only after the copy."""
+        """Release the tensor's device memory. Other work reuses the memory only after the copy."""
         self._settle()
         if self._here is not None:
             self._device, self._here = self._here.device, None
 
     def __call__(self) -> Tensor:
-        """Return the tensor on its device, and start to copy back the pages of the preceding block."""
+        """Return the tensor on its device. Start to copy back the pages of the preceding block."""
         self.fetch()
         x = self._here
         assert x is not None
@@ -126,7 +126,7 @@ class Page:
         return x
 
     def _settle(self) -> None:
-        """Make the stream that was current when the copy began wait for the copy."""
+        """Make the stream from which the copy was started wait until the copy is done."""
         if self._copied is not None and self._stream is not None:
             self._stream.wait_event(self._copied)
         self._copied = None
@@ -136,13 +136,13 @@ class Page:
 
 
 def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    """Return the elements of a contiguous tensor as views of at most ``PIECE`` bytes."""
+    """Split a contiguous tensor into views of at most ``PIECE`` bytes."""
     return x.view(-1).split(PIECE // x.element_size())
 
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]:
-    """Enter a side stream that waits for the current one; yield (current, side), or (None, None) without CUDA."""
+    """Enter a side stream that waits for the current stream. Yield (current, side), or (None, None) without CUDA."""
     if device.type != "cuda":
         yield None, None
         return

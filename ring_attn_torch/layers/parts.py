@@ -1,4 +1,4 @@
-"""Linear maps and norms whose weights have a dtype of their own."""
+"""Linear maps and norms that compute in the input's dtype. Their weights have their own dtype."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ..call.prepare import dtype_name as dtype_name
 
 
 class LinearMap(nn.Linear):
-    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the dtype of the weight: [..., in] -> [..., out].
+    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the weight's dtype is: [..., in] -> [..., out].
 
-    The weight is initialized normally with standard deviation ``in ** -0.5``, the bias with 0. ``param_dtype``: the name of their
-    dtype.
+    The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``. The bias is 0. ``param_dtype``: the
+    name of the weight's and bias' dtype.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32") -> None:

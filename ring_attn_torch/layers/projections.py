@@ -23,8 +23,8 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 class Projections(nn.Module):
     """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary``, as ``config`` specifies.
 
-    ``arguments``: those of the layer's constructor. The fields ``config``, ``ring`` and ``options`` (of attention) are parts of
-    them.
+    ``arguments``: the arguments of the layer's constructor. The fields ``config``, ``ring`` and ``options`` (of attention) are
+    records made from them.
     """
 
     def __init__(self, arguments: AttentionConfig) -> None:
@@ -50,9 +50,9 @@ class Projections(nn.Module):
     ) -> Tensor:
         """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim].
 
-        Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if it is None. First q and k
-        are normalized, and rotated by their positions (None: those of the layout). Raise ValueError on all ranks if x or context
-        has a wrong shape.
+        Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
+        attention, q and k are normalized and rotated by their positions (None: the layout's positions). Raise ValueError on all
+        ranks if x or context has a wrong shape.
         """
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):

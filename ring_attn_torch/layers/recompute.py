@@ -1,7 +1,7 @@
-"""Activation checkpointing that saves only a block's inputs and attention's (out, lse), so the recomputation skips the ring.
+"""Activation checkpointing of a block. It saves only the inputs and attention's (out, lse), so recomputing skips the ring.
 
 The block runs under torch.utils.checkpoint. In the first run the contexts of this module store each (out, lse). In the
-recomputation they return it to attention. Under torch.compile, selective checkpointing saves (out, lse).
+recomputation the contexts return each (out, lse) to attention. Under torch.compile, selective checkpointing saves (out, lse).
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ def recomputed(function: Function, *inputs: object) -> Tensor:
 def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResults]:
     """Return two context managers for ``checkpoint``: one for the first run, one for the recomputation.
 
-    The first stores each (out, lse) by ``put``, which returns a function that fetches the tensor. The second fetches them.
+    The first passes each out and lse to ``put``, which returns a function that fetches the tensor. The second fetches the tensors
+    in order.
     """
     stored: list[tuple[Fetch, Fetch]] = []
     return RecordPass(put, stored), ReplayPass(stored)
 
 
 class RecordPass(StoredResults):
-    """The context of the first run, which stores each (out, lse)."""
+    """The context of the first run. It stores each (out, lse)."""
 
     def __init__(self, put: Callable[[Tensor], Fetch], stored: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()
@@ -55,7 +56,7 @@ class RecordPass(StoredResults):
 
 
 class ReplayPass(StoredResults):
-    """The context of the recomputation. It fetches each (out, lse) in order, and starts at the first when it is entered again."""
+    """The context of the recomputation. It fetches each (out, lse) in order, and starts over when entered again."""
 
     def __init__(self, stored: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()

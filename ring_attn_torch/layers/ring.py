@@ -1,4 +1,4 @@
-"""Constructor arguments that layers and models share: the ring, and arguments of more types than a config accepts."""
+"""The constructor arguments that layers and models share: the ring, and arguments of more types than a config accepts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..ring.groups import group_name, group_of, rank_in, ranks_of, ring_of
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRing:
-    """The ring of a layer or model, and how its attention runs. The fields are arguments of ``ring_attention``."""
+    """The ring of a layer or model, and the way its attention runs. The fields are arguments of ``ring_attention``."""
 
     layout: str = "zigzag"
     group: dist.ProcessGroup | DeviceMesh | None = None
@@ -30,13 +30,13 @@ class LayerRing:
         return ranks_of(ring_of(self.group))
 
     def positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
-        """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, padding included."""
+        """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding."""
         ring = ring_of(self.group)
         held = positions(self.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
         return held[:tokens]  # longer if the layout cannot split ``tokens`` equally, which ring_attention refuses on all ranks
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with the group's name in place of the group, since a group cannot be copied or pickled."""
+        """Return the object's state with the group's name instead of the group. A process group cannot be copied or pickled."""
         return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -52,7 +52,7 @@ class ContiguousRing(LayerRing):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerArguments:
-    """Constructor arguments with more freedom than a config: they may be positional, None for a default, or a torch.dtype."""
+    """The constructor arguments of a layer. Unlike in a config they may be positional, None for a default, or a dtype."""
 
     dim: int = field(kw_only=False)
     heads: int = field(kw_only=False)
@@ -61,5 +61,5 @@ class LayerArguments:
     param_dtype: torch.dtype | str = "float32"
 
     def __post_init__(self) -> None:
-        """Replace the dtype by its name. The config built from these arguments checks them."""
+        """Replace ``param_dtype`` by its name. The config built from these arguments checks the rest."""
         object.__setattr__(self, "param_dtype", dtype_name(self.param_dtype))

@@ -29,8 +29,9 @@ class RotaryEmbedding(nn.Module):
     angles. YaRN also multiplies y by its attention factor. The module has no parameters.
 
     For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency would be off by 0.06 rad at
-    a million tokens. So angles are integers in units of 2**-32 turns, which wrap at whole turns. Each is the sum of an angle for
-    the position's multiple of 1024 and one for the remainder. At a million tokens it is off by at most 1.5e-6 rad.
+    a million tokens. So an angle is an integer in units of 2**-32 turns, which wraps at whole turns. It is the sum of two angles:
+    one for the largest multiple of 1024 in the position, one for the remainder. At a million tokens the sum is off by at most
+    1.5e-6 rad.
 
     Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not one of these records.
     """
@@ -52,7 +53,7 @@ class RotaryEmbedding(nn.Module):
         return torch.cat([low * cos - high * sin, high * cos + low * sin], -1).to(x.dtype)
 
     def _turns(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of the angles times the attention factor, computed in ``dtype``: [..., head_dim / 2]."""
+        """Return cos and sin of the angles, [..., head_dim / 2] each, times the attention factor, computed in ``dtype``."""
         pair = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
         frequencies = inverse_frequencies(self.rotary, self.head_dim, pair)
         positions = positions.long()[..., None]  # 1024 does not fit in int8

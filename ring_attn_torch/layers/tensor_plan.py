@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of a RingTransformer: a torch ParallelStyle for each of its parts."""
+"""The tensor-parallel plan of a RingTransformer: a torch ParallelStyle for each submodule."""
 
 from __future__ import annotations
 

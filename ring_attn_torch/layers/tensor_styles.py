@@ -13,7 +13,7 @@ from .attention import RingAttention
 
 
 class Replicated(ParallelStyle):
-    """A style that replicates a module's weights as DTensors. Inputs and outputs are plain tensors, equal on all ranks."""
+    """A style that stores a module's weights as replicated DTensors. Inputs and outputs are plain tensors, equal on all ranks."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         return distribute_module(module, device_mesh, input_fn=_replicated, output_fn=_local)  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def _local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
 
 
 class Heads(ParallelStyle):
-    """The style of a RingAttention. It sets ``first_head`` to the index of the rank's first head and shards the sinks by head."""
+    """The style of a RingAttention: set ``first_head`` to the index of the rank's first head, and shard the sinks by head."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RingAttention)

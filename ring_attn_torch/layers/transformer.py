@@ -30,7 +30,7 @@ from .ring import LayerArguments, LayerRing
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRing(LayerRing):
-    """The ring of a RingTransformer, and the two constructor arguments that its config does not hold."""
+    """The ring of a RingTransformer, and two constructor arguments that its config does not store."""
 
     auto_shard: bool = False
     activations: str = "keep"
@@ -66,8 +66,8 @@ class RingTransformer(nn.Module):
     ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are cast to it at use, so with
     float32 weights and torch.bfloat16 gradients and their sums over ranks stay float32. ``mlp_chunk``: the maximum number of a
     rank's tokens that the MLP computes at a time, None for all. It limits the memory of the ``hidden`` features, and the backward
-    recomputes these once. If ``activations`` is not "keep", it does so anyway, and no more often. The other arguments are those
-    of :class:`RingAttention`.
+    recomputes these once. If ``activations`` is not "keep", the backward recomputes them anyway, and no more often. The other
+    arguments are those of :class:`RingAttention`.
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
@@ -77,9 +77,9 @@ class RingTransformer(nn.Module):
     ``auto_shard``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global logits of this
     rank's rows. Ranks may pass different numbers of rows; if all pass the same rows, they are computed once.
 
-    ``activations``: the tensors that a block saves for its backward. "keep": all. "recompute": its input and attention's (out,
-    lse); from these the backward recomputes the rest without the ring. "offload": the same, in host memory. On CUDA it is pinned,
-    copies overlap the computation, and the backward fetches one block ahead.
+    ``activations``: the tensors that a block saves for its backward. "keep": all tensors. "recompute": the block's input and
+    attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same tensors, in host
+    memory. On CUDA the host memory is pinned, copies overlap the computation, and the backward fetches one block ahead.
 
     A rank's gradients are partial: call :func:`sum_gradients` after backward. Raise ValueError if sizes do not fit or a number is
     outside its range.
@@ -104,7 +104,7 @@ class RingTransformer(nn.Module):
     @classmethod
     @takes(FromConfig)
     def from_config(cls, arguments: FromConfig) -> RingTransformer:
-        """Construct a model from ``config``. Pass the arguments that it does not hold by name, such as those of the ring."""
+        """Construct a model from ``config``. Pass arguments that ``config`` does not hold, such as the ring, by name."""
         return cls(**arguments.config.arguments, **vars(extract(ModelRing, arguments)))
 
     def forward(
@@ -174,7 +174,7 @@ class RingTransformer(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The weight [vocab, dim] of ``logits = hidden head_weight^T``: the embedding's if the head is tied."""
+        """The weight [vocab, dim] of ``logits = hidden head_weight^T``. If the head is tied, this is the embedding's weight."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def generate(
