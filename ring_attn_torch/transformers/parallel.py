@@ -85,9 +85,9 @@ def sequence_parallel(
 
     The call returns the model's output, with
         loss: the mean over all labels of all ranks, the same on every rank. Its backward gives each rank the gradients of its own
-            tokens; :func:`sum_gradients` adds them over the ranks. DDP and FSDP compute their mean instead, so multiply the loss by
-            the number of their ranks. Divide a term of your own that every rank computes alike, such as a penalty on weights, by
-            the number of ranks of the ring.
+            tokens; :func:`sum_gradients` adds them over the ranks. DDP and FSDP compute their mean instead, so multiply the loss
+            by the number of their ranks. Divide a term of your own that every rank computes alike, such as a penalty on weights,
+            by the number of ranks of the ring.
         logits (or last_hidden_state of a model without them): this rank's shard in layout order, including the padding at the end
             of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
 
