@@ -44,7 +44,7 @@ class Ring:
         """Make a candidate of ``ring_attention``, with the strategy ``name`` if ``name`` is one."""
         call = work or self.call
         *inputs, dout = arrays
-        strategy = name if name in TRAVELLING else "ring"
+        strategy = TRAVELLING.get(name, "ring")
         attend = partial(ring_attention, mask=call.band, layout=call.layout, strategy=strategy)
         extents = call.extents(self.ranks) if work is None else None
         if extents is None:
@@ -77,9 +77,8 @@ def run(problem: Problem, ranks: int) -> list[dict[str, Any]]:
         call = Call(*fields)  # type: ignore[arg-type]
         ring = Ring(call, problem, ranks)
         arrays = ring.arrays(mesh, call.tokens * ranks)
-        for strategy in TRAVELLING:
-            if strategy != "ulysses" or call.heads % ranks == 0:
-                ring.add(strategy, mesh, arrays)
+        for name in call.strategies(ranks):
+            ring.add(name, mesh, arrays)
         with mock.patch.object(of_ring, "send", lambda x, hop, axis, ranks: x):
             ring.add(STILL, mesh, arrays)
         same = call._replace(tokens=call.alone(ranks), mask="causal" if call.mask == "documents" else call.mask)

@@ -18,7 +18,7 @@ from ring_attn_torch.ring.strategies import ring as of_ring
 from ring_attn_torch.ring.transfer import Transfer
 
 from ..support.turns import Work, take_turns
-from .problem import ALONE, STILL, TRAVELLING, Call, Problem, rates
+from .problem import ALONE, STILL, Call, Problem, rates
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -75,9 +75,8 @@ def ours(rank: Rank) -> None:
         {} if extents is None else {"extents": torch.tensor([[extents[i] for i in here]], dtype=torch.int32, device=rank.device)}
     )
     attend = partial(ring_attention, mask=call.band, layout=call.layout, **given)
-    for strategy in TRAVELLING:
-        if strategy != "ulysses" or call.heads % rank.ranks == 0:
-            rank.add(strategy, partial(attend, strategy=strategy), tensors)
+    for name, strategy in call.strategies(rank.ranks).items():
+        rank.add(name, partial(attend, strategy=strategy), tensors)
     rank.add(STILL, partial(attend, strategy="ring"), tensors, alike=False)
     for each in ("forward", "backward"):
         rank.works[f"{STILL} {each}"] = without_transfers(rank.works[f"{STILL} {each}"])

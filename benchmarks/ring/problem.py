@@ -6,11 +6,12 @@ import random
 from typing import NamedTuple
 
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
-from ring_attn_core.problem.strategies import STRATEGIES
+from ring_attn_core.plan.two_level import TwoLevel
+from ring_attn_core.problem.strategies import STRATEGIES, Strategy, objection
 
 MASKS = ("causal", "full", "window", "documents")
-TRAVELLING = tuple(name for name in STRATEGIES if name != "auto")
-"""The strategies, measured where they fit the heads."""
+TRAVELLING: dict[str, Strategy] = {name: name for name in STRATEGIES if name != "auto"} | {"two_level": TwoLevel(ranks=2)}
+"""The strategies by name, measured where they can run the call. "two_level" treats two GPUs as a host."""
 STILL = "ring without transfers"
 ALONE = "one launch of equal work"
 PASSES = ("forward", "backward")
@@ -59,6 +60,11 @@ class Call(NamedTuple):
         """Return the operations of a rank by pass: two products of a visible pair forward, five backward."""
         pairs = self.heads * sum(self.band.area(tokens, tokens) for tokens in self.documents(ranks)) / ranks
         return {"forward": 4 * pairs * self.dim, "backward": 10 * pairs * self.dim}
+
+    def strategies(self, ranks: int) -> dict[str, Strategy]:
+        """Return the strategies that can run the call, by name."""
+        fits = lambda strategy: objection(strategy, ranks, self.heads, self.layout) is None
+        return {name: strategy for name, strategy in TRAVELLING.items() if fits(strategy)}
 
     def alone(self, ranks: int) -> int:
         """Return the tokens of a sequence that one rank computes with as much work as it has in the ring, a multiple of 128."""
