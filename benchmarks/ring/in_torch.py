@@ -75,7 +75,7 @@ def ours(rank: Rank) -> None:
         {} if extents is None else {"extents": torch.tensor([[extents[i] for i in here]], dtype=torch.int32, device=rank.device)}
     )
     attend = partial(ring_attention, mask=call.band, layout=call.layout, **given)
-    for name, strategy in call.strategies(rank.ranks).items():
+    for name, strategy in call.strategies(rank.ranks, rank.device.type == "cuda").items():
         rank.add(name, partial(attend, strategy=strategy), tensors)
     rank.add(STILL, partial(attend, strategy="ring"), tensors, alike=False)
     for each in ("forward", "backward"):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.plan.two_level import TwoLevel
-from ring_attn_core.problem.strategies import STRATEGIES, Strategy, objection
+from ring_attn_core.problem.strategies import PEERS, STRATEGIES, Strategy, objection
 
 MASKS = ("causal", "full", "window", "documents")
 TRAVELLING: dict[str, Strategy] = {name: name for name in STRATEGIES if name != "auto"} | {"two_level": TwoLevel(ranks=2)}
@@ -61,10 +61,10 @@ class Call(NamedTuple):
         pairs = self.heads * sum(self.band.area(tokens, tokens) for tokens in self.documents(ranks)) / ranks
         return {"forward": 4 * pairs * self.dim, "backward": 10 * pairs * self.dim}
 
-    def strategies(self, ranks: int) -> dict[str, Strategy]:
-        """Return the strategies that can run the call, by name."""
-        fits = lambda strategy: objection(strategy, ranks, self.heads, self.layout) is None
-        return {name: strategy for name, strategy in TRAVELLING.items() if fits(strategy)}
+    def strategies(self, ranks: int, peers: bool) -> dict[str, Strategy]:
+        """Return the strategies that can run the call, by name. ``peers``: GPUs and PyTorch, as "pull" and "push" need."""
+        fits = lambda name, strategy: objection(strategy, ranks, self.heads, self.layout) is None and (peers or name not in PEERS)
+        return {name: strategy for name, strategy in TRAVELLING.items() if fits(name, strategy)}
 
     def alone(self, ranks: int) -> int:
         """Return the tokens of a sequence that one rank computes with as much work as it has in the ring, a multiple of 128."""

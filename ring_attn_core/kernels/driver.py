@@ -1,4 +1,4 @@
-"""Bindings of the CUDA driver for kernels, by ctypes: load a binary, encode a TMA descriptor, start a launch.
+"""Bindings of the CUDA driver by ctypes: load a binary, encode a TMA descriptor, start a launch, write and await flags.
 
 Functions have their names in the CUDA driver API. Triton's own launcher needs a C compiler, and at each launch it queries the
 driver about each pointer and encodes each descriptor. In PyTorch ``attend/launch.py`` starts launches through
@@ -31,6 +31,9 @@ TENSOR_MAP_ALIGNMENT = 64
 
 L2_PROMOTION_128B = 2
 """CU_TENSOR_MAP_L2_PROMOTION_L2_128B."""
+
+WAIT_GEQ = 0
+"""CU_STREAM_WAIT_VALUE_GEQ."""
 
 
 class Kernel(NamedTuple):
@@ -118,6 +121,16 @@ def encode(address: int, of: DescriptorFormat) -> bytes:
     return memory.raw[begin : begin + TENSOR_MAP]
 
 
+def write_value(stream: int, address: int, value: int) -> None:
+    """Write a 32-bit value to device memory once all earlier work of the stream is done. No program runs on the GPU for it."""
+    check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0), "cuStreamWriteValue32")
+
+
+def wait_value(stream: int, address: int, value: int) -> None:
+    """Let the stream wait until the 32-bit value at ``address`` is ``value`` or later, in arithmetic modulo 2**32."""
+    check(_driver().cuStreamWaitValue32_v2(stream, address, value, WAIT_GEQ), "cuStreamWaitValue32")
+
+
 def use(device: int) -> None:
     """Make the GPU's primary context current in this thread; all libraries of the process share this context."""
     driver, context = _driver(), ctypes.c_void_p()
@@ -143,6 +156,8 @@ def _driver() -> Any:
     driver.cuModuleGetFunction.argtypes = pointer, pointer, ctypes.c_char_p
     driver.cuFuncSetCacheConfig.argtypes = pointer, number
     driver.cuFuncSetAttribute.argtypes = pointer, number, ctypes.c_int
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        getattr(driver, name).argtypes = pointer, ctypes.c_uint64, number, number
     return driver
 
 

@@ -13,7 +13,7 @@ from ..records import hashed_once
 from .auto import Choice, choose
 from .checks import DTYPES, ITEM, OptionalArray, check_array
 from .options import Options
-from .strategies import Strategy, check_fit, chosen, plan_of_steps
+from .strategies import Strategy, check_device, check_fit, chosen, plan_of_steps
 
 
 @hashed_once
@@ -101,6 +101,7 @@ class Problem:
             raise ValueError(
                 f"dropout_rate={rate} needs dropout_seed, an integer that is the same on every rank and another at every step"
             )
+        check_device(self.options.strategy, self.framework, self.device)
         check_fit(self.travel, self.ranks, self.q_shape[2], self.plan.layout)
         return self.plan
 

@@ -16,7 +16,9 @@ from ..plan.ring import RingPlan
 from ..plan.two_level import TwoLevel, TwoLevelPlan
 from ..plan.ulysses import HeadSplit, Ulysses
 
-STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level")
+STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level", "pull", "push")
+PEERS = "pull", "push"
+"""The strategies that copy between the memory of GPUs: of PyTorch only."""
 RECORDS = {"ulysses": Ulysses, "two_level": TwoLevel}
 """The option records of strategies, by the name of the strategy."""
 
@@ -89,6 +91,22 @@ def objection(strategy: Strategy, ranks: int, heads: int, layout: str | Balanced
     if name == "direct" and isinstance(layout, BalancedLayout):
         return "its slices are cut from runs of equal length, and those of a balanced layout are of any length"
     return None
+
+
+def check_device(strategy: Strategy, framework: str, device: str) -> None:
+    """Raise ValueError if the strategy does not exist in this framework or on this kind of device."""
+    if name_of(strategy) not in PEERS:
+        return
+    if framework == "jax":
+        raise ValueError(
+            f"strategy={strategy!r} copies between the memory of GPUs, which JAX leaves to XLA: it exists in PyTorch only. "
+            'strategy="direct" sends keys straight from their owner too'
+        )
+    if device != "cuda":
+        raise ValueError(
+            f"strategy={strategy!r} copies between the memory of GPUs, and q is on {device!r}: move the tensors to GPUs of one "
+            'host, or pass strategy="auto", which takes one that can'
+        )
 
 
 def _of_ulysses(size: int, ranks: int, heads: int) -> str | None:

@@ -83,8 +83,8 @@ def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
     """Return the traffic that ``rank`` sends as a pair (forward, backward)."""
     if problem.strategy == "direct":
         return _direct(problem, rank)
-    of = {"ring": _ring, "two_way": _two_way, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level}
-    return of[problem.strategy](problem)
+    of = {"ring": _ring, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level}
+    return of.get(problem.strategy, _once_a_shift)(problem)
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
@@ -124,10 +124,10 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
     return keys, keys + Traffic(1, sizes.kv * sizes.wide).times(len(plan.hops) + (plan.home > 0))
 
 
-def _two_way(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of "two_way" as (forward, backward).
+def _once_a_shift(problem: Problem) -> tuple[Traffic, Traffic]:
+    """Return the traffic of "two_way", "pull" and "push" as (forward, backward).
 
-    Each hop sends a key shard, and in the backward also its gradients.
+    For each shift a key shard is sent, and in the backward also its gradients. Under "pull" the reader copies the keys.
     """
     sizes, hops = SentSizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)

@@ -6,6 +6,8 @@
 from ..step import Strategy
 from .direct import Direct
 from .gather import Gather
+from .pull import Pull
+from .push import Push
 from .ring import OneWay
 from .two_level import TwoLevels
 from .two_way import TwoWay
@@ -18,4 +20,6 @@ STRATEGIES: dict[str, Strategy] = {
     "gather": Gather(),
     "ulysses": HeadExchange(),
     "two_level": TwoLevels(),
+    "pull": Pull(),
+    "push": Push(),
 }

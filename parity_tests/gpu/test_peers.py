@@ -1,0 +1,138 @@
+"""The strategies "pull" and "push" between real GPUs: the ring's bits, the same at every run, and no process that waits for ever."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.problem.strategies import PEERS
+from ring_attn_torch import ring_attention
+
+from ..support.cases import Case, check
+from ..support.combinations import EVERYTHING
+from ..support.programs import ROOT
+from ..support.spawn import Ranks
+from ..torch import ring as on_torch
+from .tolerance import bound_on_hopper
+
+GPUS = torch.cuda.device_count()
+pytestmark = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs of one host, found {GPUS}")
+BOUND = bound_on_hopper if GPUS and torch.cuda.get_device_capability() == (9, 0) else None
+CASES = [
+    Case(ranks=2, length=61, head_dim=64, v_dim=64, dtype="bfloat16"),
+    Case("contiguous", sliding_window(40), 2, length=301, head_dim=64, v_dim=64, kv_heads=1, dtype="bfloat16"),
+    Case("striped", full(), GPUS, length=37 * max(GPUS, 1), kv_length=50 * max(GPUS, 1), dtype="float16", sinks=True),
+    Case("zigzag", causal(), GPUS, length=999, key_mask="random", extents="documents", dtype="bfloat16"),
+    Case("contiguous", causal(), GPUS, length=61, key_extents="any", dropout_rate=0.3),
+    *(case for case in EVERYTHING if case.ranks <= GPUS),
+]
+PROGRAM = """
+import os, sys
+import torch, torch.distributed as dist
+from datetime import timedelta
+from ring_attn_torch import ring_attention
+from ring_attn_torch.ring.strategies import pull
+
+rank, ranks, strategy, step = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1], int(sys.argv[2])
+torch.cuda.set_device(rank)
+dist.init_process_group("nccl", timeout=timedelta(seconds=15))
+q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+attend = lambda: ring_attention(q, q, q, strategy=strategy).float().sum().backward()
+attend()
+torch.cuda.synchronize()
+arrived, steps = pull.Pass.deliver, []
+
+def deliver(self, dkv, i):
+    steps.append(i)
+    if rank == ranks - 1 and i == step:
+        os._exit(9)
+    arrived(self, dkv, i)
+
+pull.Pass.deliver = deliver
+if rank == ranks - 1 and step == 0:
+    os._exit(9)
+attend()
+torch.cuda.synchronize()
+print("went on")
+"""
+
+
+@pytest.fixture(scope="module")
+def nccl():
+    pool = Ranks("nccl", GPUS)
+    yield pool
+    pool.close()
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pull_and_push_are_exact_and_out_has_the_rings_bits(nccl, case, strategy):
+    ours, ring = (on_torch.run(nccl, replace(case, strategy=name)) for name in (strategy, "ring"))
+    check(case, ours, BOUND)
+    for name in ("out", "lse", "dq"):
+        assert (getattr(ours, name) == getattr(ring, name)).all(), name
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+def test_a_hundred_runs_with_random_delays_have_the_same_bits(nccl, strategy):
+    assert nccl(GPUS, repeated, strategy, 100) == [0] * GPUS
+
+
+def repeated(group: Any, strategy: str, times: int) -> int:
+    """Return how many of ``times`` runs differ from the first; calls of two sizes alternate."""
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank(group))
+    shards = [
+        [torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (8, 2, 2)] for n in (2048, 333)
+    ]
+    first: dict[int, Any] = {}
+    differ = 0
+    for number in range(times):
+        which = number % 2
+        delay = lambda: torch.cuda._sleep(int(torch.randint(1, 3_000_000, (), generator=generator)))
+        delay()
+        out = ring_attention(*shards[which], group=group, strategy=strategy)
+        delay()
+        found = [out.detach(), *torch.autograd.grad(out, shards[which], torch.ones_like(out))]
+        expected = first.setdefault(which, found)
+        differ += not all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+    return differ
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+@pytest.mark.parametrize("step", range(min(GPUS, 3)))
+def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, step, tmp_path):
+    (tmp_path / "kill.py").write_text(PROGRAM)
+    port = str(20000 + os.getpid() % 20000 + 10 * step + PEERS.index(strategy))
+    of = lambda rank: (
+        os.environ
+        | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(GPUS),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "PYTHONPATH": str(ROOT),
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+        }
+    )
+    began = time.monotonic()
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "kill.py"), strategy, str(step)], env=of(rank), stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(GPUS)
+    ]
+    said = [process.communicate(timeout=240)[1] for process in processes]
+    assert [process.returncode != 0 for process in processes] == [True] * GPUS, said
+    survivors = "".join(said[:-1])
+    assert "lost the ring" in survivors or "did not come to the same call" in survivors, survivors
+    assert time.monotonic() - began < 200

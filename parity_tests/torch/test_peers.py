@@ -1,0 +1,98 @@
+"""The strategies "pull" and "push" over a stand-in for GPU memory: exact, the same bits at every run, and never stuck."""
+
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.problem.strategies import PEERS
+from ring_attn_torch import ring_attention
+from ring_attn_torch.ring import peers
+
+from ..support.cases import Case, check, check_same
+from ..support.combinations import AXES, EVERYTHING, covering
+from ..support.peers import Mapped, mapped
+from .ring import on_rank, run
+
+CASES = [
+    *(Case(**{name: value for axis in AXES for name, value in AXES[axis][row[axis]].items()}) for row in [*covering(AXES)][::3]),
+    *EVERYTHING,
+    Case("contiguous", sliding_window(9), 4, length=61, kv_heads=1),
+    Case("zigzag", sliding_window(2), 8, length=70, key_mask="shard"),
+    Case("striped", full(), 3, length=37, kv_length=50, dtype="bfloat16"),
+    Case("contiguous", causal(), 8, length=61, key_extents="any", dropout_rate=0.3),
+]
+
+
+def over_files(group: Any, case: Case, *shards: Any) -> Any:
+    with mapped():
+        return on_rank(group, case, *shards)
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pull_and_push_are_exact_with_every_feature(gloo, case, strategy):
+    check(case, run(gloo, replace(case, strategy=strategy), over_files))
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, ranks, strategy):
+    case = Case(strategy=strategy, ranks=ranks, sinks=True, kv_heads=1)
+    expected = run(gloo, case, over_files)
+    check(case, expected)
+    for number in range(5):
+        check_same(run(gloo, case, partial(delayed, number)), expected)
+
+
+def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
+    """``over_files``, with a random delay before each flag that a rank raises or awaits."""
+    draw = random.Random(1000 * seed + dist.get_rank(group))
+
+    def late(function: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            time.sleep(draw.uniform(0, 0.004))
+            return function(*arguments, **keywords)
+
+        return call
+
+    with patch.object(Mapped, "raise_flag", late(Mapped.raise_flag)), patch.object(Mapped, "await_flag", late(Mapped.await_flag)):
+        return over_files(group, case, *shards)
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+def test_calls_of_other_sizes_share_the_buffers(gloo, strategy):
+    small, large = (Case(strategy=strategy, ranks=4, length=length) for length in (37, 150))
+    for case in (small, large, small, large):
+        check(case, run(gloo, case, over_files))
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+def test_a_call_on_cpus_is_refused_the_same_on_every_rank(gloo, strategy):
+    words = gloo(2, refused, strategy)
+    assert "copies between the memory of GPUs" in words[0]
+    assert words[0] == words[1]
+
+
+def refused(group: Any, strategy: str) -> str:
+    q = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError) as error:
+        ring_attention(q, q, q, group=group, strategy=strategy)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("found", [[["a", True], ["b", True]], [["a", True], ["a", False]]], ids=["hosts", "access"])
+def test_gpus_that_cannot_reach_each_other_are_refused(found):
+    with patch.object(peers, "exchange", lambda *_: found), pytest.raises(ValueError, match="rank 1"):
+        peers.check_access(None, torch.device("cpu"))

@@ -1,0 +1,258 @@
+"""Memory that every GPU of a host can reach, and the flags by which ranks signal each other in the order of their streams.
+
+Symmetric memory of torch maps one buffer of each rank into all ranks of a group. A rank copies from and to another rank's buffer
+by the copy engine, without a kernel. A flag is a 32-bit number in a rank's buffer. Another rank's stream writes it, and the rank's
+own stream waits for it (``write_value``, ``wait_value`` of the CUDA driver), so the host never waits. Values of a flag only grow.
+
+    buffer of a rank    flags | inbox: slots of gradients | slots of keys
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn_core.kernels import driver
+from ring_attn_core.plan.measured import host
+
+from ..attend.keys import Keys
+from .agreement import exchange, timeout
+from .groups import rank_in, ranks_of
+
+FLAG_BYTES = 4096
+"""Bytes of a buffer that hold its flags."""
+
+ALIGNMENT = 256
+"""Bytes to which each array in a buffer is aligned."""
+
+GRADIENT_SLOTS = 2
+KEY_SLOTS = 3
+
+BEGUN, READ, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(6)
+"""The kinds of flags. The first four have one flag for each other rank, the last two one for each slot."""
+
+LONGEST_NAP = 0.2
+"""The longest time between two looks at a pass that runs, in seconds."""
+
+
+LAST_WORDS = 10.0
+"""Seconds that a process which gives up may take to say which rank it waited for."""
+
+
+class Peers:
+    """The buffers of all ranks of a ring for one strategy. All ranks make, use and replace them together.
+
+    ``keys``, ``gradients``: bytes of a slot. ``number``: number of passes begun, equal on all ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int) -> None:
+        self.rank, self.ranks, self.device = rank_in(group), ranks_of(group), device
+        self.keys, self.gradients, self.number = keys, gradients, 0
+        self.read_in = [0] * self.ranks
+        """For each rank the last pass in which it read this rank's keys."""
+        self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + KEY_SLOTS * keys)
+        exchange("the memory of peers", None, group)  # no rank may write a flag before its owner has set it to 0
+
+    def allocate(self, group: dist.ProcessGroup, size: int) -> None:
+        """Allocate the buffer of this rank, map those of the other ranks, set the flags to 0, and make the second stream."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._buffer = symmetric.empty(size, dtype=torch.uint8, device=self.device)
+        self._handle = symmetric.rendezvous(self._buffer, group.group_name)
+        self._buffer[:FLAG_BYTES].zero_()
+        self.side = torch.cuda.Stream(self.device, priority=-1)
+        torch.cuda.synchronize(self.device)
+        self._watch = Watch(self, timeout(group, self.device.type))
+
+    def bytes_of(self, rank: int, begin: int, count: int) -> Tensor:
+        """Return ``count`` bytes of a rank's buffer, from byte ``begin`` on."""
+        return self._handle.get_buffer(rank, (count,), torch.uint8, begin)
+
+    def raise_flag(self, rank: int, kind: int, of: int, value: int, side: bool = False) -> None:
+        """Set a flag in the buffer of ``rank`` once all earlier work of the main stream, or of the second, is done."""
+        address = self._handle.buffer_ptrs[rank] + 4 * self._flag(kind, of)
+        driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
+
+    def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
+        """Let the main stream, or the second, wait until this rank's flag has reached ``value``."""
+        address = self._handle.buffer_ptrs[self.rank] + 4 * self._flag(kind, of)
+        driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
+
+    def on_side(self) -> AbstractContextManager[Any]:
+        """Return a context in which copies run on the second stream, after all work that the main stream has so far."""
+        self.side.wait_stream(torch.cuda.current_stream(self.device))
+        return torch.cuda.stream(self.side)
+
+    def mark(self) -> Any:
+        """Return an event of the second stream's work so far."""
+        return self.side.record_event()
+
+    def await_mark(self, mark: Any) -> None:
+        """Let the main stream wait for an event of the second."""
+        torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def lend(self, x: Tensor) -> None:
+        """Keep the memory of ``x`` until the second stream's work so far is done."""
+        x.record_stream(self.side)
+
+    def watch(self, what: str) -> None:
+        """End this process with a message if the main stream's work so far takes longer than the group's timeout."""
+        self._watch.add(torch.cuda.current_stream(self.device).record_event(), self.number, what)
+
+    def read_flags(self) -> list[int]:
+        """Return all flags of this rank, even while its streams wait."""
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            flags = self.bytes_of(self.rank, 0, FLAG_BYTES).to("cpu", non_blocking=True).view(torch.int32)
+            torch.cuda.current_stream(self.device).synchronize()
+        return flags.tolist()
+
+    def late(self, number: int) -> list[int]:
+        """Return the ranks that have not begun pass ``number``."""
+        flags = self.read_flags()
+        return [rank for rank in range(self.ranks) if rank != self.rank and flags[self._flag(BEGUN, rank)] < number]
+
+    def inbox(self, rank: int, slot: int, like: Tensor) -> Tensor:
+        """Return a slot for gradients in a rank's buffer, shaped like ``like``."""
+        size = like.numel() * like.element_size()
+        return self.bytes_of(rank, FLAG_BYTES + slot * self.gradients, size).view(like.dtype).view(like.shape)
+
+    def key_slot(self, rank: int, slot: int, like: Keys) -> Keys:
+        """Return a slot for keys in a rank's buffer, shaped like ``like``."""
+        begin, arrays = FLAG_BYTES + GRADIENT_SLOTS * self.gradients + slot * self.keys, []
+        for x in like:
+            if x is None:
+                arrays.append(None)
+                continue
+            size = x.numel() * x.element_size()
+            arrays.append(self.bytes_of(rank, begin, size).view(x.dtype).view(x.shape))
+            begin += aligned(size)
+        return Keys(*arrays)
+
+    def _flag(self, kind: int, of: int) -> int:
+        """Return the index of a flag. ``of``: a rank, or a slot."""
+        return kind * self.ranks + of if kind <= GRADIENTS else GRADIENTS * self.ranks + GRADIENT_SLOTS + of
+
+    def _stream(self, side: bool) -> int:
+        return (self.side if side else torch.cuda.current_stream(self.device)).cuda_stream
+
+
+class Watch(threading.Thread):
+    """A thread that ends the process if a pass takes longer than the group's timeout.
+
+    A stream that waits for the flag of a dead rank waits for ever, and so does a host that waits for the stream.
+    """
+
+    def __init__(self, peers: Peers, patience: timedelta) -> None:
+        super().__init__(daemon=True, name="ring_attn.peers")
+        self._peers, self._patience = peers, patience.total_seconds()
+        self._events: queue.SimpleQueue[tuple[Any, int, str]] = queue.SimpleQueue()
+        self.start()
+
+    def add(self, event: Any, number: int, what: str) -> None:
+        """Watch an event of pass ``number``."""
+        self._events.put((event, number, what))
+
+    def run(self) -> None:
+        """Wait for each event in order; end the process at the first one that takes too long."""
+        while True:
+            event, number, what = self._events.get()
+            began, nap = time.monotonic(), 0.001
+            while not event.query():
+                if time.monotonic() - began > self._patience:
+                    self._give_up(number, what)
+                time.sleep(nap)
+                nap = min(2 * nap, LONGEST_NAP)
+
+    def _give_up(self, number: int, what: str) -> None:
+        peers = self._peers
+        threading.Timer(LAST_WORDS, os._exit, (1,)).start()  # should the GPU not answer
+        late = peers.late(number)
+        names = ", ".join(f"rank {rank}" for rank in late)
+        who = f"{names}, which did not come to it" if late else "a rank that came to it and then stopped"
+        print(
+            f"rank {peers.rank} lost the ring: {what} waited {self._patience:,.0f} s, the group's timeout, for {who}. The rank whose "
+            "log ends first, without this message, is where to look. This process ends, because its GPU waits for that rank",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+MAKERS: dict[str, type[Peers]] = {"cuda": Peers}
+"""The class of the buffers, by kind of device."""
+
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = WeakKeyDictionary()
+
+
+def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dtype) -> Peers:
+    """Return the group's buffers for a strategy, with slots that hold ``keys`` and their gradients in the dtype ``wide``.
+
+    A group's first call, and a call with larger keys, is a collective: the ranks allocate and map buffers. Raise ValueError, the
+    same on every rank, if the GPUs cannot read each other's memory.
+    """
+    if keys.kv.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise NotImplementedError(
+            f'strategy="{strategy}" cannot be captured in a CUDA graph, because its flags take other values at every call: pass '
+            'strategy="ring"'
+        )
+    size = sum(aligned(x.numel() * x.element_size()) for x in keys if x is not None)
+    gradients = aligned(keys.kv.numel() * wide.itemsize)
+    made = _made.setdefault(group, {})
+    found = made.get(strategy)
+    if found is None:
+        check_access(group, keys.kv.device)
+    elif found.keys >= size and found.gradients >= gradients:
+        return found
+    else:
+        free(group, strategy)
+        size, gradients = max(size, found.keys), max(gradients, found.gradients)
+    made[strategy] = MAKERS[keys.kv.device.type](group, keys.kv.device, size, gradients)
+    return made[strategy]
+
+
+def free(group: dist.ProcessGroup, strategy: str) -> None:
+    """Free the group's buffers for a strategy. All ranks of the group call this."""
+    if (found := _made.get(group, {}).pop(strategy, None)) is not None:
+        if found.device.type == "cuda":
+            torch.cuda.synchronize(found.device)
+        exchange("free the memory of peers", None, group)  # no rank may still read or write these buffers
+
+
+def check_access(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise ValueError, the same on every rank, if a rank is on another host or its GPU cannot reach the others' memory."""
+    others = range(torch.cuda.device_count()) if device.type == "cuda" else ()
+    reaches = all(other == device.index or torch.cuda.can_device_access_peer(device, other) for other in others)
+    found = exchange("the reach of GPUs", [host(), reaches], group)
+    away = [rank for rank, (name, _) in enumerate(found) if name != found[0][0]]
+    blind = [rank for rank, (_, reaches) in enumerate(found) if not reaches]
+    if away or blind:
+        why = (
+            f"rank {away[0]} is on another host" if away else f"the GPU of rank {blind[0]} cannot reach the memory of the others"
+        )
+        raise ValueError(
+            f'strategy="pull" and "push" copy between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
+            'strategy="auto", which takes one that can'
+        )
+
+
+def copy(to: Sequence[Tensor | None], source: Sequence[Tensor | None]) -> None:
+    """Copy arrays on the current stream, without the host waiting."""
+    for there, here in zip(to, source, strict=True):
+        if there is not None and here is not None:
+            there.copy_(here, non_blocking=True)
+
+
+def aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

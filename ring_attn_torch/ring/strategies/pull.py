@@ -1,0 +1,175 @@
+"""The strategy "pull": each rank copies keys straight from their owner's memory, by the copy engine of its GPU.
+
+A pass, forward or backward, has a number n, equal on all ranks. Its step i computes on the keys of rank - shifts[i]. M is the main
+stream of a rank, S its second one:
+
+    1  M  waits until all readers of its last keys have raised READ, copies its keys into its buffer, raises BEGUN = n
+    2  S  before step i: waits for BEGUN = n of the owner, copies its keys into one of two local slots, raises READ = n there
+    3  M  waits for the copy of step i and computes; after it S starts the copy of step i + 2
+    4  S  in the backward, after step i: copies the gradients into a slot of their owner's inbox, raises GRADIENTS = (n, i) there
+    5  M  in the backward, after step i + 1: waits for GRADIENTS = (n, i), adds the slot to its gradients, raises
+          GRADIENT_ROOM = (n, i) at the rank that fills the slot next, whose S waits for it before it copies
+
+(n, i) is the number n * ranks + i. BEGUN = n also says that the inbox is empty: a rank begins a pass after it has added all gradients
+of the pass before. The owner adds the gradients of its keys in the order of the shifts, so the bits are the same at every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attend.keys import Keys
+from ...attend.state import Gradients
+from ..groups import rank_in
+from ..peers import BEGUN, GRADIENT_ROOM, GRADIENT_SLOTS, GRADIENTS, READ, copy, peers_of
+from ..step import Ring, Step, T
+from .ring import OneWay, rows
+
+
+class Pull(OneWay):
+    """The strategy "pull": each rank copies keys from the memory of their owner."""
+
+    def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
+        """Yield a step for each shift of the plan, on the keys of ``rank - shift``."""
+        if not ring.plan.hops:
+            yield from super().circulate(keys, ring)
+            return
+        run = self.begin(keys, ring)
+        for ahead in range(1, run.slots + 1):
+            run.fetch(ahead)
+        step = PeerStep(keys, None, run, 0)
+        for i in range(1, len(run.shifts)):
+            yield step
+            if i > 1:
+                run.release(i - 1)
+                run.fetch(i - 1 + run.slots)
+            step = PeerStep(run.arrived(i), step, run, i)
+        yield step
+        run.watch()
+
+    def begin(self, keys: Keys, ring: Ring) -> Pass:
+        """Begin a pass with this rank's keys."""
+        return Pass(keys, ring)
+
+
+class Pass:
+    """A forward or backward pass of this rank. ``slots``: number of key slots, each of them in flight or in use."""
+
+    strategy, slots = "pull", 2
+
+    def __init__(self, keys: Keys, ring: Ring) -> None:
+        assert ring.group is not None, "a ring of one has no hops"
+        wide = torch.promote_types(keys.kv.dtype, torch.float32)
+        self.peers = peers_of(ring.group, self.strategy, keys, wide)
+        self.peers.number += 1
+        self.number, self.ring, self.own = self.peers.number, ring, keys
+        self.shifts, self.rank, self.ranks = ring.plan.shifts, rank_in(ring.group), ring.plan.ranks
+        self.publish()
+        for rank in sorted({(self.rank + sign * shift) % self.ranks for shift in self.shifts[1:] for sign in (1, -1)}):
+            self.peers.raise_flag(rank, BEGUN, self.rank, self.number)
+
+    def publish(self) -> None:
+        """Copy this rank's keys into its buffer once the last ones have been read, and allocate the local slots."""
+        peers = self.peers
+        for rank, number in enumerate(peers.read_in):
+            if number:
+                peers.await_flag(READ, rank, number)
+        copy(peers.key_slot(self.rank, 0, self.own), self.own)
+        for i in range(1, len(self.shifts)):
+            peers.read_in[self.reader(i)] = self.number
+        self._local = [Keys(*(None if x is None else torch.empty_like(x) for x in self.own)) for _ in range(self.slots)]
+        self._marks: dict[int, Any] = {}
+
+    def fetch(self, i: int) -> None:
+        """Start to copy the keys of step ``i`` from their owner, if there is such a step."""
+        if i >= len(self.shifts):
+            return
+        peers, owner = self.peers, self.owner(i)
+        with peers.on_side():
+            peers.await_flag(BEGUN, owner, self.number, side=True)
+            copy(self._local[i % self.slots], peers.key_slot(owner, 0, self.own))
+            peers.raise_flag(owner, READ, self.rank, self.number, side=True)
+            self._marks[i] = peers.mark()
+
+    def arrived(self, i: int) -> Keys:
+        """Let the main stream wait for the keys of step ``i``, and return them."""
+        self.peers.await_mark(self._marks.pop(i))
+        return self._local[i % self.slots]
+
+    def release(self, i: int) -> None:
+        """Allow another rank to fill the slot of step ``i`` again. Here the slots are this rank's own."""
+
+    def deliver(self, dkv: Tensor, i: int) -> None:
+        """Start to copy the gradients of step ``i`` into their owner's inbox."""
+        peers, owner, slot = self.peers, self.owner(i), i % GRADIENT_SLOTS
+        with peers.on_side():
+            if i > GRADIENT_SLOTS:
+                peers.await_flag(GRADIENT_ROOM, owner, self.value(i - GRADIENT_SLOTS), side=True)
+            else:
+                peers.await_flag(BEGUN, owner, self.number, side=True)
+            copy([peers.inbox(owner, slot, dkv)], [dkv])
+            peers.raise_flag(owner, GRADIENTS, slot, self.value(i), side=True)
+        peers.lend(dkv)
+
+    def collect(self, total: Tensor, i: int) -> None:
+        """Add to ``total`` the gradients of this rank's keys from the rank that had them at step ``i``."""
+        peers, slot, following = self.peers, i % GRADIENT_SLOTS, i + GRADIENT_SLOTS
+        peers.await_flag(GRADIENTS, slot, self.value(i))
+        total += peers.inbox(self.rank, slot, total)
+        if following < len(self.shifts):
+            peers.raise_flag(self.reader(following), GRADIENT_ROOM, self.rank, self.value(i))
+
+    def watch(self) -> None:
+        """End this process if the pass takes longer than the group's timeout."""
+        self.peers.watch(f'pass {self.number} of strategy="{self.strategy}"')
+
+    def owner(self, i: int) -> int:
+        """Return the rank whose keys this rank has at step ``i``."""
+        return (self.rank - self.shifts[i]) % self.ranks
+
+    def reader(self, i: int) -> int:
+        """Return the rank that has this rank's keys at step ``i``."""
+        return (self.rank + self.shifts[i]) % self.ranks
+
+    def value(self, i: int) -> int:
+        """Return the value of a flag that step ``i`` raises."""
+        return self.number * self.ranks + i
+
+
+class PeerStep:
+    """A ``Step`` on the keys of rank ``rank - shift``. ``before``: the previous step."""
+
+    def __init__(self, keys: Keys, before: PeerStep | None, run: Pass, i: int) -> None:
+        self.shift = run.shifts[i]
+        self.keys, self.rows, self.last = keys, rows(run.ring, self.shift), i + 1 == len(run.shifts)
+        self._before, self._run, self._i = before, run, i
+        self._total: Gradients | None = None
+
+    def settle(self, state: T) -> T:
+        """Return ``state`` unchanged: eager execution keeps the order of the steps."""
+        return state
+
+    def arrived(self) -> None:
+        """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
+
+    def send_home(self, dkv: Gradients) -> None:
+        """Start to copy the gradients to their owner. Add the gradients of this rank's keys from the previous step."""
+        if self._before is None:
+            self._total = dkv
+            return
+        assert isinstance(dkv, Tensor), "what travels is packed"
+        self._run.deliver(dkv.contiguous(), self._i)
+        self._total, self._before = self._before.home(), None
+
+    def home(self) -> Gradients:
+        """Return the gradients of this rank's own keys, summed over the steps so far, in step order."""
+        assert isinstance(self._total, Tensor), "what travels is packed"
+        if self._i:
+            self._run.collect(self._total, self._i)
+        if self.last:
+            self._run.watch()
+        return self._total

@@ -1,0 +1,62 @@
+"""The strategy "push": each rank copies its keys into the memory of the ranks that read them, by the copy engine of its GPU.
+
+A pass differs from that of "pull" in the way of the keys (the streams M and S, flags and numbers are those of ``pull.py``):
+
+    1  M  raises BEGUN = n: its slots of keys and its inbox are empty
+    2  S  before step i: waits for BEGUN = n of the reader, rank + shifts[i], copies the keys into one of its three slots, raises
+          KEYS = (n, i) there; from the fourth step on it waits for KEY_ROOM = (n, i - 3) of the reader instead
+    3  M  waits for KEYS = (n, i) and computes; then it raises KEY_ROOM = (n, i) at the rank that fills the slot next
+
+Nothing is copied on the reader, and a transfer begins without a request, so "push" suits short shards.
+"""
+
+from __future__ import annotations
+
+from ...attend.keys import Keys
+from ..peers import BEGUN, KEY_ROOM, KEY_SLOTS, KEYS, copy
+from ..step import Ring
+from .pull import Pass, Pull
+
+
+class Push(Pull):
+    """The strategy "push": each rank copies its keys to the ranks that read them."""
+
+    def begin(self, keys: Keys, ring: Ring) -> Pass:
+        """See ``Pull.begin``."""
+        return PushPass(keys, ring)
+
+
+class PushPass(Pass):
+    """A pass in which owners fill the slots of readers."""
+
+    strategy, slots = "push", KEY_SLOTS
+
+    def publish(self) -> None:
+        """Do nothing: the keys are copied from where they are."""
+
+    def fetch(self, i: int) -> None:
+        """Start to copy this rank's keys to the rank that has them at step ``i``, if there is such a step."""
+        if i >= len(self.shifts):
+            return
+        peers, reader, slot = self.peers, self.reader(i), i % self.slots
+        with peers.on_side():
+            if i > self.slots:
+                peers.await_flag(KEY_ROOM, reader, self.value(i - self.slots), side=True)
+            else:
+                peers.await_flag(BEGUN, reader, self.number, side=True)
+            copy(peers.key_slot(reader, slot, self.own), self.own)
+            peers.raise_flag(reader, KEYS, slot, self.value(i), side=True)
+        for x in self.own:
+            if x is not None:
+                peers.lend(x)
+
+    def arrived(self, i: int) -> Keys:
+        """Let the main stream wait for the keys of step ``i``, and return them: a slot of this rank's buffer."""
+        self.peers.await_flag(KEYS, i % self.slots, self.value(i))
+        return self.peers.key_slot(self.rank, i % self.slots, self.own)
+
+    def release(self, i: int) -> None:
+        """Tell the rank that fills the slot of step ``i`` next that the step is computed."""
+        following = i + self.slots
+        if following < len(self.shifts):
+            self.peers.raise_flag(self.owner(following), KEY_ROOM, self.rank, self.value(i))
