@@ -1,6 +1,7 @@
 """How fast is a ring over the GPUs of a host by each strategy, against torch's context parallelism and one launch of equal work?
 
     python -m benchmarks.ring [--framework torch jax] [--tokens 8192] [--heads 32] [--kv-heads 8] [--mask causal]
+    python -m benchmarks.ring --strategy ring pull     only these strategies
     python -m benchmarks.ring --table                  the calls of the stored result
     python -m benchmarks.ring --cpu 4 --tokens 256     on four CPU ranks, to see that it runs
 
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from ..support import harness
-from .problem import MASKS, Call, Problem
+from .problem import MASKS, TRAVELLING, Call, Problem
 
 TABLE = [
     Call(2048, 32, 8, "causal"),
@@ -39,12 +40,12 @@ TABLE = [
 def rows(options: Namespace, calls: list[Call]) -> Iterator[dict[str, Any]]:
     """Yield the rate of each candidate of each call."""
     ranks = options.cpu or torch.cuda.device_count()
-    problem = Problem(
-        [list(call) for call in calls], options.rounds, not options.no_peers, "float32" if options.cpu else "bfloat16"
-    )
+    dtype = "float32" if options.cpu else "bfloat16"
     for framework in options.framework:
-        found = harness.run_ranks(f"benchmarks.ring.in_{framework}", problem, ranks, bool(options.cpu))
-        yield from ({"framework": framework, "ranks": ranks, **row} for row in found[0])
+        for call in calls:  # each in fresh processes: a call that fails loses only its own rows
+            problem = Problem([list(call)], options.rounds, not options.no_peers, dtype, options.strategy)
+            found = harness.run_ranks(f"benchmarks.ring.in_{framework}", problem, ranks, bool(options.cpu))
+            yield from ({"framework": framework, "ranks": ranks, **row} for row in found[0])
 
 
 if __name__ == "__main__":
@@ -55,6 +56,7 @@ if __name__ == "__main__":
         heads=32,
         kv_heads=8,
         mask={mask: mask == "causal" for mask in MASKS},
+        strategy=[*TRAVELLING],
         table=False,
         no_peers=False,
         cpu=0,

@@ -77,7 +77,7 @@ def run(problem: Problem, ranks: int) -> list[dict[str, Any]]:
         call = Call(*fields)  # type: ignore[arg-type]
         ring = Ring(call, problem, ranks)
         arrays = ring.arrays(mesh, call.tokens * ranks)
-        for name in call.strategies(ranks, peers=False):
+        for name in problem.strategies(call, ranks, memory=False):
             ring.add(name, mesh, arrays)
         with mock.patch.object(of_ring, "send", lambda x, hop, axis, ranks: x):
             ring.add(STILL, mesh, arrays)

@@ -66,7 +66,7 @@ class Rank:
             self.errors[name] = ((found - self.first).norm() / self.first.norm()).item()
 
 
-def ours(rank: Rank) -> None:
+def ours(rank: Rank, problem: Problem) -> None:
     """Add our strategies, the ring without transfers, and one launch of equal work."""
     call, tensors = rank.call, rank.tensors(rank.call.tokens, rank.rank)
     extents = call.extents(rank.ranks)
@@ -75,7 +75,7 @@ def ours(rank: Rank) -> None:
         {} if extents is None else {"extents": torch.tensor([[extents[i] for i in here]], dtype=torch.int32, device=rank.device)}
     )
     attend = partial(ring_attention, mask=call.band, layout=call.layout, **given)
-    for name, strategy in call.strategies(rank.ranks, rank.device.type == "cuda").items():
+    for name, strategy in problem.strategies(call, rank.ranks, rank.device.type == "cuda").items():
         rank.add(name, partial(attend, strategy=strategy), tensors)
     rank.add(STILL, partial(attend, strategy="ring"), tensors, alike=False)
     for each in ("forward", "backward"):
@@ -132,7 +132,7 @@ def run(problem: Problem, device: torch.device) -> list[dict[str, Any]]:
     for fields in problem.calls:
         call = Call(*fields)  # type: ignore[arg-type]
         rank = Rank(call, problem, device)
-        ours(rank)
+        ours(rank, problem)
         with ExitStack() as stack:
             if problem.peers and call.mask == "causal" and device.type == "cuda":  # torch's raises for what is not causal
                 stack.enter_context(context_parallel(rank))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
@@ -61,11 +62,6 @@ class Call(NamedTuple):
         pairs = self.heads * sum(self.band.area(tokens, tokens) for tokens in self.documents(ranks)) / ranks
         return {"forward": 4 * pairs * self.dim, "backward": 10 * pairs * self.dim}
 
-    def strategies(self, ranks: int, peers: bool) -> dict[str, Strategy]:
-        """Return the strategies that can run the call, by name. ``peers``: GPUs and PyTorch, as "pull" and "push" need."""
-        fits = lambda name, strategy: objection(strategy, ranks, self.heads, self.layout) is None and (peers or name not in PEERS)
-        return {name: strategy for name, strategy in TRAVELLING.items() if fits(name, strategy)}
-
     def alone(self, ranks: int) -> int:
         """Return the tokens of a sequence that one rank computes with as much work as it has in the ring, a multiple of 128."""
         if self.mask == "window":
@@ -84,6 +80,12 @@ class Problem(NamedTuple):
     rounds: int
     peers: bool
     dtype: str = "bfloat16"
+    strategy: Sequence[str] = (*TRAVELLING,)
+
+    def strategies(self, call: Call, ranks: int, memory: bool) -> dict[str, Strategy]:
+        """Return the chosen strategies that can run the call, by name. ``memory``: GPUs whose memory PyTorch shares."""
+        fits = lambda name: objection(TRAVELLING[name], ranks, call.heads, call.layout) is None and (memory or name not in PEERS)
+        return {name: TRAVELLING[name] for name in self.strategy if fits(name)}
 
 
 def rates(seconds: dict[str, float], flops: dict[str, dict[str, float]]) -> list[dict[str, object]]:

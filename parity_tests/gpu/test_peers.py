@@ -1,4 +1,4 @@
-"""The strategies "pull" and "push" between real GPUs: the ring's bits, the same at every run, and no process that waits for ever."""
+"""The strategies "pull" and "push" between real GPUs: the ring's bits, the same at every run, and no process that hangs."""
 
 # pyright: reportArgumentType=false
 
@@ -91,9 +91,8 @@ def test_a_hundred_runs_with_random_delays_have_the_same_bits(nccl, strategy):
 def repeated(group: Any, strategy: str, times: int) -> int:
     """Return how many of ``times`` runs differ from the first; calls of two sizes alternate."""
     generator = torch.Generator().manual_seed(torch.distributed.get_rank(group))
-    shards = [
-        [torch.randn(1, n, h, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for h in (8, 2, 2)] for n in (2048, 333)
-    ]
+    make = lambda tokens, heads: torch.randn(1, tokens, heads, 64, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    shards = [[make(tokens, heads) for heads in (8, 2, 2)] for tokens in (2048, 333)]
     first: dict[int, Any] = {}
     differ = 0
     for number in range(times):

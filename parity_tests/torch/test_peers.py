@@ -87,7 +87,7 @@ def test_a_call_on_cpus_is_refused_the_same_on_every_rank(gloo, strategy):
 
 def refused(group: Any, strategy: str) -> str:
     q = torch.zeros(1, 4, 2, 8)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=strategy) as error:
         ring_attention(q, q, q, group=group, strategy=strategy)
     return str(error.value)
 

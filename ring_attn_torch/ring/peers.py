@@ -1,8 +1,8 @@
 """Memory that every GPU of a host can reach, and the flags by which ranks signal each other in the order of their streams.
 
 Symmetric memory of torch maps one buffer of each rank into all ranks of a group. A rank copies from and to another rank's buffer
-by the copy engine, without a kernel. A flag is a 32-bit number in a rank's buffer. Another rank's stream writes it, and the rank's
-own stream waits for it (``write_value``, ``wait_value`` of the CUDA driver), so the host never waits. Values of a flag only grow.
+by the copy engine, without a kernel. A flag is a 32-bit number in a rank's buffer. Another rank's stream writes it, and the
+rank's own stream waits for it (``write_value``, ``wait_value`` of ``driver.py``), so the host never waits. Flags only grow.
 
     buffer of a rank    flags | inbox: slots of gradients | slots of keys
 """
@@ -182,8 +182,8 @@ class Watch(threading.Thread):
         names = ", ".join(f"rank {rank}" for rank in late)
         who = f"{names}, which did not come to it" if late else "a rank that came to it and then stopped"
         print(
-            f"rank {peers.rank} lost the ring: {what} waited {self._patience:,.0f} s, the group's timeout, for {who}. The rank whose "
-            "log ends first, without this message, is where to look. This process ends, because its GPU waits for that rank",
+            f"rank {peers.rank} lost the ring: {what} waited {self._patience:,.0f} s, the group's timeout, for {who}. The rank "
+            "whose log ends first, without this message, is where to look. This process ends: its GPU waits for that rank",
             file=sys.stderr,
             flush=True,
         )
@@ -238,9 +238,7 @@ def check_access(group: dist.ProcessGroup, device: torch.device) -> None:
     away = [rank for rank, (name, _) in enumerate(found) if name != found[0][0]]
     blind = [rank for rank, (_, reaches) in enumerate(found) if not reaches]
     if away or blind:
-        why = (
-            f"rank {away[0]} is on another host" if away else f"the GPU of rank {blind[0]} cannot reach the memory of the others"
-        )
+        why = f"rank {away[0]} is on another host" if away else f"the GPU of rank {blind[0]} does not reach that of the others"
         raise ValueError(
             f'strategy="pull" and "push" copy between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
             'strategy="auto", which takes one that can'

@@ -1,7 +1,7 @@
 """The strategy "pull": each rank copies keys straight from their owner's memory, by the copy engine of its GPU.
 
-A pass, forward or backward, has a number n, equal on all ranks. Its step i computes on the keys of rank - shifts[i]. M is the main
-stream of a rank, S its second one:
+A pass, forward or backward, has a number n, equal on all ranks. Its step i computes on the keys of rank - shifts[i]. M is the
+main stream of a rank, S its second one:
 
     1  M  waits until all readers of its last keys have raised READ, copies its keys into its buffer, raises BEGUN = n
     2  S  before step i: waits for BEGUN = n of the owner, copies its keys into one of two local slots, raises READ = n there
@@ -10,8 +10,9 @@ stream of a rank, S its second one:
     5  M  in the backward, after step i + 1: waits for GRADIENTS = (n, i), adds the slot to its gradients, raises
           GRADIENT_ROOM = (n, i) at the rank that fills the slot next, whose S waits for it before it copies
 
-(n, i) is the number n * ranks + i. BEGUN = n also says that the inbox is empty: a rank begins a pass after it has added all gradients
-of the pass before. The owner adds the gradients of its keys in the order of the shifts, so the bits are the same at every run.
+(n, i) is the number n * ranks + i. BEGUN = n also says that the inbox is empty: a rank begins a pass after it has added all
+gradients of the pass before. The owner adds the gradients of its keys in the order of the shifts, so the bits are the same at
+every run.
 """
 
 from __future__ import annotations
