@@ -11,7 +11,9 @@ from ring_attn_core.plan.two_level import TwoLevel
 from ring_attn_core.problem.strategies import PEERS, STRATEGIES, Strategy, objection
 
 MASKS = ("causal", "full", "window", "documents")
-TRAVELLING: dict[str, Strategy] = {name: name for name in STRATEGIES if name != "auto"} | {"two_level": TwoLevel(ranks=2)}
+TRAVELLING: dict[str, Strategy] = {
+    name: TwoLevel(ranks=2) if name == "two_level" else name for name in STRATEGIES if name != "auto"
+}
 """The strategies by name, measured where they can run the call. "two_level" treats two GPUs as a host."""
 STILL = "ring without transfers"
 ALONE = "one launch of equal work"

@@ -151,6 +151,7 @@ WRONG = {
     "key_mask must be an array, got list": lambda q, k, v: ((q, k, v), {"key_mask": [True]}),
     "sinks must be [heads] = [4], got shape [2]": lambda q, k, v: ((q, k, v), {"sinks": jnp.zeros(2)}),
     "unknown strategy": lambda q, k, v: ((q, k, v), {"strategy": "telepathy"}),
+    "in PyTorch only": lambda q, k, v: ((q, k, v), {"strategy": "pull"}),
     "named twice": lambda q, k, v: ((q, k, v), {"batch_axes": "seq"}),
 }
 

@@ -95,7 +95,8 @@ def ring_attention(
         length, kv_length: true global numbers of queries and keys; tokens beyond them are padding, never seen, out 0.
             None: all that the shards hold (kv_length: ``length`` if q and k shards are equally long).
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n); "auto": the ring, or what is predicted to be faster on a measured GPU.
+            Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "pull" and "push"; "auto": the ring, or what is predicted to
+            be faster on a measured GPU.
         backend: "auto": the first that supports the call, of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (all
             devices); "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", FlashAttention-2 and cuDNN as
             PyTorch carries them, and "flash4", FlashAttention-4 if installed, with their own precision and without windows,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...attend.keys import Keys
+from ...attend.keys import Keys, room_for
 from ...attend.state import Gradients
 from ..groups import rank_in
 from ..peers import BEGUN, GRADIENT_ROOM, GRADIENT_SLOTS, GRADIENTS, READ, copy, peers_of
@@ -82,7 +82,7 @@ class Pass:
         copy(peers.key_slot(self.rank, 0, self.own), self.own)
         for i in range(1, len(self.shifts)):
             peers.read_in[self.reader(i)] = self.number
-        self._local = [Keys(*(None if x is None else torch.empty_like(x) for x in self.own)) for _ in range(self.slots)]
+        self._local = [room_for(self.own, self.own.kv.shape[1]) for _ in range(self.slots)]
         self._marks: dict[int, Any] = {}
 
     def fetch(self, i: int) -> None:
