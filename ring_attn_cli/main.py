@@ -1,4 +1,4 @@
-"""The command ``ring-attn``. Needs the extra ``demo``. Each command imports its heavy modules itself."""
+"""The command ``ring-attn``, which needs the extra ``demo``. Slow imports are made inside the commands that need them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .doctor.command import doctor  # noqa: E402
 from .generate.command import generate  # noqa: E402
 
 MOST_RANKS = 4096
-"""Most ranks of a plan that is drawn; the time grows with their square."""
+"""Largest number of ranks in a drawn plan; drawing time grows with its square."""
 
 app = typer.Typer(
     help="Exact ring attention: run the demo, train, generate, look at a plan, compare.",

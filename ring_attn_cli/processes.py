@@ -1,6 +1,6 @@
 """Groups of spawned processes that report over pipes, for every command that starts processes.
 
-Each process ends with its parent, and each failure is raised with its log.
+A process exits when its parent does. If a process fails, the parent raises an error that shows the process's log.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MOST = 1024
-"""Most ranks that a command starts on one machine; a larger number is a typing error, and a list of so many fills memory."""
+"""Most ranks that a command starts on one machine. A larger number is a typing error, and data for so many ranks fill memory."""
 Report = Callable[[str, Any], None]
 """A function ``report(kind, data)`` that sends a message to the parent process."""
 
 
 class Parent(NamedTuple):
-    """The parent of a spawned process: call it to send a message, as a ``Report``, or wait for its next order by ``recv``."""
+    """A spawned process's connection to its parent: call it to send a message, as a ``Report``; ``recv`` waits for an order."""
 
     pipe: Connection
 
@@ -62,7 +62,7 @@ class Message(NamedTuple):
 
 
 class Failure(Exception):
-    """An error for a process that failed, died or stopped reporting; the message says which and why."""
+    """A failure of the processes: one raised an error or died, or none reports any more. The message names it and the cause."""
 
 
 class Terminated(SystemExit):
@@ -75,7 +75,7 @@ def _terminate(number: int, frame: object) -> None:
 
 @contextmanager
 def hear_interrupts() -> Iterator[None]:
-    """Raise a KeyboardInterrupt again if it came while Python ignores exceptions, as in a callback of JAX.
+    """Raise a KeyboardInterrupt again, 0.1 s later, if it came where Python ignores exceptions, as in a callback of JAX.
 
     Replaces ``sys.unraisablehook`` inside the ``with`` block.
     """
@@ -94,12 +94,12 @@ def hear_interrupts() -> Iterator[None]:
 
 
 class Crews:
-    """Named groups of processes, as a context manager: its exit ends each process that still runs.
+    """Named groups of processes (crews), as a context manager: its exit ends each process that still runs.
 
     In the main thread, SIGTERM raises :class:`Terminated` inside the context.
 
-    A process runs ``work(report, *arguments)`` of a module that is imported in that process only, so that only the processes of a
-    framework import it. Its stdout and stderr go to a log, which is shown if the process fails.
+    A process imports a module and calls its ``work(report, *arguments)``. The parent does not import that module, nor the
+    framework that the module uses. A process's stdout and stderr go to a log, which is shown if the process fails.
     """
 
     def __init__(self, patience: float) -> None:
@@ -109,7 +109,7 @@ class Crews:
         self._processes: list[BaseProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="ring-attn-", ignore_cleanup_errors=True)
         self.store = str(Path(self._folder.name, "store"))
-        """An unused path, by which the ranks of a group of PyTorch can meet."""
+        """An unused path for the file store by which the ranks of a PyTorch process group find each other."""
 
     def start(self, crew: str, module: str, members: list[tuple[Any, ...]]) -> None:
         """Start one process for each tuple of arguments in ``members``."""
@@ -133,8 +133,8 @@ class Crews:
     def messages(self) -> Iterator[Message]:
         """Yield the messages of the processes until all have finished.
 
-        Raise ValueError with the text of a message "mistake", and :class:`Failure` if a process fails or none reports for
-        ``patience`` seconds.
+        Raise ValueError if a message is of the kind "mistake", with its text, and :class:`Failure` if a process fails or none
+        reports for ``patience`` seconds.
         """
         heard = time.monotonic()
         while self._members:
@@ -154,7 +154,7 @@ class Crews:
         return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
 
     def logs(self) -> dict[str, str]:
-        """Return the last 200 printed lines of each running process, by its label in a Failure."""
+        """Return the last 200 printed lines of each running process, by the label that a Failure gives it."""
         return {member.label: member.last_words(200) for member in self._members.values()}
 
     def _receive(self, pipe: Connection) -> Iterator[Message]:

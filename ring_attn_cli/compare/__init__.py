@@ -23,12 +23,12 @@ def run(
     png: str | Path | None = None,
     **arguments: Any,
 ) -> Comparison:
-    """Compare ``variants`` and return ``.passed`` and ``.results`` with quantities, diagnosis, seconds and bytes.
+    """Compare ``variants``. The result's ``.passed`` is a bool; its ``.results`` hold errors, diagnosis, seconds and bytes.
 
-    ``ranks``: ring sizes, one number or several; one device always runs too. ``repeats``: timed runs. ``arguments``: the fields
-    of :class:`cases.Case`, which are the options of the command; ``length``, ``heads``, ``head_dim``, ``dtype``, ``layout`` and
-    ``backend`` take one value or several. ``json``, ``png``: files to write. Call this under ``if __name__ == "__main__":`` in a
-    script, because the processes are spawned and import the script again.
+    ``ranks``: ring sizes, one number or several; one device is always compared too. ``repeats``: number of timed runs.
+    ``arguments``: the fields of :class:`cases.Case`, which are the options of the command; ``length``, ``heads``, ``head_dim``,
+    ``dtype``, ``layout`` and ``backend`` take one value or several. ``json``, ``png``: files to write. In a script, call this
+    under ``if __name__ == "__main__":``, because the processes are spawned and import the script again.
 
     Raise ValueError if the comparison is impossible, and :class:`ring_attn_cli.processes.Failure` if a process dies or does not
     answer for ``patience`` seconds.

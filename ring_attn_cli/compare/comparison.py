@@ -24,7 +24,7 @@ NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The result of one variant in one framework on a ring of ``ranks``. ``part``: the part that the truth covers, "" for all."""
+    """The result of one variant in one framework on a ring of ``ranks``. ``part``: what the truth covers, in words; "" is all."""
 
     case: Case
     variant: str
@@ -173,7 +173,7 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
     for turn in range(sweep.repeats):
         tell(f"time, turn {turn + 1} of {sweep.repeats}")
         contestants = list(outcomes)
-        for each in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:  # another first each turn
+        for each in contestants[turn % len(contestants) :] + contestants[: turn % len(contestants)]:  # rotate who runs first
             seconds[each].append(pool.seconds(each.framework, each.order("time")))
     for each in outcomes:
         pool.forget(each.framework, each.order("forget"))

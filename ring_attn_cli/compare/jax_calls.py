@@ -101,7 +101,7 @@ def _heads(call: JaxCall) -> dict[str, Any]:
 
 
 WEIGHTS = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
-"""Names of a weight in flax, with PyTorch's name; a flax kernel is PyTorch's weight transposed."""
+"""Flax's names of weights, and PyTorch's names for them; a flax kernel is PyTorch's weight transposed."""
 
 
 def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:

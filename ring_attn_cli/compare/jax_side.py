@@ -62,7 +62,7 @@ class JaxWorker:
         self._known: dict[Any, Callable[[], dict[str, jax.Array]]] = {}
 
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
-        """Return the results of one run. ``inputs``: the inputs, by default those that the order's oracle draws."""
+        """Compile the order's call, run it once and return the results. ``inputs``: by default drawn by the order's oracle."""
         oracle, case, plan = ORACLES[order.oracle], order.case, order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(case)
         function = resolve(order.call)(JaxCall(case, plan, "seq", order.user))

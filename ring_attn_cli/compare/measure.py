@@ -14,7 +14,7 @@ DIGITS = {"float64": (52, -1022), "float32": (23, -126), "float16": (10, -14), "
 """Fraction bits of each dtype, and the exponent of its smallest normal number."""
 
 STATE = "lse", "dsinks", "loss"
-"""Results that are at least float32 for inputs of any dtype."""
+"""Results that are computed in at least float32, whatever the dtype of the inputs."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def quantities(
 ) -> list[Quantity]:
     """Return one Quantity for each array in both ``got`` and ``exact``.
 
-    If ``exact`` covers only a part, compare it with the first entries of ``got``.
+    If an array of ``exact`` is smaller, compare it with the leading part of ``got`` of that shape.
     """
     found = []
     for name, truth in exact.items():

@@ -36,7 +36,7 @@ class Order:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Return the key of the prepared call: the order without ``kind`` and ``oracle``."""
+        """Return the key under which the prepared call is stored: the order without ``kind`` and ``oracle``."""
         return self.call, self.case, self.ranks, self.user
 
 
@@ -53,7 +53,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The start parameters of each process. ``rings``: all ring sizes that will run. ``patience``: seconds."""
+    """The settings of each process at its start. ``rings``: all ring sizes that will run. ``patience``: timeout in seconds."""
 
     rings: tuple[int, ...]
     device: str
@@ -75,7 +75,8 @@ def resolve(call: str) -> Callable[..., Any]:
 def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
     """Answer orders until the pipe closes: report "done" with the answer of ``side``, or "mistake" with the exception's message.
 
-    After 0.8 of ``patience`` (seconds), shortly before the parent gives up, print a traceback to the log for :func:`where_at`.
+    If one order takes longer than 0.8 ``patience`` (seconds), print a traceback to the log for :func:`where_at`, before the
+    parent gives up.
     """
     while True:
         try:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 INK, QUIET = "#24292F", "#6E7781"
 COLOURS = "#0969DA", "#CF222E", "#1A7F37", "#9A6700", "#8250DF", "#BF3989", "#0A3069", "#656D76"
 LEAST = 1e-3
-"""The smallest share of a bound that is drawn; smaller ones are raised to it."""
+"""The smallest error / bound that is drawn; smaller values are drawn as this one."""
 
 
 def check(path: Path) -> None:
@@ -24,7 +24,7 @@ def check(path: Path) -> None:
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Save the plot: a line over the swept argument for each other combination, or a bar for each result if nothing is swept."""
+    """Save the plot. If an argument is swept, draw lines over it, one for each combination of the others; else draw bars."""
     from matplotlib.figure import Figure
 
     check(path)

@@ -10,11 +10,11 @@ from .orders import Order, Outcome, WorkerSettings, here, where_at
 from .variants import TITLES
 
 GRACE = 1.0
-"""Seconds that the other ranks have to report the same error, once one rank has raised one."""
+"""Seconds to wait for the other ranks' errors after the first rank has reported one."""
 
 
 START = 120.0
-"""Least seconds that processes have to start and import their frameworks."""
+"""Seconds that processes have at least to start and import their frameworks."""
 
 
 class VariantError(ValueError):

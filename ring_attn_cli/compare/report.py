@@ -13,7 +13,7 @@ from .sweep import SWEPT
 from .variants import TITLES
 
 WIDE = 120
-"""Least console columns for one table per case; on a narrower console each result is a table of its own."""
+"""Console columns needed for one table per case; on a narrower console each result is a table of its own."""
 
 
 NARROWEST = 64
@@ -97,7 +97,7 @@ def _cost(result: VariantResult) -> tuple[str, str]:
 
 
 MOST = 8
-"""Most arrays of a result that are all shown; with more, only the missed gradients and the one nearest to its bound are."""
+"""Largest number of arrays for which a result shows all of them: see :func:`shown`."""
 
 
 def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:

@@ -76,7 +76,7 @@ class TorchWorker:
         self._known: dict[Any, ReadyVariant] = {}
 
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
-        """Return the results of one run. ``inputs``: the inputs, by default those that the order's oracle draws."""
+        """Build the order's call, run it once and return the results. ``inputs``: by default drawn by the order's oracle."""
         oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(order.case)
         self._share_cores(order.ranks)

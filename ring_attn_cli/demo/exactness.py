@@ -1,4 +1,4 @@
-"""The exactness part of the demo: text as queries, keys and values, the exact results, and the bounds of the error."""
+"""The exactness part of the demo: q, k and v made from text, the exact results, and the bounds of the error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .settings import DemoSettings
 from .text import VOCAB, standard_library
 
 PARTS = {"ring": "over the ring", "one device": "on one device"}
-"""The computations of each framework."""
+"""The computations of each framework: the name of each, and its description in progress messages."""
 
 COMPARED = "out", "lse", "dq", "dk", "dv"
 """The arrays of an Attention that are compared: all but the gradient of sinks, because the demo has none."""
@@ -50,14 +50,14 @@ class DemoInputs(NamedTuple):
 
 
 class DemoResult(NamedTuple):
-    """Attention of global sequences in natural order, and its seconds."""
+    """Attention of global sequences in natural order, and the seconds that it took."""
 
     attention: Attention
     seconds: float
 
     @classmethod
     def of(cls, order: Order, outcomes: list[Outcome], began: float) -> DemoResult:
-        """Join the shards of all ranks. ``began``: the time of the start."""
+        """Join the shards of all ranks. ``began``: ``time.perf_counter()`` at the start of the computation."""
         shards = {name: [x for outcome in outcomes for x in outcome.shards[name]] for name in COMPARED}
         whole = in_order(shards, ORACLES[order.oracle].sharded, order.case.plan(order.ranks))
         return cls(Attention(**whole), time.perf_counter() - began)
@@ -91,7 +91,7 @@ def inputs(tokens: int) -> DemoInputs:
 
 
 def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
-    """Return the call of each part, as ``ring-attn compare`` makes it. ``framework``: "torch" or "jax"."""
+    """Return the order of each computation in ``PARTS``, as ``ring-attn compare`` sends it. ``framework``: "torch" or "jax"."""
     case = Case(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, length=settings.tokens, layout=settings.layout)
     call, rings = both("ring")[framework], zip(PARTS, (settings.ranks, 1), strict=True)
     return {part: Order("prepare", call, case, ranks, "attention") for part, ranks in rings}
@@ -114,7 +114,7 @@ def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
 
 
 class CheckRow(NamedTuple):
-    """The checks of one array, by framework, and the check between the frameworks if there are two."""
+    """The checks of one array: by framework, against the exact result and one device; and between two frameworks."""
 
     name: str
     exact: dict[str, Check]

@@ -30,7 +30,7 @@ class DemoSettings:
 
     @classmethod
     def of(cls, quick: bool, **values: int | str | None) -> DemoSettings:
-        """Return the defaults, with those of ``--quick`` if ``quick``, replaced by the given values that are not None."""
+        """Return the given values that are not None, with defaults for the others: those of ``--quick`` if ``quick``."""
         chosen: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return cls(**(QUICK if quick else {}) | chosen)
 
@@ -52,8 +52,8 @@ class DemoSettings:
 
     @property
     def patience(self) -> float:
-        """Return the seconds without a message from any process after which the demo fails.
+        """Return the timeout in seconds: the demo fails if no process sends a message for so long.
 
-        They grow with the square of the tokens, like the time of attention.
+        It grows with the square of the tokens, like the time of attention.
         """
         return 300 * max(1.0, (self.tokens / 16384) ** 2)

@@ -1,4 +1,4 @@
-"""The times of all ranks in JAX, devices of one process. Imported in that process only."""
+"""Timings of all ranks in JAX: the ranks are devices of one process. Imported in that process only."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, P
 
 REPEATS = 7
 LAUNCHES = 20
-"""Calls whose launches are timed together on the host."""
+"""Number of calls whose launches are timed together on the host."""
 
 
 def work(report: Report, ranks: int, gpus: bool) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PATIENCE = 600.0
 ON_CPUS = 2
-"""Ranks of a machine without GPUs, unless their number is given."""
+"""Default number of ranks on a machine without GPUs."""
 
 TITLES = {"torch": "PyTorch", "jax": "JAX"}
 

@@ -12,7 +12,7 @@ Points = tuple[tuple[float, float], ...]
 """Pairs of a size and the seconds that it takes."""
 
 FITTED, NARROW = 128, 64
-"""Size of the heads for which a record has rates; and the narrower one that is measured to be printed."""
+"""The head dim for which a record has rates, and a smaller head dim that is measured only to be printed."""
 
 
 class MeasuredSizes(NamedTuple):
@@ -28,7 +28,7 @@ class MeasuredSizes(NamedTuple):
 OF_GPU = MeasuredSizes((4096, 16384), 16, (2**20, 2**23, 2**26), 2**28, "bfloat16")
 OF_CPU = MeasuredSizes((256, 1024), 2, (2**16, 2**20, 2**22), 2**24, "float32")
 IN_FLIGHT = 8
-"""Transfers, one after the other, whose time is measured together."""
+"""Number of consecutive transfers that are timed together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +37,8 @@ class Timings:
 
     ``forward``, ``backward``: by head dim, (tokens, seconds) of full attention with ``heads`` heads. ``link``, ``collective``,
     ``copy``: (bytes, seconds). ``link`` counts bytes that each rank sends to the next, all ranks at once; ``collective`` bytes
-    that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: seconds of the host to launch each, 0 on
-    a CPU. ``memory``: the rank's memory in bytes.
+    that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: the host's seconds for launching each of
+    them once, 0 on a CPU. ``memory``: the rank's memory in bytes.
     """
 
     device: str

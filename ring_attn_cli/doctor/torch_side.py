@@ -1,4 +1,4 @@
-"""The times of one rank in PyTorch. Imported in the ranks' processes only."""
+"""Timings of one rank in PyTorch. Imported in the ranks' processes only."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, P
 
 REPEATS = 7
 LAUNCHES = 20
-"""Calls whose launches are timed together on the host."""
+"""Number of calls whose launches are timed together on the host."""
 
 
 def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience: float) -> None:

@@ -19,7 +19,7 @@ NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "safetensors"
 WARM = 3
 """New tokens before the speed is measured: the first waits for the prompt, the next two compile and capture the decode step."""
 PATIENCE = 1800.0
-"""Seconds without a message after which the run fails; a chunk of a long prompt or compiling a large model takes long."""
+"""Seconds without a message after which the run fails. A chunk of a long prompt, or compiling a large model, can take minutes."""
 
 
 def run(settings: GenerateSettings) -> None:

@@ -17,8 +17,8 @@ from ..processes import check_count
 class GenerateSettings:
     """The options of ``ring-attn generate``. Raise ValueError if one of them is invalid.
 
-    ``prompt``: the file of the prompt. ``text``: the prompt itself. ``new``: most new tokens. ``stop``: None means the ids of the
-    folder's config.json.
+    ``prompt``: the file of the prompt. ``text``: the prompt itself. ``new``: largest number of new tokens. ``stop``: stop token
+    ids; None means those in the folder's config.json.
     """
 
     weights: Path
@@ -92,7 +92,7 @@ class GenerateSettings:
         return read_json(self.weights / "config.json")
 
     def check_ids(self, ids: list[int], whose: str) -> None:
-        """Raise ValueError, before weights are loaded, if an id is outside the vocabulary size in config.json, if it has one."""
+        """Raise ValueError, before weights are loaded, if config.json has a vocabulary size and an id is not below it."""
         vocab = self.config.get("vocab_size" if self.llama else "vocab")
         if isinstance(vocab, int):
             check_ids(ids, vocab, f"{whose} holds")

@@ -16,7 +16,8 @@ class Text:
     """The prompt's token ids in ``ids``, and an incremental decoder of the new ids.
 
     Uses the tokenizer of ``--tokenizer`` or the tokenizer.json beside the weights; without one, ids are bytes. Special tokens,
-    such as a beginning of sequence, are added only for Hugging Face's folders, because ``ring-attn train`` adds none.
+    such as a beginning of sequence, are added only for folders in Hugging Face's format, because ``ring-attn train`` trains
+    without them.
     """
 
     def __init__(self, settings: GenerateSettings) -> None:

@@ -12,7 +12,7 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Run
 
 STEPS = 8
-"""Most steps that a picture shows; it states the number of the others."""
+"""Largest number of steps that a picture draws. It states how many more there are."""
 
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#EECA3B", "#72B7B2", "#9D755D")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _INK, _QUIET, _LATER, _PADDING, _HATCH = "#24292F", "#6E7781", "#E6E9ED", "#FAFAFA", "#C4CAD1"
 _WIDTH, _LEFT, _RIGHT, _STRIP, _GAP = 12.0, 0.78, 0.3, 0.36, 0.26
 _INSET = 0.07
-"""Share of a matrix's side for the colours of the owner ranks along its edges."""
+"""Width of the edge strips that show the owner ranks, as a fraction of a matrix's side."""
 
 _CELLS = 64
 """Most cells along one side of a matrix."""

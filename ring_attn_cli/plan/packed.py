@@ -55,7 +55,7 @@ class PackedPlan(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the number of other ranks' keys that ranks see, divided by the number that a ring sends."""
+        """Return the number of keys that ranks see of other ranks, divided by the number of keys that a ring sends."""
         ranks = len(self.runs)
         return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
 
@@ -143,7 +143,7 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
 
 
 def rank_table(plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents") -> Table:
-    """Return the table of ranks. ``documents``: for each rank, the number of documents wholly on it, and at least partly."""
+    """Return the table of ranks. ``documents``: for each rank, how many documents lie wholly on it, and how many touch it."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -21,8 +21,8 @@ MOST_GPUS = 4096
 class PredictOptions(NamedTuple):
     """The options of ``ring-attn plan --gpus``.
 
-    ``machine``: the name of a built-in record, or the path of one. ``heads``: query heads and key heads, as ``32/8``.
-    ``host_gpus``: GPUs of a host.
+    ``machine``: the name of a built-in machine record, or the path of such a record. ``heads``: query heads and key heads, as
+    ``32/8``. ``host_gpus``: number of GPUs per host.
     """
 
     layout: str
@@ -84,7 +84,7 @@ def answer(prediction: PredictOptions) -> RenderableType:
 
 
 def machine_of(text: str) -> Machine:
-    """Return the built-in machine record named ``text``, or the record in that file. Raise ValueError if both are missing."""
+    """Return the built-in machine record named ``text``, or the record in that file. Raise ValueError if neither is there."""
     from ring_attn_core.files import read_bytes
     from ring_attn_core.plan.machine import BUILT_IN, Machine, built_in
 

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def read_tree(text: str) -> Tree:
     """Parse ``--tree``: segments in depth-first order with commas or spaces between them, or the path of a file that holds them.
 
-    A segment is a length or parent:length; x16 repeats it. Without a parent, the first is the prompt, a later one its completion.
-    Raise ValueError if a segment has another form, or if the segments are not a tree.
+    A segment is ``length`` or ``parent:length``; a suffix such as ``x16`` repeats it. Without parents, the first segment is the
+    prompt and the later ones are its completions. Raise ValueError if a segment has another form, or the segments are not a tree.
     """
     path = Path(text)
     words = (path.read_text() if path.is_file() else text).replace(",", " ").split()

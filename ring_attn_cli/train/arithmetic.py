@@ -26,7 +26,7 @@ PEAKS = {
     "L4": 121.0,
     "A10": 125.0,
 }
-"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by words of the device's name; the first match counts."""
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match counts."""
 
 
 def peak(device: str) -> float | None:
@@ -81,7 +81,7 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def edges(length: int, buckets: int) -> list[int]:
-    """Return the ends of the position buckets, ascending: the last is ``length``, each other half of the next, at least 1."""
+    """Return the exclusive ends of the position buckets, ascending: the last is ``length``, each other one half of the next."""
     ends = [length]
     while len(ends) < buckets and ends[-1] > 1:
         ends.append(ends[-1] // 2)

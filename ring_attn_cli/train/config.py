@@ -49,8 +49,8 @@ class Data:
 class Optimizer:
     """The hyperparameters of AdamW.
 
-    The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``clip``: the
-    largest global norm of the gradients. ``schedule``: schedules of ``schedules.py``, one after another, instead of that.
+    The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``schedule``
+    replaces this by schedules of ``schedules.py``, one after another. ``clip``: the global norm that gradients are clipped to.
     """
 
     learning_rate: float = 3e-3
@@ -68,8 +68,8 @@ class Optimizer:
 class RingConfig:
     """The parallelism of a run, and the options of ``RingTransformer``.
 
-    ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``chunk``: tokens
-    whose logits exist at a time.
+    ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``chunk``: number of
+    tokens whose logits are in memory at a time.
     """
 
     ranks: int = 4
@@ -94,8 +94,8 @@ class Evaluation:
 class Passkeys:
     """The passkey test: find a number of ``digits`` digits that is hidden in a text.
 
-    ``lengths``: lengths of the texts in tokens. ``texts``: number of texts of each length. ``train_every``: each step whose
-    number it divides trains on such texts instead of the data; 0 for none.
+    ``lengths``: lengths of the texts in tokens. ``texts``: number of texts of each length. ``train_every``: n means that every
+    n-th step trains on such texts instead of the data; 0 means none does.
     """
 
     lengths: tuple[int, ...] = (256, 512, 1024)
@@ -232,8 +232,8 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
 class ValueType(NamedTuple):
     """A type of config values.
 
-    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: the conversion to the record's value.
-    ``most``: the largest absolute value of an integer.
+    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: a function that converts it to the
+    record's value. ``most``: the largest absolute value of an integer.
     """
 
     words: str
@@ -258,7 +258,7 @@ FORMS: dict[str, ValueType] = {
     "str": ValueType("a text", lambda x: isinstance(x, str), str),
     "int": ValueType("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
 }
-"""Forms by a name in the annotation of a field; the first name that it contains counts."""
+"""Value types by a part of a field's annotation; the first key that the annotation contains counts."""
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:

@@ -43,7 +43,7 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
 def check(config: Config) -> str:
     """Check the data, passkeys and ``init_from`` of a run, and write the token cache, once for all ranks.
 
-    Return a short description of the documents that are both trained on and held out, "" if none are. Raise ValueError if the run
+    Return a description of the documents that are both in the training data and held out, or "". Raise ValueError if the run
     cannot start.
     """
     from ring_attn_core.data.batches import documents_of

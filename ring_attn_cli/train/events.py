@@ -18,7 +18,7 @@ from typing import Any
 
 FOLDER = "tensorboard"
 VERSION = b"brain.Event:2"
-"""The first record of a file. Since version 2, readers drop older events after the step of a START."""
+"""The first record of a file. From version 2 on, a START at a step makes readers drop earlier files' events from that step on."""
 START = 1
 """tensorflow.SessionLog.START."""
 

@@ -14,7 +14,7 @@ CHECKPOINTS = "checkpoints"
 NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
 """Name patterns of a checkpoint, by the framework that writes it."""
 MARKS = RUN, "run/metadata"
-"""Files of which a complete checkpoint has one; the second is from earlier versions of the JAX package."""
+"""A complete checkpoint has one of these files; the second was written by earlier versions of the JAX package."""
 
 
 def newest(config: Config, framework: str) -> int:
@@ -25,7 +25,8 @@ def newest(config: Config, framework: str) -> int:
 def check(config: Config, framework: str) -> None:
     """Make the folder of the run.
 
-    Raise ValueError if it is a file, cannot be written, or holds a run of the other framework, which this one cannot resume.
+    Raise ValueError if it is a file, cannot be written, or holds checkpoints of the other framework, which ``framework`` cannot
+    resume.
     """
     if Path(config.out).exists() and not Path(config.out).is_dir():
         raise ValueError(f"out = {config.out!r} is a file: pass a folder, or a name that does not exist yet")

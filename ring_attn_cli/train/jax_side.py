@@ -1,4 +1,4 @@
-"""A run in JAX: one program on all devices of one process, or of several. Imported only if JAX is used."""
+"""A run in JAX: one program on all devices of one or several processes. Imported only if JAX is used."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def joined(coordinator: str, processes: int | None, process: int | None) -> None
 
 
 def on_cpus(config: Config, processes: int | None) -> None:
-    """Split JAX's CPU into this process's share of the config's devices.
+    """Split JAX's CPU into as many devices as this process holds of the config's ranks x replicas.
 
-    ``processes`` None: leave it as it is, because the launcher knows the number of processes.
+    If ``processes`` is None, change nothing, because only the launcher knows the number of processes.
     """
     if processes is not None:
         jax.config.update("jax_num_cpu_devices", max(1, config.ring.ranks * config.ring.replicas // processes))
@@ -90,9 +90,9 @@ def of_first(words: str) -> str:
 
 
 def mesh_of(config: Config) -> Mesh:
-    """Return the mesh of replicas x ranks, on CPU devices if there are too few others.
+    """Return the mesh of replicas x ranks, on CPU devices if there are too few accelerators.
 
-    Raise ValueError if these are too few too, or if several processes do not have exactly replicas x ranks devices in all.
+    Raise ValueError if the CPU devices are too few too, or if several processes do not have exactly replicas x ranks devices.
     """
     shape = config.ring.replicas, config.ring.ranks
     count = shape[0] * shape[1]

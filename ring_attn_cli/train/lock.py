@@ -20,8 +20,8 @@ def held(config: Config, first: bool = True, of_first: Callable[[str], str] = st
     """Lock the folder of a run until the block ends. Raise ValueError in all its processes if another run holds the lock.
 
     ``first``: True in the one process that locks. ``of_first``: broadcasts its message to all processes. The system releases the
-    lock when the process ends, even if it is killed; the file stays and has no meaning by itself. A file system without locks,
-    such as some network ones, excludes no other run.
+    lock when the process ends, even if it is killed; the file stays, and means nothing unless it is locked. A file system without
+    locks, such as some network ones, does not keep other runs out.
     """
     # filelock's fallback for such file systems is a file that outlives a kill and would block the next run
     lock = FileLock(Path(config.out, LOCK), timeout=0, fallback_to_soft=False)
@@ -34,7 +34,7 @@ def held(config: Config, first: bool = True, of_first: Callable[[str], str] = st
 
 
 def _objection(lock: FileLock, out: str) -> str:
-    """Lock the file and write the process and host into it. Return "", or the reason why this is not allowed."""
+    """Lock the file and write the process and host into it. Return "", or the reason why the run may not start."""
     path = Path(lock.lock_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

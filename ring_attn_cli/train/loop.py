@@ -59,7 +59,7 @@ def train(config: Config, side: Side, tell: Tell) -> None:
 
 
 def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) -> list[Any]:
-    """Return the microbatches of a step: the next of the data or, each ``train_every`` steps, texts with passkeys."""
+    """Return the microbatches of a step: the next ones of the data, or texts with passkeys at every ``train_every``-th step."""
     every, number = config.passkey.train_every, config.data.accumulate
     if every == 0 or (step + 1) % every:
         return list(itertools.islice(batches, number))

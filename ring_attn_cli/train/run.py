@@ -18,7 +18,7 @@ from .watch import TrainWatch
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "optax", "orbax.checkpoint", "safetensors")}
 PATIENCE = 1800.0
-"""Seconds without a message from any rank after which a run fails; a step of long rows or compiling a large model takes long."""
+"""Seconds without a message from any rank after which a run fails. A step, or compiling a large model, can take minutes."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """A kind of argument: its words in an error, and a test of a value."""
+    """A type of argument: its description in an error, and a test of a value."""
 
     words: str
     fits: Callable[[Any], bool]
@@ -54,10 +54,10 @@ BEGIN = Kind("a step, at least 0", lambda x: _count(x, 0))
 SWITCH = Kind("true or false", lambda x: isinstance(x, bool))
 
 NEEDED, PEAK, ALL, NONE = object(), object(), object(), None
-"""Defaults: NEEDED has none, PEAK is ``optimizer.learning_rate``, ALL the steps of this part of the run, NONE is not set."""
+"""Defaults of arguments. NEEDED: no default. PEAK: ``optimizer.learning_rate``. ALL: this schedule's steps. NONE: unset."""
 
 Rate = Callable[[SimpleNamespace, int], float]
-"""The rate at a step, from the arguments."""
+"""A function of a schedule's arguments and a step, which returns the learning rate."""
 
 
 class Schedule(NamedTuple):
@@ -115,7 +115,7 @@ def _interpolated(points: Sequence[tuple[float, float]], t: float, cosine: bool)
 
 
 def _one_cycle(a: SimpleNamespace, t: int) -> float:
-    """Return the rate of optax's one-cycle schedule: cosine through two points after the first, or linear through three."""
+    """Return the rate of optax's one-cycle schedules: cosine with two phases, or, with ``pct_final``, linear with three."""
     low, n = a.peak_value / a.div_factor, a.transition_steps
     middle = [] if not hasattr(a, "pct_final") else [(int(a.pct_final * n), low)]
     points = [(0, low), (int(a.pct_start * n), a.peak_value), *middle, (n, low / a.final_div_factor)]

@@ -1,8 +1,8 @@
-"""Likely causes of a missed bound: hypotheses, each a generator of the sentences that hold for some evidence.
+"""Likely causes of a missed bound: each hypothesis is a generator that yields sentences if the evidence supports it.
 
-A hypothesis computes the result that its mistake would give, and holds only if that explains the measurement: the remaining error
-is at most a few times the bound, or a small fraction of the error before. The hypotheses about the forward come first. If one of
-them holds, the gradients are not judged, because their errors follow from it.
+A hypothesis assumes a mistake and computes the result that this mistake would give. It holds only if that explains the
+measurement: the remaining error is at most a few times the bound, or a small fraction of the error before. The hypotheses about
+the forward come first. If one of them holds, the gradients are not judged, because their errors follow from it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .dense import Backward, Dense
 from .evidence import ROWS, Evidence, cosine, minimizer, nearest
 
 LONGEST = 2048
-"""Most tokens for which the parts of gradients are computed; their matrices grow with the square of the tokens."""
+"""Longest sequence, in tokens, for which dense gradients are computed; their matrices grow with its square."""
 NARROW = {"float64": ("float32", "float16", "bfloat16"), "float32": ("float16", "bfloat16"), "float16": ("bfloat16",)}
 """Narrower dtypes of each dtype, the most precise first; tf32 rounds like float16."""
 LACKS = "the backward lacks delta = rowsum(dout * out){}: dq and dk are those of ds = p * {}, and ds = p * (dp - delta) is right"
