@@ -59,8 +59,8 @@ def dot_product_attention(
     ``mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, broadcasting
     against [batch, heads, length, kv_length]. It may be a band, or an intersection of one interval of keys for each query, one
     interval of queries for each key, and unused keys: padding, documents, a prefix, a prefix tree. It is the same for all heads.
-    A mask that is an argument of jit has no values while it is traced, so it is not checked: a query whose mask has another form
-    gets NaN.
+    A mask that is an argument of jit has no values while it is traced, so it is not checked: if the mask has another form for a
+    query, that query's out is NaN.
 
     ``implementation``: None chooses the backend, "xla" is plain JAX. ``return_residual``: also return lse, in key's dtype and
     without a gradient, as in JAX. ``axis_name``: the mesh axis of the ring; None is one device, without a mesh. ``layout``,
@@ -68,8 +68,8 @@ def dot_product_attention(
 
     A query that sees no key has out 0 and lse -inf, as with JAX's "cudnn"; JAX's "xla" returns the mean of all values instead.
 
-    Raise ValueError on a ``bias``, on implementation="cudnn", if a mask with known values differs between heads or has holes, and
-    as ring_attention does.
+    Raise ValueError if a ``bias`` is passed, if ``implementation`` is neither None nor "xla", if a mask with known values differs
+    between heads or has another form, and as ring_attention does.
     """
     if bias is not None:
         raise ValueError(
@@ -127,7 +127,10 @@ class Shards(NamedTuple):
         return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
 
     def own(self, x: Any, of: int) -> jax.Array | None:
-        """Return this rank's shard of a global array [rows, length, ...], padded with zeros; None stays None."""
+        """Return this rank's shard of a global array [rows, length, ...], padded with zeros; return None for None.
+
+        ``of``: 0 for the queries' tokens, 1 for the keys'.
+        """
         if x is None:
             return None
         more = self.ranks * self.local[of] - x.shape[1]
@@ -185,11 +188,11 @@ def _window(size: Any) -> Band:
 
 
 def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
-    """Convert a global mask to arguments. Also return bool [rows, queries], True for each query that the parts express exactly.
+    """Convert a global mask to arguments, and return bool [rows, queries]: True if they express a query's mask exactly.
 
-    The second result is None if the mask's values are known, because then the parts express every query. ``shape``: batch, heads,
-    length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not fit, if a known mask
-    differs between heads, or if parts cannot express it.
+    The second result is None if the mask's values are known, because then the arguments express every query's mask. ``shape``:
+    batch, heads, length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not fit, if a
+    mask with known values differs between heads, or if arguments cannot express it.
     """
     sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
     if len(sizes) != 4 or not hasattr(mask, "ndim") or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):

@@ -71,9 +71,9 @@ def dilated_attention(
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
     natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf and zero gradients.
 
-    Raise ValueError at trace time on: different numbers of segments and dilations, segments that do not increase, a dilation that
-    does not divide its segment, more patterns than heads under mixing "heads", q and k of different lengths, and anything that
-    ``ring_attention`` refuses.
+    Raise ValueError at trace time if segments and dilations differ in number, segments do not increase, a dilation does not
+    divide its segment, there are more patterns than heads under mixing "heads", q and k differ in length, or ``ring_attention``
+    refuses an argument.
     """
     options = Options(
         layout="contiguous",

@@ -83,7 +83,7 @@ def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
 
 
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
-    """Compute dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for masked queries."""
+    """Compute dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for fully masked queries."""
     (outs, lses), rank = residuals
     dout, dlse = cotangents
     lses, heads = [lse[..., None] for lse in lses], _heads(places)
@@ -182,5 +182,5 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
 
 
 def _diagonal(selection: HeadSelection) -> jax.Array:
-    """Return a bool mask for [b slots spread together heads spread d] that keeps the heads of each class's own offset."""
+    """Return a bool mask for [b slots spread together heads spread d], True where both spread indices are equal."""
     return jnp.eye(selection.spread, dtype=bool)[:, None, None, :, None]

@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 MOST_TOKENS = 32768
-"""The most queries and keys of a mask that is evaluated at every pair."""
+"""Largest number of queries, and of keys, for which a mask is evaluated at every pair."""
 
 CONSTANT = ("builtins", "torch", "math", "operator")
-"""The packages whose attributes do not change."""
+"""Packages whose attributes are taken to be constant."""
 
 REFLECTIVE = (globals, locals, vars, eval, exec, open)
-"""Functions that read what the name of a variable does not show."""
+"""Built-in functions through which code can read variables or files that it does not name."""
 
 Shape = tuple[int, int, int, int]
 """Batch, heads, queries and keys."""
 
 _known: WeakKeyDictionary[Any, tuple[Any, list[Any], DenseMaskArguments]] = WeakKeyDictionary()
-"""For each BlockMask: the state in which it was evaluated, what the state names by id, and the result."""
+"""For each evaluated BlockMask: its cache key, the objects that enter the key by id, and the result."""
 
 
 def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
-    """Convert ``block_mask`` over the global sequences to parts; ``shape``: batch, heads, length and kv_length of the call.
+    """Convert a BlockMask of the global sequences to arguments. ``shape``: batch, heads, length and kv_length of the call.
 
-    Raise ValueError if it is not a BlockMask of these lengths, is traced, is too long, contradicts itself or is not a mask that
-    parts can express.
+    Raise ValueError if it is not a BlockMask of this shape, if torch.compile traces the call, if there are more than
+    ``MOST_TOKENS`` tokens, if its blocks contradict its mask_mod, if it differs between heads, or if arguments cannot express it.
     """
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -85,8 +85,8 @@ class _Unknown(Exception):
 def _state(x: Any, held: list[Any]) -> Any:
     """Return a cache key of ``x`` that changes if ``x``, or a tensor or number that a function reads, changes.
 
-    Tensors enter by their values, since ``.data`` and NumPy change them without a trace. ``held`` collects the objects that enter
-    by id; keep them alive as long as the key. Raise _Unknown on an object of any other kind.
+    Tensors enter by their values, because ``.data`` and NumPy change them unnoticed. ``held`` collects the objects that enter by
+    id; keep them alive as long as the key. Raise _Unknown if an object has any other type.
     """
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
@@ -139,7 +139,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
-    """Evaluate the mask_mod at every pair, in blocks of queries, and return its parts."""
+    """Evaluate the mask_mod at every pair, in blocks of queries, and convert the result."""
     from torch.nn.attention.flex_attention import create_mask
 
     device = block_mask.kv_num_blocks.device

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 FARTHEST = 2**31
-"""A side of a window from here on is open: no sequence is as long, and int64 holds its sums with positions."""
+"""A window side of so many tokens or more is open: no sequence is that long, and int64 holds smaller sides plus positions."""
 
 
 class _FlashOptions(NamedTuple):
@@ -105,13 +105,14 @@ def flash_attn_func(
     sets right to 0: the last query is aligned with the last key. A query that sees no key has out 0.
 
     q, k, v: this rank's shards. ``softmax_scale``: None is ``head_dim ** -0.5``. ``softcap``: 0.0 leaves scores as they are.
-    ``alibi_slopes``: float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; the
-    dropped set is not flash_attn's. ``deterministic``: accepted, gradients always repeat.
+    ``alibi_slopes``: float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops
+    other probabilities than flash_attn. ``deterministic``: accepted, but gradients repeat to the bit without it too.
 
     ``group``, ``layout``, ``length``, ``kv_length``: as in :func:`ring_attention`.
 
-    Raise ValueError, the same on every rank and before anything is sent, on ``return_attn_probs=True``, on alibi_slopes for each
-    batch row, without causal=True or with keys of another length, and as ring_attention does.
+    Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` is True, if alibi_slopes are
+    given for each batch row, without causal=True (or a right side of 0) or with keys of another length, and as ring_attention
+    does.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -161,9 +162,9 @@ def flash_attn_varlen_func(
     in natural order, the same on every rank. ``max_seqlen_q``, ``max_seqlen_k``: at least the longest document. The other
     arguments are those of :func:`flash_attn_func`. The ring cuts the row, not each document, so documents may have any length.
 
-    Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, differ in
-    number or leave the row, if a document is longer than max_seqlen_q or max_seqlen_k, on a ``block_table``, and as
-    flash_attn_func does. torch.compile hides the values, so it checks shapes only.
+    Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, end beyond
+    the row or differ in number, if a document is longer than max_seqlen_q or max_seqlen_k, if a ``block_table`` is passed, and as
+    flash_attn_func does. Under torch.compile only the shapes of cu_seqlens are checked, because their values are unknown.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)

@@ -47,14 +47,14 @@ def flex_attention(
     kv_length)``, the same on every rank. Its mask_mod is evaluated at every pair of tokens, once: the result is cached until the
     BlockMask dies or a tensor or number that the function reads changes. A function that reads other objects is evaluated at each
     call. The mask must be the same for all heads (batch rows may differ), and a band or an intersection of one interval of keys
-    for each query and one interval of queries for each key.
+    for each query, one interval of queries for each key, and unused keys.
 
     ``score_mod``: ``functional.softcap(cap)``, ``functional.alibi(slopes)``, or a function whose traced graph equals theirs.
     ``scale``, ``enable_gqa``: as in torch. ``group``, ``layout``, ``length``, ``kv_length``: as in :func:`ring_attention`.
 
-    Raise ValueError, the same on every rank and before anything is sent, on another score_mod or mask, more than 32,768 tokens
-    with a block_mask, blocks that contradict the mask_mod, a score_mod or block_mask under torch.compile, ``kernel_options``,
-    ``return_aux`` with max_scores, and as ring_attention does.
+    Raise ValueError, the same on every rank and before anything is sent, if score_mod or the mask is of another kind, if a
+    block_mask has more than 32,768 tokens or blocks that contradict its mask_mod, if torch.compile traces a score_mod or a
+    block_mask, if ``kernel_options`` are passed, if ``return_aux`` asks for max_scores, and as ring_attention does.
     """
     ring = RingArguments(group, layout, length, kv_length)
 

@@ -45,14 +45,14 @@ def scaled_dot_product_attention(
     0 and -inf, broadcasting against [batch, heads, length, kv_length]. It may be a band (causal, a window), or an intersection of
     one interval of keys for each query, one interval of queries for each key, and unused keys: padding, documents, a prefix, a
     prefix tree. It is the same for all heads. Its values are read on the host; for long sequences pass ``is_causal``, or call
-    :func:`ring_attention` with extents. ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left`` have no values
-    and cost nothing. A query that sees no key has out 0.
+    :func:`ring_attention` with extents. Masks of ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left`` become
+    bands without being read. A query that sees no key has out 0.
 
-    ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; the dropped set is not torch's.
+    ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops other probabilities than torch.
     ``group``, ``layout``, ``length``, ``kv_length``: as in ring_attention.
 
     Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf,
-    differs between heads, has holes, is traced by torch.compile or comes with is_causal=True, and as ring_attention does.
+    differs between heads, has another form, is traced by torch.compile or comes with is_causal=True, and as ring_attention does.
     """
     ring = RingArguments(group, layout, length, kv_length)
 

@@ -1,4 +1,4 @@
-"""The score_mods of ``flex_attention`` that ring attention computes: softcap and ALiBi, made here or recognised."""
+"""The score_mods of ``flex_attention`` that ring attention computes: softcap and ALiBi, made here or recognised by tracing."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _traced(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, l
     from torch.fx.experimental.proxy_tensor import make_fx
 
     score = torch.zeros(1, device=device)
-    indices = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)]  # of [1], for 0-d ones cannot be indices
+    indices = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)]  # of [1], because 0-d tensors cannot be indices
     module = make_fx(score_mod)(score, *indices)
     inputs = {node: str(i) for i, node in enumerate(x for x in module.graph.nodes if x.op == "placeholder")}
 

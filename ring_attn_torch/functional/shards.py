@@ -57,7 +57,7 @@ class Shards(NamedTuple):
         return {"layout": self.layout, "length": self.lengths[0], "kv_length": self.lengths[1]}
 
     def mask(self, parts: DenseMaskArguments, batch: int, device: torch.device) -> Arguments:
-        """Convert mask parts to arguments of ``ring_attention``; a single row is expanded to the batch."""
+        """Convert a global mask to this rank's arguments of ``ring_attention``; a single row is expanded to the batch."""
         whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
         own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}
         return {"mask": parts.band} | {name: x.expand(batch, *x.shape[1:]) for name, x in own.items()}
@@ -74,7 +74,7 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
 
 
 def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) -> Any:
-    """Call ``ring_attention`` on the result of ``prepare``. If ``prepare`` raises, all ranks raise its error, sending nothing."""
+    """Call ``ring_attention`` on the result of ``prepare``. If ``prepare`` raises on a rank, all ranks raise, sending nothing."""
     with same_error(group_of(group_name(ring.group))):
         (q, k, v), arguments = prepare()
     return ring_attention(q, k, v, group=ring.group, **arguments)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 COMPILES = torch.__version__ >= "2.15"
-"""True if torch.compile gives right results: 2.15 does, 2.11 loses the in-place additions of ``folded_batches.put``."""
+"""True if torch.compile gives right results. 2.15 does, but 2.11 loses the in-place additions of ``folded_batches.put``."""
 
 
 def dilated_attention(
@@ -73,8 +73,8 @@ def dilated_attention(
             alone.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
         key_mask: bool ``[batch, s]``, True where a key may be attended.
-        scale, softcap, strategy, backend, deterministic: as in ``ring_attention``, except vendors' backends, because the weights
-            need a gradient of lse.
+        scale, softcap, strategy, backend, deterministic: as in ``ring_attention``. The backends "flash", "cudnn" and "flash4" are
+            refused: they give no gradient of lse, which the weights of the patterns need.
         length: global number of tokens without padding; padding is hidden and has out 0. None: all tokens of the shards.
         return_lse: also return lse.
 
@@ -83,9 +83,9 @@ def dilated_attention(
 
     torch.compile(fullgraph=True) works from PyTorch 2.15 on; older versions raise NotImplementedError under it.
 
-    Raise ValueError, the same on every rank and before anything is sent, on: different numbers of segments and dilations,
-    segments that do not increase, a dilation that does not divide its segment, more patterns than heads under mixing "heads", q
-    and k of different lengths, arguments that differ between ranks, and anything that ``ring_attention`` refuses.
+    Raise ValueError, the same on every rank and before anything is sent, if segments and dilations differ in number, segments do
+    not increase, a dilation does not divide its segment, there are more patterns than heads under mixing "heads", q and k differ
+    in length, arguments differ between ranks, or ``ring_attention`` refuses an argument.
     """
     if torch.compiler.is_compiling() and not COMPILES:
         raise NotImplementedError(

@@ -83,7 +83,7 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        """Compute dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for masked queries."""
+        """Compute dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for fully masked queries."""
         places, rank = ctx.places, ctx.rank
         *results, sums = ctx.saved_tensors
         outs, lses = results[: len(places)], results[len(places) :]
@@ -130,10 +130,7 @@ def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d].
-
-    Absent slots and heads hold 0.
-    """
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Missing tokens and heads are 0."""
     batches, selection = place
     spots = _spots(_padded(_chosen(x, selection), batches, selection, rank), batches, selection)
     return spots.flatten(0, 2)  # unlike reshape(-1), also correct without slots
@@ -142,7 +139,8 @@ def fold(x: Tensor, place: Place, rank: int) -> Tensor:
 def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
     """Apply ``combine(spots, folded)`` in place to the tokens of a shard [b s h d] that are in the folded batches.
 
-    If ``fold`` repeats a head, ``combine`` is applied to zeros for each repeat, and the results are added.
+    ``spots`` is a view of these tokens in the order of ``folded``. If ``fold`` repeats a head, ``combine`` is applied to zeros
+    for each repeat, and the results are added.
     """
     batches, selection = place
     if selection.repeat > 1:

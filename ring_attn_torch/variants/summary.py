@@ -52,12 +52,12 @@ def summary_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute approximate causal attention: exact to the last tokens, and to a few summaries of each earlier block of tokens.
+    """Compute approximate causal attention: recent tokens exactly, and a few summaries of each earlier block.
 
         first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i themselves,
         w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
         kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and the summaries u of each block n before first(i)
-        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     each for the tokens that it summarizes
+        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     a summary weighs as much as block / summaries tokens
 
     Tokens and summaries share one softmax. Every earlier token counts exactly once, by itself or in a summary. ``window >= length
     - 1`` is exact attention, and so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a
@@ -66,17 +66,17 @@ def summary_attention(
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
         pool: ``[summaries, kv_heads, head_dim]``, learned, the same on every rank; zeros give the mean of the block. It is
-            cast to k's dtype. A rank's gradient of it is partial: sum them over the ranks, as ``sum_gradients`` does.
-        block: tokens that are summarized together; blocks need not end where shards do, and may be longer than they are.
+            cast to k's dtype. Each rank's gradient of it is a partial sum: add them up with ``sum_gradients``.
+        block: tokens that are summarized together; blocks need not end where shards do, and may be longer than shards.
         summaries: the number of summaries of a block.
         window: the minimum number of previous tokens that a query sees exactly; the range begins where a block does.
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
             its block, which summaries must divide.
-        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys take no part in the pooling. A
-            summary then stands for its block's unmasked keys: the logarithm is of keys / summaries ("mean": of the keys in its
-            part), and a summary without a key is not seen. This weight is one more column of the summaries' values.
+        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
+            pooling. The logarithm above is then log(n / summaries), with the n unmasked keys of the block ("mean": log n, with
+            those of the summary's part); a summary of no key is masked. n is carried as one more column of the summaries' values.
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
-            comes before a summary's logarithm is added.
+            is applied before a summary's logarithm is added.
 
     Returns the same as ring_attention. One all-gather sends the partial summaries in float32 (float64 for float64 inputs),
     because blocks on several ranks are merged from them. The merged summaries are rounded to k's dtype.
