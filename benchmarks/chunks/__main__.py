@@ -24,7 +24,7 @@ from ..support.turns import take_turns
 PARTS = "mlp", "layer, keep", "layer, recompute", "loss"
 CHUNKS = None, 8192, 4096
 LONG = 131072
-"""Tokens of the loss that is measured in chunks only."""
+"""Number of tokens at which only the chunked loss is measured."""
 
 
 def measure(framework: str, part: str, tokens: int, chunks: tuple[int | None, ...], rounds: int) -> list[dict[str, Any]]:

@@ -37,13 +37,13 @@ class Case(NamedTuple):
         return [random.standard_normal((1, self.tokens, HEADS, DIM), np.float32) for _ in range(4)]
 
     def flops(self, passes: str) -> float:
-        """Return the operations of 2 products forward and 5 backward, half of them under a causal mask."""
+        """Return the FLOPs of 2 matrix products forward and 5 backward, half as many under a causal mask."""
         forward = 4 * self.tokens**2 * DIM * HEADS / (2 if self.mask == "causal" else 1)
         return forward if passes == "forward" else 3.5 * forward
 
 
 class Prepared(NamedTuple):
-    """One rank's share of a case. ``positions``: the token of each row of its arrays; beyond the case's tokens, padding."""
+    """One rank's share of a case. ``positions``: the position of each token of its arrays; those past the end are padding."""
 
     positions: list[int]
     forward: Callable[[], Any]
@@ -57,7 +57,8 @@ class Prepared(NamedTuple):
 class Candidate:
     """One candidate. ``prepare(case, rank, store)`` runs in the measuring process, or in each of ``processes`` of a ring.
 
-    ``pads``: it takes any number of tokens, else only multiples of its processes. ``needs``: a module besides the framework.
+    ``pads``: True if it takes any number of tokens, not only multiples of its processes. ``needs``: a module besides the
+    framework.
     """
 
     prepare: Callable[[Case, int, str], Prepared]

@@ -135,7 +135,7 @@ def on_host(rounds: int) -> list[dict[str, Any]]:
 
 
 def on_cpu(rounds: int) -> list[dict[str, Any]]:
-    """Return the milliseconds of CPU time of each candidate, measured in turns: the least of the rounds and their median."""
+    """Return the milliseconds of CPU time of each candidate, measured in turns: minimum and median of the rounds."""
     torch.set_num_threads(1)
     cells = []
     for case in CPU_CASES:
@@ -143,7 +143,7 @@ def on_cpu(rounds: int) -> list[dict[str, Any]]:
         measured: dict[str, list[float]] = {name: [] for name in works}
         for _ in range(3 * rounds):
             for name, work in works.items():
-                began = time.process_time()  # other processes may use the machine too
+                began = time.process_time()  # not the wall clock: other processes may use the machine too
                 result = work()
                 getattr(result, "block_until_ready", lambda: None)()
                 measured[name].append(time.process_time() - began)

@@ -9,7 +9,7 @@ SHORTEST = 2048
 
 
 class Problem(NamedTuple):
-    """The measured problem. ``tokens``: of the global sequence. ``steps``, ``exact_steps``: timed steps of each attention."""
+    """The measured problem. ``tokens``: of the global sequence. ``steps``, ``exact_steps``: timed steps, dilated and exact."""
 
     tokens: int
     heads: int
@@ -38,7 +38,7 @@ class Problem(NamedTuple):
 
     @property
     def pairs(self) -> float:
-        """Return the number of pairs per head of dilated attention: each segment is a triangle of the tokens that it keeps."""
+        """Return the number of visible pairs per head of dilated attention, causal among the kept tokens of each segment."""
         kept = [(self.tokens / r, min(w, self.tokens) / r) for w, r in zip(self.segments, self.dilations, strict=True)]
         return sum(tokens * (keys + 1) / 2 for tokens, keys in kept)
 
@@ -48,10 +48,10 @@ class Problem(NamedTuple):
 
     @property
     def moved(self) -> float:
-        """Return the bytes that dilated attention moves outside its kernels: the kept tokens of each pattern, in and out.
+        """Return the bytes that dilated attention reads and writes outside its kernels, to fold and unfold the kept tokens.
 
-        Accesses per kept token, head and dim, in numbers of the dtype. Forward: q, k, v are copied (6), out is weighted and added
-        to the float32 sum (1 + 2 x 2), which is rounded at the end (2 + 1). Backward: dout is copied and read with out
+        Accesses per kept token, head and dim, in elements of the dtype. Forward: q, k, v are copied (6), out is weighted and
+        added to the float32 sum (1 + 2 x 2), which is rounded at the end (2 + 1). Backward: dout is copied and read with out
         (1 + 1 + 2), dq, dk, dv are accumulated (3 x 3). The first pattern, of dilation 1, copies nothing.
         """
         number = self.tokens * self.heads * self.head_dim * (2 if self.dtype == "bfloat16" else 4)

@@ -17,7 +17,7 @@ from .timing import Work, microseconds
 TOKENS = 128, 1024, 4096
 HEADS, HEAD_DIM = 8, 64
 CHAIN = 8
-"""Calls in one compiled function; the out of each is the queries of the next."""
+"""Number of calls in one compiled function; the out of each call is the q of the next."""
 
 
 def calls() -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ TOKENS = 1024
 
 
 class Problem(NamedTuple):
-    """A step of the ring has no settings."""
+    """The settings of the measurement: there are no fields, because a step of the ring has none."""
 
 
 def ring() -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def ring() -> list[dict[str, Any]]:
 
 
 def run(problem: Problem, device: torch.device) -> list[dict[str, Any]]:
-    """Return the same on a rank."""
+    """Measure one rank, and return the host microseconds of a step by pass."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     group, alone = dist.group.WORLD, [dist.new_group([other]) for other in range(ranks)][rank]
     shape = 1, TOKENS, HEADS, HEAD_DIM

@@ -12,7 +12,7 @@ import torch
 
 Work = Callable[[], Any]
 ROUNDS, CALLS = 21, 40
-"""Rounds in random order, and calls of a candidate in a row: few enough for the GPU's queue, so that the host never waits."""
+"""Number of rounds in random order, and of consecutive calls: few enough for the GPU's queue, so that the host never waits."""
 
 
 def microseconds(works: Mapping[str, Work], calls: int = CALLS) -> dict[str, float]:

@@ -44,7 +44,7 @@ class Case:
 
     @property
     def flops(self) -> tuple[float, float]:
-        """Return the operations of a forward and a backward over the visible pairs: of two and of five products per head."""
+        """Return the FLOPs of a forward (two matrix products) and a backward (five) over the visible pairs of all heads."""
         d, e = self.widths
         length = dict(self.features).get("documents", self.tokens)
         pairs = self.batch * self.heads * self.mask.area(length, length) * self.tokens / length

@@ -25,7 +25,7 @@ PASSES = "forward", "backward"
 BACKENDS = "auto", "triton"
 FRAMEWORKS = {"torch": ours_in_torch, "jax": ours_in_jax}
 STATES = {"none": (True, True), "written": (True, False), "read": (False, True), "read and written": (False, False)}
-"""The flags (first, last step of a ring) of a launch, by its accesses to the float32 state."""
+"""The flags (first step, last step) of a launch, by its accesses to the float32 state."""
 CASES = [
     Case(),
     Case(mask=full()),
@@ -46,7 +46,7 @@ HEADS = [
     Case(batch=4, tokens=4096, heads=32, kv_heads=8, dim=64),
 ]
 DOCUMENTS = 256, 512, 1024, 2048, 4096
-"""Lengths of documents in a row of 16,384 tokens."""
+"""Lengths, in tokens, of the documents in a row of 16,384 tokens."""
 FEATURES = [
     Case(features=features)
     for features in (
@@ -63,7 +63,7 @@ FEATURES = [
 WINDOW = Case(tokens=131072, heads=8, kv_heads=8, mask=sliding_window(4095)), Case(tokens=131072, heads=8, kv_heads=8)
 MILLION = Case(tokens=2**17, heads=4, kv_heads=4), Case(tokens=2**20, heads=4, kv_heads=4)
 WORST = 6e-3
-"""Relative error in bfloat16 above which nothing is timed."""
+"""Largest relative error in bfloat16 with which a candidate is timed."""
 
 
 def check(name: str, case: Case) -> float:

@@ -12,7 +12,7 @@ from ..support.process import Memory, answer, argument, run_fresh
 HEADS, DIM = 2, 64
 FRAMEWORKS = ("torch", "jax")
 MOST = 1.75
-"""Bound of the peak over the bytes of the eight arrays."""
+"""Largest allowed peak, as a multiple of the bytes of the eight arrays q, k, v, out and their gradients."""
 RANKS = (2, 4, 8)
 
 
@@ -30,7 +30,8 @@ def temp_bytes(
 ) -> list[dict[str, int]]:
     """Return XLA's temporary memory per rank of the JAX ring, {"forward": bytes, "both": bytes} for each number of ranks.
 
-    ``seq_local``: tokens per rank. ``in_order``: schedule for little memory instead of concurrency, XLA's default on a CPU.
+    ``seq_local``: tokens per rank. ``in_order``: let XLA schedule for little memory instead of for concurrency, its default on
+    CPUs.
     """
     flags = f"--xla_force_host_platform_device_count={max(ranks)}"
     if in_order:

@@ -27,7 +27,7 @@ from ..support import harness, report
 from .compare import compare
 
 TOGETHER = 30
-"""Cases per process: XLA maps memory for each compiled program, and the maps of a process are limited."""
+"""Cases per process: XLA maps memory for each compiled program, and a process may have only so many memory maps."""
 
 
 def by_dtype(rows: list[dict[str, Any]]) -> Iterator[tuple[str, dict[str, Any]]]:

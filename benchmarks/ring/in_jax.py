@@ -41,7 +41,7 @@ class Ring:
         return [draw(key, each) for key, each in zip(jax.random.split(jax.random.key(0), 4), heads, strict=True)]
 
     def add(self, name: str, mesh: jax.sharding.Mesh, arrays: list[jax.Array], work: Call | None = None) -> None:
-        """Make a candidate of ``ring_attention``, with the strategy ``name`` if ``name`` is one."""
+        """Add a candidate that calls ``ring_attention``, with the strategy ``name`` if there is one of this name."""
         call = work or self.call
         *inputs, dout = arrays
         strategy = TRAVELLING.get(name, "ring")

@@ -24,7 +24,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Rank:
-    """The tensors and candidates of a call on this rank. ``check``: a round of comparison, before anything is timed."""
+    """The candidates of a call on this rank. ``errors``: the relative difference of each candidate's out from the first's."""
 
     def __init__(self, call: Call, problem: Problem, device: torch.device) -> None:
         self.call, self.device, self.dtype = call, device, getattr(torch, problem.dtype)
@@ -51,7 +51,7 @@ class Rank:
         alike: bool = True,
         heads_first: bool = False,
     ) -> None:
-        """Make a candidate of ``attend``. ``alike``: its out is compared with that of the first candidate."""
+        """Add ``attend`` as a candidate. If ``alike``, compare its out with that of the first candidate."""
         *leaves, dout = tensors
         for x in leaves:
             x.requires_grad_()
@@ -87,7 +87,7 @@ def ours(rank: Rank, problem: Problem) -> None:
 
 
 def without_transfers(work: Work) -> Work:
-    """Return ``work`` with the rank's own arrays in the place of those that would arrive."""
+    """Return ``work`` with each transfer replaced: a rank receives its own arrays instead of another rank's."""
 
     def still() -> Any:
         with mock.patch.object(of_ring, "send", lambda arrays, hop, group: Transfer(arrays, arrays)):
@@ -134,7 +134,7 @@ def run(problem: Problem, device: torch.device) -> list[dict[str, Any]]:
         rank = Rank(call, problem, device)
         ours(rank, problem)
         with ExitStack() as stack:
-            if problem.peers and call.mask == "causal" and device.type == "cuda":  # torch's raises for what is not causal
+            if problem.peers and call.mask == "causal" and device.type == "cuda":  # torch's refuses masks that are not causal
                 stack.enter_context(context_parallel(rank))
             seconds = take_turns(rank.works, problem.rounds, slowest=slowest)
         rows = rates(seconds, rank.flops)

@@ -21,7 +21,7 @@ PASSES = ("forward", "backward")
 
 
 class Call(NamedTuple):
-    """One measured call. ``tokens``: those of a rank. ``mask``: one of ``MASKS``. ``window``: keys seen before a query."""
+    """One measured call. ``tokens``: per rank. ``mask``: one of ``MASKS``. ``window``: number of keys seen before a query."""
 
     tokens: int
     heads: int
@@ -60,12 +60,12 @@ class Call(NamedTuple):
         return found
 
     def flops(self, ranks: int) -> dict[str, float]:
-        """Return the operations of a rank by pass: two products of a visible pair forward, five backward."""
+        """Return a rank's FLOPs by pass: two matrix products over the visible pairs forward, five backward."""
         pairs = self.heads * sum(self.band.area(tokens, tokens) for tokens in self.documents(ranks)) / ranks
         return {"forward": 4 * pairs * self.dim, "backward": 10 * pairs * self.dim}
 
     def alone(self, ranks: int) -> int:
-        """Return the tokens of a sequence that one rank computes with as much work as it has in the ring, a multiple of 128."""
+        """Return the length, a multiple of 128, of a sequence with as many visible pairs as a rank computes in the ring."""
         if self.mask == "window":
             return self.tokens
         return max(128, round(self.tokens * ranks**0.5 / 128) * 128)

@@ -32,9 +32,9 @@ def prompt_of(problem: Problem, tokens: int) -> list[int]:
 
 
 def prefill_flops(problem: Problem) -> tuple[float, float]:
-    """Return the operations of the prompt in attention, over visible pairs, and in products of weights.
+    """Return the prompt's FLOPs in attention, over visible pairs, and in products with weights.
 
-    The head multiplies one token only.
+    The head counts for one token only.
     """
     config = config_of(problem)
     pairs = problem.tokens * (problem.tokens + 1) / 2

@@ -18,7 +18,7 @@ RANKS = 2
 
 
 class Point(NamedTuple):
-    """A measured call and strategy. ``fitted``: whether the numbers of the machine were chosen to match it."""
+    """A measured call and strategy. ``fitted``: True if the machine's record was fitted to it."""
 
     framework: str
     call: str
@@ -28,12 +28,12 @@ class Point(NamedTuple):
     fitted: bool
 
     def errors(self, machine: Machine) -> Seconds:
-        """Return the prediction over the measurement, less 1, of forward and backward."""
+        """Return predicted / measured time - 1, for the forward and for the backward."""
         predicted = seconds(self.strategy, self.load, machine, RANKS)
         return Seconds(*(a / b - 1 for a, b in zip(predicted, self.measured, strict=True)))
 
     def error(self, machine: Machine) -> float:
-        """Return the same of forward and backward together."""
+        """Return predicted / measured time - 1, for forward and backward together."""
         return seconds(self.strategy, self.load, machine, RANKS).both / self.measured.both - 1
 
 
@@ -58,5 +58,5 @@ def _point(row: dict[str, Any]) -> Point:
 
 
 def joined_documents(point: Point) -> bool:
-    """Return whether the strategy computes on joined shards under extents, which the model does not describe."""
+    """Return True if the strategy computes on joined shards with extents, which the cost model does not describe."""
     return point.load.extents and point.strategy in ("gather", "ulysses")

@@ -16,7 +16,7 @@ LENGTH, ROWS, VOCAB = 61, 4, 32
 CLIP = 1.0
 """The global norm at which gradients are clipped."""
 CHUNK = 24
-"""Tokens whose logits exist at a time, if the loss takes hidden states."""
+"""Number of tokens whose logits are in memory at a time, if the loss takes hidden states."""
 LEARNING_RATE = {"sgd": 0.1, "adamw": 3e-3}
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 
@@ -59,7 +59,7 @@ class Recipe:
         )
 
     def weights(self, like: Arrays) -> Arrays:
-        """Draw initial weights with the names and shapes of ``like``; biases and sinks are nonzero, so that all have effect."""
+        """Draw initial weights with the names and shapes of ``like``; biases and sinks are nonzero, so that they matter."""
         rng = np.random.default_rng(1)
         drawn = first_weights({name: x.astype(np.float64) for name, x in sorted(like.items())}, seed=0)
         drawn = {name: (x + 0.1 * rng.standard_normal(x.shape)).astype(self.dtype) for name, x in drawn.items()}

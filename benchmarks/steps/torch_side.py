@@ -21,7 +21,7 @@ class Hands(NamedTuple):
     """A model under one kind of parallelism.
 
     ``module``: the module to call. ``settle``: a function to call after backward. ``scale``: the factor of the loss. ``chunked``:
-    the loss takes hidden states and the whole head instead of logits.
+    True if the loss takes hidden states and the whole head instead of logits.
     """
 
     module: nn.Module

@@ -35,7 +35,7 @@ def the_call(dim: int, device: torch.device, tokens: int = TOKENS, **features: A
 
 
 def arrays(call: RingCall, device: torch.device, band: Band, hidden: float = 0.1) -> dict[str, Tensor]:
-    """Draw random inputs by name for the mask ``band``. ``hidden``: the share of keys that the key mask masks."""
+    """Draw random inputs by name for the mask ``band``. ``hidden``: the fraction of keys that the key mask masks."""
     tokens = call.seq_local
     generator = torch.Generator(device).manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, device=device, generator=generator)

@@ -21,8 +21,8 @@ Default = bool | int | str | dict[str, bool] | list[Any] | tuple[Any, ...] | Non
 def options(doc: str | None, **defaults: Default) -> argparse.Namespace:
     """Parse the command line; the type of an option is that of its default.
 
-    A list offers its items, any of which may be chosen, and a dict its keys, of which the true ones are the default. A tuple
-    takes any values of its type. False is a flag, and None stands for an integer that may be missing.
+    The option of a list takes some of its items, by default all. That of a dict takes some of its keys, by default those with a
+    true value. That of a tuple takes any values of its type. False makes a flag, and None an optional integer.
     """
     parser = argparse.ArgumentParser(prog=report.program(), description=report.first_line(doc))
     for name, default in defaults.items():
@@ -39,7 +39,7 @@ def options(doc: str | None, **defaults: Default) -> argparse.Namespace:
 
 
 def taken(options: argparse.Namespace, problem: type[Any]) -> Any:
-    """Return the problem, a NamedTuple, whose fields are options."""
+    """Return a ``problem`` (a NamedTuple) with its fields taken from the options of the same names."""
     return problem(**{name: getattr(options, name) for name in problem._fields if hasattr(options, name)})
 
 
@@ -71,7 +71,7 @@ def table(rows: list[dict[str, Any]], title: str = "") -> Table:
 
 
 def run_ranks(module: str, problem: Any, ranks: int, cpu: bool, environment: Mapping[str, str] | None = None) -> list[Any]:
-    """Return what ``run(problem, place)`` of a module answers in fresh processes: one a rank, or one for all ranks in JAX.
+    """Call ``run(problem, place)`` of a module in fresh processes, one per rank or one for all in JAX; return the results.
 
     ``module``: a name that ends in "_torch" or "_jax". ``place``: a rank's device in PyTorch, the number of devices in JAX.
     """
@@ -80,7 +80,7 @@ def run_ranks(module: str, problem: Any, ranks: int, cpu: bool, environment: Map
 
 
 def of_steps(found: list[dict[str, Any]], tokens: int, flops: float) -> dict[str, Any]:
-    """Return the seconds of the median step, its rates, and the largest peak of a GPU. ``tokens``, ``flops``: those of a GPU."""
+    """Return the median step's seconds and rates, and the largest peak memory of a GPU. ``tokens``, ``flops``: per GPU."""
     seconds = median_of_slowest(found, "seconds")
     return {
         "seconds": round(seconds, 3),

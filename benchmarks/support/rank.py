@@ -1,4 +1,4 @@
-"""A fresh process of a benchmark: a rank in PyTorch, or all ranks in JAX. Calls ``run(problem, place)`` of a module."""
+"""A fresh process of a benchmark, a rank in PyTorch or all ranks in JAX: it calls ``run(problem, place)`` of a module."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 Work = Callable[[], Any]
 
 ROUND = 0.06
-"""Measured seconds of a candidate's turn."""
+"""Seconds for which a candidate is measured in each turn."""
 
 _order = random.Random(0)
 
@@ -28,9 +28,9 @@ def take_turns(
 ) -> dict[str, float]:
     """Return the median seconds per call of each candidate, over rounds in random order.
 
-    The first third of each turn is not measured. ``measure``: ``seconds`` by default. ``slowest``: returns the largest of all
-    ranks' seconds, where the candidates run on several processes, which then make equally many calls. The order is random because
-    a candidate runs at a higher clock after a cool one: with one order for all cases, the same kernel differed by 5 %.
+    The first third of each turn is not measured. ``measure``: ``seconds`` by default. ``slowest``: a function that returns the
+    largest of all ranks' seconds, if candidates run on several processes; these then make equally many calls. The order is random
+    because a candidate runs at a higher clock after a cool one: with one order for all cases, the same kernel differed by 5 %.
     """
     measure = measure or seconds
     calls = {}

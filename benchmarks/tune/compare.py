@@ -32,11 +32,11 @@ WIDE_BLOCKS = {
     "dq": [(64, 32, 8), (64, 32, 4), (32, 32, 4), (32, 32, 8), (64, 16, 8)],
     "dkv": [(32, 64, 8), (32, 64, 16), (16, 64, 16), (16, 64, 8), (16, 32, 8), (32, 32, 16), (32, 16, 8), (16, 16, 8)],
 }
-"""The same for heads beyond 256."""
+"""Candidates for block_q, block_k and warps if the head dim is above 256."""
 STAGES = 2, 3
 WIDE_STAGES = 1, 2
 SAME = 1e-2
-"""Largest relative difference of two bfloat16 results that count as the same."""
+"""Largest relative difference at which two bfloat16 results count as equal."""
 
 
 def candidates(kernel: str, dim: int) -> list[TileConfig]:

@@ -26,7 +26,7 @@ with summaries.
 
 
 class Problem(NamedTuple):
-    """The settings of one run. ``tokens``: of the one sequence of a step, which the ring shares."""
+    """The settings of one run. ``tokens``: length of the sequence that each step trains on, which the ring shares."""
 
     variant: str
     steps: int

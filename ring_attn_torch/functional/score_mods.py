@@ -76,7 +76,7 @@ def _traced(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, l
     from torch.fx.experimental.proxy_tensor import make_fx
 
     score = torch.zeros(1, device=device)
-    indices = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)]  # of [1], because 0-d tensors cannot be indices
+    indices = [torch.zeros(1, dtype=torch.int32, device=device) for _ in range(4)]  # [1]: 0-d tensors cannot be indices
     module = make_fx(score_mod)(score, *indices)
     inputs = {node: str(i) for i, node in enumerate(x for x in module.graph.nodes if x.op == "placeholder")}
 
