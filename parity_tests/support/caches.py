@@ -1,6 +1,6 @@
-"""A model of a sharded cache in numpy, one token at a time, and the check of a framework's results against it.
+"""A reference of a sharded cache in numpy, one token at a time, and the check of a framework's results against it.
 
-It holds the tokens of each request, as numbers in order, and the positions that each rank holds.
+The reference records the numbers of each request's tokens, in order, and the positions that each rank holds.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from .stories import NOTHING, Append, Call, Prefill, Story
 
 @dataclass
 class Model:
-    """A reference cache. ``requests``: each request's token numbers. ``ranks``: for each, the positions on every rank, in
-    order."""
+    """A reference cache. ``requests``: each request's token numbers. ``ranks``: for each request, the positions on each rank.
+
+    Both are in order of position.
+    """
 
     story: Story
     requests: list[list[int]] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """The problems of all implementations, as data, with their arrays in numpy.
 
-A case holds whole arrays in the natural order of tokens; ``shards`` and ``gather`` convert them to a ring and back. Padding is
-NaN, or extents and key masks that show everything, so that a read of padding fails the test.
+A case holds global arrays in the natural order of tokens; ``shards`` and ``gather`` split them over a ring and join them again.
+Padding is NaN, or extents and key masks that hide no key, so that a test fails if padding is read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Case:
     """One problem. ``tiles`` are (block_q, block_k) of the blockwise backend: small ones, so that short sequences have many.
 
     ``extents``, ``key_extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn
-    features, ``data`` that of the arrays. ``poison`` fills fully masked queries and unused keys with NaN and inf on the way to
-    a ring, which must change nothing.
+    features, ``data`` that of the arrays. ``poison``: the shards of fully masked queries and unused keys hold NaN and inf, which
+    must change nothing.
     """
 
     layout: str | BalancedLayout = "zigzag"
@@ -164,7 +164,7 @@ class Case:
         return np.concatenate(shards, 1)[:, np.argsort(order)]
 
     def inputs(self) -> list[list[np.ndarray]]:
-        """Return the shards of q, k, v, dout and dlse: five lists, one entry a rank; then those of ``features``, in its order."""
+        """Return the shards of q, k, v, dout, dlse and ``features``, in this order: a list for each, with one entry per rank."""
         arrays = self.poisoned if self.poison else self.arrays
         return [self.shards(x, "k" if name in "kv" else "q") for name, x in arrays.items()] + [
             self.shards(x, *PADDING[name]) if name in PADDING else [x] * self.ranks for name, x in self.features.items()
@@ -179,7 +179,7 @@ PADDING: dict[str, tuple[str, Any]] = {
     "key_extents": ("k", [-(2**30), 2**30]),
     "key_mask": ("k", True),
 }
-"""The kind of sharding ("q" or "k") and the padding value, which must not matter."""
+"""By array: the sequence along which it is sharded ("q" or "k"), and the value of its padding, which must not matter."""
 
 
 def check(case: Case, got: Attention, allowed_error: Callable[[Case, str], float] | None = None) -> dict[str, float]:
@@ -261,8 +261,7 @@ SPECIAL = [
 
 
 def one_hot(case: Case) -> Case:
-    """Return the same case with out > 0 exactly where dropout keeps a probability: scores are 0, and value j is basis vector
-    j."""
+    """Return the same case with scores of 0 and unit vectors as values: out is positive exactly where dropout keeps a pair."""
     q, k, v = (np.zeros_like(case.arrays[name]) for name in "qkv")
     return case.given(q=q, k=k, v=v + np.eye(*v.shape[1::2], dtype=v.dtype)[:, None])
 

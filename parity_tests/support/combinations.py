@@ -12,7 +12,7 @@ from ring_attn_core import LAYOUTS, causal, full, sliding_window
 from .cases import DTYPES, HEADS, LENGTHS, MASKS, RANKS, Case
 
 Choice = tuple[str, str]
-"""An axis and one of its values, both by name."""
+"""The name of an axis, and of one of its values."""
 
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "layout": {name: {"layout": name} for name in LAYOUTS},
@@ -78,7 +78,7 @@ TREES = [
     Case("zigzag", full(), key_extents="any", ranks=2, kv_length=61, v_dim=5, dropout_rate=0.3),
     Case("striped", full(), key_extents="any", extents="any", key_mask="random", alibi=True, length=61),
 ]
-"""Key extents: of prefix trees, whose tiles lie in gaps, beside each other and in whole, and of any intervals."""
+"""Key extents of prefix trees, with key tiles that are skipped, partly visible and fully visible; and of any intervals."""
 
 FEATURES: dict[str, Any] = {"extents": "documents", "key_mask": "random", "softcap": 2.0, "sinks": True, "alibi": True}
 EVERYTHING = [Case(layout, sliding_window(30, 9), length=57, dropout_rate=0.3, **FEATURES) for layout in LAYOUTS]

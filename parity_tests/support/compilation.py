@@ -40,14 +40,14 @@ EVERYTHING = frozenset({"extents", "key_mask", "sinks", "alibi_slopes", "dropout
 
 
 def resources(kernel) -> tuple[int, int, int]:
-    """Return the bytes of stack, the reloads in the maskless loop, and the wgmma instructions of a binary."""
+    """Return three counts of a binary: bytes of stack, reloads of spilled registers in the loop without a mask, wgmma."""
     used = cuobjdump(kernel, "-res-usage")
     reloads = sum("LDL" in instruction for instruction in step(kernel))
     return int(re.search(r"STACK:(\d+)", used)[1]), reloads, sass(kernel).count("HGMMA")  # type: ignore[index]
 
 
 def step(kernel) -> list[str]:
-    """Return the instructions of the shortest loop with a product: a step without a mask."""
+    """Return the instructions of the shortest loop with a matrix product, which is the loop over tiles without a mask."""
     instructions = [(int(m[1], 16), m[2]) for m in re.finditer(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", sass(kernel))]
     loops = []
     for at, text in instructions:

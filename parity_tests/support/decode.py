@@ -51,7 +51,7 @@ class Shape:
 class Problem:
     """The arrays of a shape, by their public names: ``q`` and the replicated arrays, and ``k``, ``v``, ``k_positions``.
 
-    The latter three are [ranks, batch, slots, ...]. All are float32, rounded to the dtype; fp8 before its scales.
+    The last three are [ranks, batch, slots, ...]. All floats are float32, rounded to the dtype; float8 values are not scaled yet.
     """
 
     shape: Shape

@@ -14,7 +14,7 @@ from ring_attn_cli.compare.oracles import ORACLES, by_name
 from ring_attn_core.reference.oracle import plain, rounding
 
 Plant = Callable[[Case, Arrays, Arrays], Arrays]
-"""``plant(case, inputs, result)`` returns the result with a mistake in it."""
+"""A function ``plant(case, inputs, result)`` that returns the result with a mistake in it."""
 
 RANKS = 3
 CASES = {
@@ -28,7 +28,7 @@ CASES = {
 def evidence(case: Case, plant: Plant, ranks: int = RANKS, on_one_device: Plant | None = None) -> Evidence:
     """Return the evidence of a plain computation in the dtype, changed by ``plant``.
 
-    ``on_one_device`` makes the result of one device, which is not known without it.
+    ``on_one_device``: makes the result of one device; None: the evidence has no such result.
     """
     oracle = ORACLES["attention"]
     inputs = oracle.inputs(case)
@@ -40,7 +40,7 @@ def evidence(case: Case, plant: Plant, ranks: int = RANKS, on_one_device: Plant 
 
 
 def again(case: Case, dtype: str | None = None, **changed: Any) -> Arrays:
-    """Return the plain computation with other inputs, numbers or dtype."""
+    """Return the results of the plain computation with other inputs, fields of the case, or dtype."""
     inputs = ORACLES["attention"].inputs(case)
     arrays = inputs.arrays | {"dout": inputs.cotangents["out"], "dlse": inputs.cotangents["lse"]}
     keep = rounding(dtype or case.dtype)

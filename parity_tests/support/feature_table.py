@@ -1,9 +1,9 @@
-"""The documented table of features, derived from the tests: a row says yes if a test of that framework covers it.
+"""The table of features in docs/features.md, derived from the tests: "yes" if a test of that framework covers the feature.
 
     python -m parity_tests.support.feature_table      writes the table into docs/features.md
 
-A feature of a Case is proven by every test that is parametrised over cases, since all of these compare out, lse and every
-gradient with float64 (``check``). A feature beyond cases names its tests, and has no layouts unless they cover all.
+If a feature is a field of Case, each test that is parametrised over cases covers it, because all of these compare out, lse and
+every gradient with float64 (``check``). Any other feature names its tests, and has no layouts unless the tests cover all.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _parameters(test: Callable, name: str) -> list:
 
 
 def table() -> str:
-    """Return the table in Markdown. A row without a proof in one framework says no there."""
+    """Return the table in Markdown. A feature without a test in a framework is "no" there."""
     lines = [f"| feature | {' | '.join(FRAMEWORKS)} | gradients | layouts |", "|---|---|---|---|---|"]
     for feature in FEATURES:
         tried = [feature.layouts(framework) for framework in FRAMEWORKS]

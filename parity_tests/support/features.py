@@ -45,11 +45,11 @@ EXTENTS: dict[str, Callable[[Rng, int, int], np.ndarray]] = {
     "padding": padding,
     "any": anything,
 }
-"""Functions of one batch row with that many queries and keys: [queries, 2], first and end (exclusive) key position."""
+"""Functions (rng, queries, keys) that draw the extents of a batch row: [queries, 2], first and end (exclusive) key position."""
 
 
 def tree(rng: Rng, keys: int, queries: int) -> np.ndarray:
-    """Draw a prefix tree in depth-first order: a key may be seen from the end of its segment's subtree backwards to itself."""
+    """Draw a prefix tree in depth-first order: a key is visible to queries from itself to the end of its segment's subtree."""
     ends = np.union1d(rng.integers(1, max(keys, 2), max(keys // 7, 1)), [keys])
     starts, depth = np.concatenate([[0], ends[:-1]]), [0]
     for _ in starts[1:]:
@@ -60,7 +60,7 @@ def tree(rng: Rng, keys: int, queries: int) -> np.ndarray:
 
 
 KEY_EXTENTS: dict[str, Callable[[Rng, int, int], np.ndarray]] = {"tree": tree, "any": anything}
-"""Functions of one batch row with that many keys and queries: [keys, 2], first and end (exclusive) query position."""
+"""Functions (rng, keys, queries) that draw a batch row's key extents: [keys, 2], first and end (exclusive) query position."""
 
 KEY_MASKS = ("random", "shard", "none", "ends")
 """Names of key masks. ``random``: three keys of five are visible. ``shard``: a rank's whole shard is masked (on one rank: in one

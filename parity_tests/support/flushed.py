@@ -1,4 +1,4 @@
-"""A simulated loss of power: the files of a folder that gets its name before they are on the disk."""
+"""Checks for a loss of power: which files were flushed to the disk, and which were not when their folder got its name."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unflushed() -> Iterator[list[str]]:
 
 
 class Disk:
-    """A record of fsyncs, which says what files a loss of power would leave; Linux only."""
+    """A record of all fsync calls, from which the state of files after a loss of power follows; Linux only."""
 
     def __init__(self) -> None:
         self._flushed: dict[int, object] = {}

@@ -71,10 +71,10 @@ class Call:
             assert error <= most, f"{name} is off by {error:.2e}, the bound is {most:.2e}: {self.dtype} {self.layout} {self.name}"
 
     def lucky_bound(self, name: str, exact: Mapping[str, Array]) -> float:
-        """Return the bound of a call among hundreds, in which the plain computation is more exact than usual by its numbers.
+        """Return a bound that allows for luck: among hundreds of calls, some plain computations are unusually exact.
 
-        The largest bound of DRAWS draws of the arrays; one rounding of lse, which is carried from step to step, in every
-        probability; and one rounding of both terms of ds = p (dout . v - dout . out), which cancel where a query sees one key.
+        The bound is the largest of DRAWS draws of the arrays, plus two roundings: one of lse, which is carried from step to step,
+        in every probability; and one of both terms of ds = p (dout . v - dout . out), which cancel if a query sees one key.
         """
         bounds, rng = [], np.random.default_rng(0)
         for _ in range(DRAWS):
@@ -90,7 +90,7 @@ class Call:
 def dense_attention(call: Call, working: Any, rounded: Callable[[Array], Array]) -> dict[str, Array]:
     """Return attention and its gradients under any mask. A query that sees no key has out 0, lse -inf and no gradient.
 
-    "terms of dq" and "of dk": the same with all terms of ds and of its products positive.
+    "terms of dq", "terms of dk": the gradients computed with the absolute values of all terms of ds and of its products.
     """
     by_head = lambda name: np.moveaxis(call.arrays[name].astype(working), 2, 1)
     q, k, v, dout = map(by_head, ("q", "k", "v", "dout"))

@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
     "windows": {"windows": (5, 9), "sinks": True},
     "alibi": {"alibi": True, "rotary_base": None},
 }
-"""Models. The first has every feature that a cache in chunks supports; in the third every layer has a window."""
+"""Models by name. The first has every feature that prefill in chunks supports; in the third every layer has a window."""
 
 PROMPTS = [[5, 9, 2], [int(x) for x in np.random.default_rng(8).integers(0, VOCAB, 21)], [7]]
 NEW, MANY = 64, 512
@@ -39,10 +39,10 @@ EACH = [3, 1, 9]
 DRAW: dict[str, Any] = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "seed": 5}
 
 FIRST = 7, 2, 4
-"""Tokens of each request in the first chunk of the story of logits; 5, 6 and 0 more follow, then drafted tokens one by one."""
+"""Tokens of each request in the first chunk of the logits test. SECOND gives those of the next, and VALID those of two steps."""
 SECOND = 5, 6, 0
 VALID = np.array([[[1, 1, 1], [0, 1, 0], [1, 0, 1]], [[0, 0, 1], [1, 1, 0], [1, 1, 1]]], bool)
-"""The valid tokens of two steps of three tokens."""
+"""The ``valid`` argument of two steps of three tokens: [steps, requests, tokens]."""
 
 
 DRAWN = [Sampling(), Sampling(0.7, seed=-3), Sampling(1.0, 5), Sampling(2.0, None, 0.8, 2**62), Sampling(1.5, 9, 0.6, 1)]

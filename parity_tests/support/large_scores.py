@@ -1,4 +1,4 @@
-"""Cases whose scores are large and nearly equal, where a float32 lse alone does not say how much a shard of keys weighs."""
+"""Cases with large, nearly equal scores: a float32 lse alone is too coarse to weigh the shards of keys."""
 
 from __future__ import annotations
 

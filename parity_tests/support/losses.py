@@ -13,7 +13,7 @@ CHUNKS = (1, 7, 32, 4096)
 """Chunk sizes for 80 tokens: single tokens, a shorter last chunk, equal chunks, and one chunk of all."""
 
 LEFT_OUT = 0.3
-"""The share of ignored labels."""
+"""The fraction of labels that are ignored."""
 
 
 def hidden_states(dtype: Any = np.float64) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -29,7 +29,7 @@ PACKED: dict[str, Any] = TRANSFORMER | {
 }
 """A transformer with a window per layer and every other feature of attention."""
 PACKED_LENGTH, STEPS, LEARNING_RATE = 61, 50, 0.02
-"""The training of PACKED: STEPS of plain gradient descent, with another seed of dropout at every step."""
+"""The training of PACKED: STEPS steps of plain gradient descent, with another dropout seed at each step."""
 
 MIDDLE = LENGTH // 2
 

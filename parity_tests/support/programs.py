@@ -24,7 +24,7 @@ def run(
     arguments: tuple[str, ...] = (),
     variables: dict[str, str] | None = None,
 ) -> str:
-    """Run a program in ``folder``, ``processes`` of it under torchrun for PyTorch, and return its standard output."""
+    """Run a program in ``folder``, with torchrun and ``processes`` processes for PyTorch. Return its standard output."""
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"] if framework == "torch" else []
     return started([*launch, program, *arguments], folder, variables)
 

@@ -85,7 +85,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 """Our config and that of transformers, besides SIZES and THEIR_SIZES. A window of 5 there counts the token itself."""
 
 TOKENS, LOOKED_AT = 13, slice(0, None, 4)
-"""The tokens of a row, and the slice of them with recorded logits."""
+"""The number of tokens in a row, and the slice of them whose logits are recorded."""
 
 
 def config_of(name: str) -> TransformerConfig:

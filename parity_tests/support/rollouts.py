@@ -60,7 +60,7 @@ def loss_alone(drawn: dict[str, Any], log_probs_of: Callable[[list[int]], Any]) 
 
 
 def weights_of(drawn: dict[str, Any]) -> dict[tuple[Path, int], float]:
-    """Return the sum of the weights of each counted label behind each prefix, over all rollouts alone."""
+    """Return the sum of a label's weights over all rollouts, by (prefix, label)."""
     sums: dict[tuple[Path, int], float] = {}
     for tokens, mask, weight in zip(drawn["rollouts"], drawn["loss_masks"], drawn["weights"], strict=True):
         each = np.broadcast_to(weight, len(tokens))

@@ -1,4 +1,4 @@
-"""The choice of a test's parameters: which run in ``make test``, which in ``make test-all``, which elsewhere."""
+"""Selection of a test's parameters: those that run in ``make test``, those only in ``make test-all``, and the others."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ OPTIONS = [options for options in OPTIONS if options["documents"] is not None or
 
 
 def rows(length: int) -> st.SearchStrategy[list[int]]:
-    """Return a strategy for document ids: each token continues a document, begins one (its id 1 to 3 more) or is padding."""
+    """Return a hypothesis strategy for document ids: a token continues a document, begins one (id + 1 to 3) or is padding."""
     return st.lists(st.integers(-1, 3), min_size=length, max_size=length).map(_row)
 
 
@@ -89,7 +89,7 @@ def shard(
     key_mask: np.ndarray | None = None,
     restart_positions: bool = False,
 ) -> Arrays:
-    """Return the expected arrays of shard_batch for a rank; absent ones are left out."""
+    """Return the expected arrays of shard_batch for a rank, by name; arrays that the shard does not have are left out."""
     batch, length = ids.shape
     where = slots(layout, ranks, length, rank)
     owner = np.zeros_like(ids) if documents is None else documents

@@ -20,8 +20,10 @@ from . import warm
 
 MOST = 8
 TIMEOUT = timedelta(seconds=180)
-"""The timeout of every group in the pool. It only ends hangs, since a busy machine may be slow. A test that waits for it sets its
-own."""
+"""The timeout of every group in the pool: long, because a busy machine is slow, and meant to end hangs only.
+
+A test that waits for a timeout sets its own.
+"""
 
 
 PATIENCE = 600
@@ -29,7 +31,7 @@ PATIENCE = 600
 
 
 groups: dict[int, Any] = {}
-"""In a process of the pool: the process group of the first n, for every n; torch's NON_GROUP_MEMBER in other processes."""
+"""In a process of the pool: the process group of the first n processes, by n; NON_GROUP_MEMBER if it is not one of them."""
 
 
 class Ranks:

@@ -16,7 +16,7 @@ KINDS = {
     "folder": "is a folder",
     "loop": "Too many levels of symbolic links",
 }
-"""The kinds of file at a path, and the words of the error."""
+"""The kinds of file at a path, and the text of the error that each must raise."""
 
 DEEP = "[" * 100_000 + "]" * 100_000
 """JSON nested too deeply for Python's parser."""

@@ -32,7 +32,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Append:
-    """A step of ``tokens`` new tokens of each request, or the ``valid`` ones; without ``kept`` it stops before ``advance``."""
+    """A step of ``tokens`` new tokens of each request, or of the ``valid`` ones. If not ``kept``, ``advance`` is not called."""
 
     tokens: int
     valid: tuple[tuple[bool, ...], ...] | None = None
@@ -129,7 +129,7 @@ class Story:
 
 
 WIDEST = 11
-"""The most tokens of a chunk in EVERYTHING."""
+"""The largest number of tokens of a chunk in EVERYTHING."""
 
 EVERYTHING = (
     Prefill(0, (11, 4)),

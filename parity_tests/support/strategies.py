@@ -1,4 +1,4 @@
-"""Cases of every strategy: each with every value of every axis of combinations.py, and with heads that it can deal."""
+"""Cases of every strategy with every value of every axis of combinations.py, and with heads that the strategy can divide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def fitted(case: Case) -> Case:
-    """Return ``case`` with as many ranks and query heads as its strategy can deal."""
+    """Return ``case`` with numbers of ranks and of query heads that its strategy accepts."""
     size = case.ranks if case.strategy == "ulysses" else 1
     if not isinstance(case.strategy, str):
         case = replace(case, ranks=-(-case.ranks // case.strategy.ranks) * case.strategy.ranks)
@@ -67,7 +67,7 @@ SLICED = [
     Case("contiguous", sliding_window(7, 30, -3), 8, length=70, kv_length=61, key_mask="shard", poison=True, strategy="direct"),
     Case("striped", sliding_window(2), 5, length=37, v_dim=5, extents="any", dtype="float16", strategy="direct"),
 ]
-"""Slices of the strategy "direct" that are parts of shards, with every feature."""
+"""Cases of the strategy "direct" with every feature, whose slices are shorter than a shard."""
 
 
 def of_a_window(layout: str, window: int, local: int) -> Case:
@@ -77,7 +77,7 @@ def of_a_window(layout: str, window: int, local: int) -> Case:
 
 
 def problem_of(case: Case, framework: str) -> Problem:
-    """Return the problem of one rank of ``case``, without its numbers: for what a plan says."""
+    """Return the Problem of one rank of ``case``: shapes, dtypes and options, from which its plan follows."""
     plan = case.plan
     q = case.batch, plan.seq_local, case.heads, case.head_dim
     k = case.batch, plan.kv_local, case.kv_heads, case.head_dim

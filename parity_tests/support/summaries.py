@@ -128,8 +128,7 @@ class SummaryCase:
             assert error <= allowed, f"{name}: error {error:.3g} against float64, allowed {allowed:.3g} ({self})"
 
     def padded(self) -> Arrays:
-        """Return the arrays by name, those of tokens followed by padding: NaN, which must not be read, or a mask that shows
-        it."""
+        """Return the arrays by name, padded to full shards with NaN, which must not be read; the key mask hides no padding."""
         missing = self.local * self.ranks - self.length
         pad = lambda x: np.concatenate([x, np.full((self.batch, missing, *x.shape[2:]), x.dtype == bool or np.nan, x.dtype)], 1)
         return {name: x if name == "pool" else pad(x) for name, x in self.arrays.items()}
