@@ -50,7 +50,7 @@ q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_gra
 attend = lambda: ring_attention(q, q, q, strategy=strategy).float().sum().backward()
 attend()
 torch.cuda.synchronize()
-arrived, steps = pull.Pass.deliver, []
+arrived, steps = pull.PullPass.deliver, []
 
 def deliver(self, dkv, i):
     steps.append(i)
@@ -58,7 +58,7 @@ def deliver(self, dkv, i):
         os._exit(9)
     arrived(self, dkv, i)
 
-pull.Pass.deliver = deliver
+pull.PullPass.deliver = deliver
 if rank == ranks - 1 and step == 0:
     os._exit(9)
 attend()

@@ -1,6 +1,6 @@
 """A stand-in for the memory of GPUs that ranks share: a file mapped by all gloo processes of a ring on a CPU.
 
-What a GPU does in the order of its streams, the stand-in does at once, in the order of the host's calls. A flag is awaited by the
+The stand-in does at once, in the order of the host's calls, what a GPU does in the order of its streams. A flag is awaited by the
 host. So a wait that no rank ends is an error here, and would be a GPU that waits for ever.
 """
 
@@ -66,7 +66,10 @@ class Mapped(peers.Peers):
 
     def lend(self, x: torch.Tensor) -> None: ...
 
-    def watch(self, what: str) -> None: ...
+    def await_end(self) -> None: ...
+
+    def end(self, what: str) -> None:
+        self.running = False
 
 
 @contextmanager

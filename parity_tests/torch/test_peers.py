@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import random
 import time
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from ring_attn_core.problem.strategies import PEERS
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_torch import ring_attention
 from ring_attn_torch.ring import peers
+from ring_attn_torch.ring.strategies import push
 
 from ..support.cases import Case, check, check_same
 from ..support.combinations import AXES, EVERYTHING, covering
@@ -136,7 +138,30 @@ def refused(group: Any, strategy: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("found", [[["a", True], ["b", True]], [["a", True], ["a", False]]], ids=["hosts", "access"])
+def test_memory_is_freed_and_a_call_that_ended_in_the_middle_is_the_last(gloo):
+    assert gloo(2, freed_and_broken) == [(True, "make a new group")] * 2
+
+
+def freed_and_broken(group: Any) -> tuple[bool, str]:
+    """Return whether ``free`` lets go of the buffers, and the end of the error of a call after one that failed in a step."""
+    q = torch.ones(1, 4, 2, 8)
+    attend = partial(ring_attention, q, q, q, group=group, strategy="push")
+    with mapped():
+        attend()
+        buffers = weakref.ref(peers._made[group]["push"])
+        peers.free(group, "push")
+        gone = buffers() is None
+        with patch.object(push.PushPass, "arrived", side_effect=KeyError), pytest.raises(KeyError):
+            attend()
+        with pytest.raises(RuntimeError) as error:
+            attend()
+        peers.free(group, "push")
+    return gone, str(error.value)[-16:]
+
+
+@pytest.mark.parametrize(
+    "found", [[["a", "1", []], ["b", "2", []]], [["a", "1", []], ["a", "2", ["1", "3"]]]], ids=["hosts", "access"]
+)
 def test_gpus_that_cannot_reach_each_other_are_refused(found):
     with patch.object(peers, "exchange", lambda *_: found), pytest.raises(ValueError, match="rank 1"):
         peers.check_access(None, torch.device("cpu"))

@@ -32,6 +32,9 @@ TENSOR_MAP_ALIGNMENT = 64
 L2_PROMOTION_128B = 2
 """CU_TENSOR_MAP_L2_PROMOTION_L2_128B."""
 
+CAPTURE_RELAXED = 2
+"""CU_STREAM_CAPTURE_MODE_RELAXED."""
+
 WAIT_GEQ = 0
 """CU_STREAM_WAIT_VALUE_GEQ."""
 
@@ -129,6 +132,12 @@ def write_value(stream: int, address: int, value: int) -> None:
 def wait_value(stream: int, address: int, value: int) -> None:
     """Let the stream wait until the 32-bit value at ``address`` is ``value`` or later, in arithmetic modulo 2**32."""
     check(_driver().cuStreamWaitValue32_v2(stream, address, value, WAIT_GEQ), "cuStreamWaitValue32")
+
+
+def allow_queries_during_capture() -> None:
+    """Let this thread query events while another thread captures a CUDA graph, which would end the capture otherwise."""
+    mode = ctypes.c_int(CAPTURE_RELAXED)
+    check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
 
 
 def use(device: int) -> None:

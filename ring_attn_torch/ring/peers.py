@@ -14,11 +14,11 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -54,12 +54,13 @@ LAST_WORDS = 10.0
 class Peers:
     """The buffers of all ranks of a ring for one strategy. All ranks make, use and replace them together.
 
-    ``keys``, ``gradients``: bytes of a slot. ``number``: number of passes begun, equal on all ranks.
+    ``keys``, ``gradients``: bytes of a slot. ``number``: number of passes begun, equal on all ranks. ``running``: whether a pass
+    has begun and not ended.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int) -> None:
         self.rank, self.ranks, self.device = rank_in(group), ranks_of(group), device
-        self.keys, self.gradients, self.number = keys, gradients, 0
+        self.keys, self.gradients, self.number, self.running = keys, gradients, 0, False
         self.read_in = [0] * self.ranks
         """For each rank the last pass in which it read this rank's keys."""
         self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + KEY_SLOTS * keys)
@@ -72,9 +73,35 @@ class Peers:
         self._buffer = symmetric.empty(size, dtype=torch.uint8, device=self.device)
         self._handle = symmetric.rendezvous(self._buffer, group.group_name)
         self._buffer[:FLAG_BYTES].zero_()
+        self._flags_at = [self.bytes_of(rank, 0, FLAG_BYTES).data_ptr() for rank in range(self.ranks)]
         self.side = torch.cuda.Stream(self.device, priority=-1)
+        self._ended: Any = None
         torch.cuda.synchronize(self.device)
-        self._watch = Watch(self, timeout(group, self.device.type))
+        watch = self._watch = Watch(weakref.ref(self), timeout(group, self.device.type))
+        weakref.finalize(self, watch.add, None)
+
+    def begin(self) -> None:
+        """Begin a pass on the current stream, after the pass before, which may have run on another stream.
+
+        Raise RuntimeError if the pass before ended with an error, because its flags were not raised.
+        """
+        if self.running:
+            raise RuntimeError(
+                'strategy="pull" and "push" cannot go on after a call that ended with an error in the middle: make a new group'
+            )
+        self.number, self.running = self.number + 1, True
+        self.await_end()
+
+    def await_end(self) -> None:
+        """Let the main stream wait for the end of the pass before."""
+        if self._ended is not None:
+            torch.cuda.current_stream(self.device).wait_event(self._ended)
+
+    def end(self, what: str) -> None:
+        """End a pass. End this process with a message if the main stream's work so far takes longer than the group's timeout."""
+        self.running = False
+        self._ended = torch.cuda.current_stream(self.device).record_event()
+        self._watch.add((self._ended, self.number, what))
 
     def bytes_of(self, rank: int, begin: int, count: int) -> Tensor:
         """Return ``count`` bytes of a rank's buffer, from byte ``begin`` on."""
@@ -82,12 +109,12 @@ class Peers:
 
     def raise_flag(self, rank: int, kind: int, of: int, value: int, side: bool = False) -> None:
         """Set a flag in the buffer of ``rank`` once all earlier work of the main stream, or of the second, is done."""
-        address = self._handle.buffer_ptrs[rank] + 4 * self._flag(kind, of)
+        address = self._flags_at[rank] + 4 * self._flag(kind, of)
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
         """Let the main stream, or the second, wait until this rank's flag has reached ``value``."""
-        address = self._handle.buffer_ptrs[self.rank] + 4 * self._flag(kind, of)
+        address = self._flags_at[self.rank] + 4 * self._flag(kind, of)
         driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def on_side(self) -> AbstractContextManager[Any]:
@@ -106,10 +133,6 @@ class Peers:
     def lend(self, x: Tensor) -> None:
         """Keep the memory of ``x`` until the second stream's work so far is done."""
         x.record_stream(self.side)
-
-    def watch(self, what: str) -> None:
-        """End this process with a message if the main stream's work so far takes longer than the group's timeout."""
-        self._watch.add(torch.cuda.current_stream(self.device).record_event(), self.number, what)
 
     def read_flags(self) -> list[int]:
         """Return all flags of this rank, even while its streams wait."""
@@ -154,20 +177,21 @@ class Watch(threading.Thread):
     A stream that waits for the flag of a dead rank waits for ever, and so does a host that waits for the stream.
     """
 
-    def __init__(self, peers: Peers, patience: timedelta) -> None:
+    def __init__(self, peers: weakref.ref[Peers], patience: timedelta) -> None:
         super().__init__(daemon=True, name="ring_attn.peers")
         self._peers, self._patience = peers, patience.total_seconds()
-        self._events: queue.SimpleQueue[tuple[Any, int, str]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[tuple[Any, int, str] | None] = queue.SimpleQueue()
         self.start()
 
-    def add(self, event: Any, number: int, what: str) -> None:
-        """Watch an event of pass ``number``."""
-        self._events.put((event, number, what))
+    def add(self, end: tuple[Any, int, str] | None) -> None:
+        """Watch the end of a pass: its event, its number and a name for a message. None: no pass follows, so the thread ends."""
+        self._events.put(end)
 
     def run(self) -> None:
         """Wait for each event in order; end the process at the first one that takes too long."""
-        while True:
-            event, number, what = self._events.get()
+        driver.allow_queries_during_capture()
+        while (end := self._events.get()) is not None:
+            event, number, what = end
             began, nap = time.monotonic(), 0.001
             while not event.query():
                 if time.monotonic() - began > self._patience:
@@ -176,7 +200,9 @@ class Watch(threading.Thread):
                 nap = min(2 * nap, LONGEST_NAP)
 
     def _give_up(self, number: int, what: str) -> None:
-        peers = self._peers
+        peers = self._peers()
+        if peers is None:
+            return
         threading.Timer(LAST_WORDS, os._exit, (1,)).start()  # should the GPU not answer
         late = peers.late(number)
         names = ", ".join(f"rank {rank}" for rank in late)
@@ -193,7 +219,7 @@ class Watch(threading.Thread):
 MAKERS: dict[str, type[Peers]] = {"cuda": Peers}
 """The class of the buffers, by kind of device."""
 
-_made: WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = WeakKeyDictionary()
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = weakref.WeakKeyDictionary()
 
 
 def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dtype) -> Peers:
@@ -232,11 +258,15 @@ def free(group: dist.ProcessGroup, strategy: str) -> None:
 
 def check_access(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise ValueError, the same on every rank, if a rank is on another host or its GPU cannot reach the others' memory."""
-    others = range(torch.cuda.device_count()) if device.type == "cuda" else ()
-    reaches = all(other == device.index or torch.cuda.can_device_access_peer(device, other) for other in others)
-    found = exchange("the reach of GPUs", [host(), reaches], group)
-    away = [rank for rank, (name, _) in enumerate(found) if name != found[0][0]]
-    blind = [rank for rank, (_, reaches) in enumerate(found) if not reaches]
+    visible = range(torch.cuda.device_count()) if device.type == "cuda" else ()
+    uuid = lambda gpu: str(torch.cuda.get_device_properties(gpu).uuid)
+    reached = [uuid(gpu) for gpu in visible if gpu == device.index or torch.cuda.can_device_access_peer(device, gpu)]
+    here = {uuid(gpu) for gpu in visible}
+    mine = [host(), uuid(device) if visible else "", [gpu for gpu in here if gpu not in reached]]
+    found = exchange("the reach of GPUs", mine, group)
+    gpus = {gpu for _, gpu, _ in found}
+    away = [rank for rank, (name, *_) in enumerate(found) if name != found[0][0]]
+    blind = [rank for rank, (*_, unreached) in enumerate(found) if gpus & {*unreached}]
     if away or blind:
         why = f"rank {away[0]} is on another host" if away else f"the GPU of rank {blind[0]} does not reach that of the others"
         raise ValueError(

@@ -50,14 +50,14 @@ class Pull(OneWay):
                 run.fetch(i - 1 + run.slots)
             step = PeerStep(run.arrived(i), step, run, i)
         yield step
-        run.watch()
+        run.end()
 
-    def begin(self, keys: Keys, ring: Ring) -> Pass:
+    def begin(self, keys: Keys, ring: Ring) -> PullPass:
         """Begin a pass with this rank's keys."""
-        return Pass(keys, ring)
+        return PullPass(keys, ring)
 
 
-class Pass:
+class PullPass:
     """A forward or backward pass of this rank. ``slots``: number of key slots, each of them in flight or in use."""
 
     strategy, slots = "pull", 2
@@ -66,7 +66,7 @@ class Pass:
         assert ring.group is not None, "a ring of one has no hops"
         wide = torch.promote_types(keys.kv.dtype, torch.float32)
         self.peers = peers_of(ring.group, self.strategy, keys, wide)
-        self.peers.number += 1
+        self.peers.begin()
         self.number, self.ring, self.own = self.peers.number, ring, keys
         self.shifts, self.rank, self.ranks = ring.plan.shifts, rank_in(ring.group), ring.plan.ranks
         self.publish()
@@ -124,9 +124,9 @@ class Pass:
         if following < len(self.shifts):
             peers.raise_flag(self.reader(following), GRADIENT_ROOM, self.rank, self.value(i))
 
-    def watch(self) -> None:
-        """End this process if the pass takes longer than the group's timeout."""
-        self.peers.watch(f'pass {self.number} of strategy="{self.strategy}"')
+    def end(self) -> None:
+        """End the pass."""
+        self.peers.end(f'pass {self.number} of strategy="{self.strategy}"')
 
     def owner(self, i: int) -> int:
         """Return the rank whose keys this rank has at step ``i``."""
@@ -144,7 +144,7 @@ class Pass:
 class PeerStep:
     """A ``Step`` on the keys of rank ``rank - shift``. ``before``: the previous step."""
 
-    def __init__(self, keys: Keys, before: PeerStep | None, run: Pass, i: int) -> None:
+    def __init__(self, keys: Keys, before: PeerStep | None, run: PullPass, i: int) -> None:
         self.shift = run.shifts[i]
         self.keys, self.rows, self.last = keys, rows(run.ring, self.shift), i + 1 == len(run.shifts)
         self._before, self._run, self._i = before, run, i
@@ -172,5 +172,5 @@ class PeerStep:
         if self._i:
             self._run.collect(self._total, self._i)
         if self.last:
-            self._run.watch()
+            self._run.end()
         return self._total

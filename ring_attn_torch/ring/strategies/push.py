@@ -15,18 +15,18 @@ from __future__ import annotations
 from ...attend.keys import Keys
 from ..peers import BEGUN, KEY_ROOM, KEY_SLOTS, KEYS, copy
 from ..step import Ring
-from .pull import Pass, Pull
+from .pull import Pull, PullPass
 
 
 class Push(Pull):
     """The strategy "push": each rank copies its keys to the ranks that read them."""
 
-    def begin(self, keys: Keys, ring: Ring) -> Pass:
+    def begin(self, keys: Keys, ring: Ring) -> PullPass:
         """See ``Pull.begin``."""
         return PushPass(keys, ring)
 
 
-class PushPass(Pass):
+class PushPass(PullPass):
     """A pass in which owners fill the slots of readers."""
 
     strategy, slots = "push", KEY_SLOTS
