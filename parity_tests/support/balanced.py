@@ -59,3 +59,15 @@ def check_documents(documents: np.ndarray, arrays: list[np.ndarray], results: li
     for name, mine, x, y in zip(("out", "dq", "dk", "dv"), results, truth, rounded, strict=True):
         assert relative_error(mine, x) <= bound(y, x, "float32"), name
         assert (mine[documents < 0] == 0).all(), name
+
+KERNEL_CASES = [
+    case_of(2, 3, extents="documents", poison=True),
+    case_of(4, extents="documents", heads=3, kv_heads=1, batch=1, mask=sliding_window(9), softcap=2.0, sinks=True),
+    case_of(2, 1, mask=full(), key_extents="tree", key_mask="random", dtype="float16", v_dim=24),
+    case_of(4, heads=2, batch=1, strategy="two_way", mask=sliding_window(7, 2)),
+    case_of(2, extents="any", key_extents="tree", batch=1, sinks=True),
+    case_of(3, 2, extents="documents", heads=2, batch=1, key_mask="random"),
+    case_of(4, extents="documents", heads=2, batch=1, strategy=TwoLevel(ranks=2)),
+    case_of(1, extents="documents"),
+]
+"""Cases that kernels run: without ALiBi and dropout, and under strategies that join no shards."""

@@ -39,17 +39,24 @@ class Candidate:
     leaves: Callable[[Problem], str | None] = lambda problem: None
 
 
-def _uneven(problem: Problem) -> str | None:
-    if isinstance(problem.options.layout, BalancedLayout):
-        return "it takes runs of equal length, and those of a balanced layout are of any length"
-    return None
+def _balanced(problem: Problem) -> str | None:
+    """Return why kernels, which take each shard of a balanced layout as one run, cannot run a problem, or None if they can."""
+    layout = problem.options.layout
+    if not isinstance(layout, BalancedLayout):
+        return None
+    for array in problem.arrays:
+        if array.name in ("alibi_slopes", "dropout_seed"):
+            return f"its kernels count the positions of {array.name} along runs, and the runs of a balanced layout are of any length"
+    if problem.steps.q_shards * problem.steps.k_shards > 1:
+        return f'strategy="{problem.strategy}" joins shards, and in a balanced layout these are not in order of position'
+    return None if layout.ascends else "the runs of a rank are not in order of position: make the layout with balanced_layout"
 
 
 def _triton(problem: Problem) -> str | None:
     if not isinstance(problem.q_shape[0], int):
         return f"its kernels are launched for a known batch, and this one is the symbolic size {problem.q_shape[0]} of jax.export"
-    if (uneven := _uneven(problem)) is not None:
-        return uneven
+    if (unordered := _balanced(problem)) is not None:
+        return unordered
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:
@@ -79,7 +86,7 @@ def _has_gluon() -> bool:
 
 
 def _hopper(problem: Problem) -> str | None:
-    if not problem.capability or not isinstance(problem.q_shape[0], int) or isinstance(problem.options.layout, BalancedLayout):
+    if not problem.capability or not isinstance(problem.q_shape[0], int) or _balanced(problem) is not None:
         return _triton(problem)
     if problem.capability != 90:
         return f"its kernels are for Hopper GPUs (sm_90), and this one is sm_{problem.capability}"
@@ -120,8 +127,8 @@ def _vendor(problem: Problem, widest: int) -> str | None:
     """
     if problem.framework != "torch":
         return "it is there in PyTorch only"
-    if (uneven := _uneven(problem)) is not None:
-        return uneven
+    if isinstance(problem.options.layout, BalancedLayout):
+        return "it takes runs of equal length, and those of a balanced layout are of any length"
     if problem.options.mask.hi is not None:
         return "it knows no windows: masks without an upper side only"
     names = [array.name for array in problem.arrays if array.name not in ("sinks", "dropout_seed")]
@@ -219,7 +226,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
             expected = automatic and not failed and problem.capability >= OLDEST_GPU  # a kernel, without a warning so far
-            if expected and (reason := _uneven(problem) or broken_triton()) is not None:
+            if expected and (reason := _balanced(problem) or broken_triton()) is not None:
                 warnings.warn(f"triton: {reason}. backend={chosen!r} runs this instead, slower", stacklevel=2)
             return None
         if automatic and chosen == "triton" and "hopper" not in failed and (untried := _new_to_hopper(problem)):

@@ -113,6 +113,9 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
     plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
     head_split = plan.head_split or HeadSplit(h, g, 1)
     names = {array.name for array in problem.arrays}
+    one_run = plan.band_of_one_run is not None
+    if one_run:
+        names |= {"extents"}  # which hold the mask, converted to local indices
     if 0 in problem.q_shape:
         names -= {"dropout_seed"}  # an empty q has no probabilities to drop
     return RingCall(
@@ -123,8 +126,8 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         kv_heads=head_split.k_local,
         head_dim=d,
         v_dim=problem.v_shape[-1],
-        q_runs=len(plan.q_runs[0]),
-        k_runs=len(plan.k_runs[0]),
+        q_runs=1 if one_run else len(plan.q_runs[0]),
+        k_runs=1 if one_run else len(plan.k_runs[0]),
         dtype=problem.dtypes[0],
         scale=problem.scale,
         softcap=problem.options.softcap,

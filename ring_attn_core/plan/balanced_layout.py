@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from ..layouts import check_length
 from ..records import hashed_once
@@ -57,6 +57,11 @@ class BalancedLayout:
     def seq_local(self) -> int:
         """Return the number of tokens of each rank, padding included."""
         return sum(length for _, length in self.runs[0])
+
+    @property
+    def ascends(self) -> bool:
+        """Return whether the runs of each rank are in order of position, as those of ``balanced_layout`` are."""
+        return all(a < b for rank in self.runs for a, b in pairwise(rank))
 
     @property
     def most_runs(self) -> int:

@@ -160,6 +160,11 @@ class RingPlan:
         """Return the mask, clamped to the largest possible lag, so that its arithmetic fits int32 even if the rank is traced."""
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
+    @property
+    def band_of_one_run(self) -> Band | None:
+        """Return ``band`` in a balanced layout, where kernels take a shard as one run (``attend/one_run.py``); else None."""
+        return self.band if isinstance(self.layout, BalancedLayout) else None
+
     def rows(self, rank: int, shift: int) -> tuple[tuple[Row, ...], ...]:
         """Return the ``Row`` of each pair (query run of ``rank``, key run of ``rank - shift``), as ``[q_runs][k_runs]``."""
         known = self._rows.get((rank, shift))

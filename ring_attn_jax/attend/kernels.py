@@ -15,10 +15,12 @@ from ring_attn_core.kernels.call import RingCall
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.launch import Launch
 from ring_attn_core.kernels.portable import launches as portable
+from ring_attn_core.runs import Band
 
 from .backend import sink_gradient
 from .keys import Keys, clipped
 from .launch import launch
+from .one_run import as_one_run
 from .score import Score
 from .state import BackwardInputs, Gradients, State
 
@@ -27,15 +29,17 @@ from .state import BackwardInputs, Gradients, State
 class Kernels:
     """The backends "triton", "triton_tf32" and "hopper".
 
-    ``call``: the parameters that all launches share.
+    ``call``: the parameters that all launches share. ``band``: the mask of a balanced layout, whose shards are converted to one
+    run each (``one_run.py``); None in other layouts.
     """
 
     call: RingCall
+    band: Band | None = None
     two_arrays: ClassVar[bool] = True
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
         """See ``Backend.attend``."""
-        arrays = _arrays(q, keys, rows, score)
+        arrays = self._arrays(q, keys, rows, score)
         if total is not None:
             arrays |= {name + "_in": x for name, x in total._asdict().items() if x is not None}
         _add_lists(arrays, steps.lists(self.call, "forward"))
@@ -60,8 +64,8 @@ class Kernels:
         if factor:
             dout, delta = dout * factor[0].swapaxes(1, 2)[..., None], delta * factor[0]
         bounds = None
-        if score.extents is not None:
-            (bounds,) = launch(steps.extent_bounds(self.call), _arrays(q, keys, rows, score))
+        if score.extents is not None and self.band is None:
+            (bounds,) = launch(steps.extent_bounds(self.call), self._arrays(q, keys, rows, score))
         return BackwardInputs(q, dout, lse2, delta, dsinks, bounds)
 
     def attend_backward(
@@ -79,12 +83,11 @@ class Kernels:
             dq = self.attend_dq(of_q, keys, rows, score, dq, last)
             return dq, self.attend_dkv(of_q, keys, rows, score, arrived())
         before = arrived()
-        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is None:
             dq, arrays["delta"] = _zeros_with(of_q.delta, hopper.sums_of_dq(self.call))
         arrays["dq_in"] = dq
-        if of_q.bounds is not None:
-            arrays["bounds"] = of_q.bounds
+        self._add_bounds(arrays, of_q)
         if before is not None:
             arrays["dkv_in"] = before
         _add_lists(arrays, steps.lists(self.call, "backward"))
@@ -97,7 +100,7 @@ class Kernels:
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
         """Return the gradient of q from these keys, added to ``dq`` (None: no keys yet); in q's dtype after the last step."""
-        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
         _add_lists(arrays, steps.lists(self.call, "dq"))
@@ -106,14 +109,26 @@ class Kernels:
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None) -> Gradients:
         """Return the gradient of these keys from this rank's queries, plus ``arrived`` (None: none yet), packed like the keys."""
-        arrays = _arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
-        if of_q.bounds is not None:
-            arrays["bounds"] = of_q.bounds
+        arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
+        self._add_bounds(arrays, of_q)
         if arrived is not None:
             arrays["dkv_in"] = arrived
         _add_lists(arrays, steps.lists(self.call, "dkv"))
         dkv = launch(steps.dkv(self.call, arrived is None, not self.call.packed), arrays)
         return dkv[0] if len(dkv) == 1 else dkv
+
+    def _arrays(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
+        """Return the input arrays of a step's launches by name."""
+        if self.band is not None:
+            rows, keys, score = as_one_run(rows, keys, score, q.shape[1], self.band)
+        return _arrays(q, keys, rows, score)
+
+    def _add_bounds(self, arrays: dict[str, jax.Array], of_q: BackwardInputs) -> None:
+        """Add the bounds of each query tile's extents: those of ``of_q``, or in a balanced layout those of this step."""
+        if of_q.bounds is not None:
+            arrays["bounds"] = of_q.bounds
+        elif self.band is not None:
+            (arrays["bounds"],) = launch(steps.extent_bounds(self.call), arrays)
 
 
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:

@@ -95,5 +95,5 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     plan, options = problem.check(), problem.options
     cap = None if options.softcap is None else float(options.softcap)
     call = runnable(problem, anywhere)
-    backend = Blockwise(even=isinstance(plan.layout, str)) if call is None else Kernels(call)
+    backend = Blockwise(even=isinstance(plan.layout, str)) if call is None else Kernels(call, plan.band_of_one_run)
     return CompiledCall(plan, Score(problem.scale, cap, float(options.dropout_rate)), backend, problem.strategy, problem.steps)

@@ -50,7 +50,7 @@ def bits_of(key_mask: Tensor) -> Tensor:
 
 def clipped(extents: Tensor) -> Tensor:
     """Return extents [b n 2] of any integer dtype as int32, clipped to 0 .. ``BEYOND``."""
-    return extents.long().clamp(0, BEYOND).int()
+    return (extents if extents.dtype == torch.int32 else extents.long()).clamp(0, BEYOND).int()
 
 
 def zeroed(x: Tensor, where: Tensor) -> Tensor:

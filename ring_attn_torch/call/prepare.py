@@ -128,7 +128,7 @@ def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
 def _backend_of(problem: Problem, anywhere: bool, passes: Collection[str]) -> Backend:
     call = runnable(problem, anywhere, passes)
     if call is not None:
-        return Kernels(call)
+        return Kernels(call, problem.plan.band_of_one_run)
     return Vendor(problem.options.backend) if problem.options.backend in VENDORS else Blockwise()
 
 

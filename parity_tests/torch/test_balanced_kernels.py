@@ -1,0 +1,18 @@
+"""The kernels in a balanced layout, in Triton's interpreter: each shard is one run, its documents extents in local indices."""
+
+from __future__ import annotations
+
+import pytest
+
+from ..support.balanced import KERNEL_CASES
+from ..support.cases import check
+from ..support.selection import first
+from .test_kernels import interpreter, run
+
+pytest.importorskip("triton")
+__all__ = ["interpreter"]  # the fixture
+
+
+@pytest.mark.parametrize("case", first(KERNEL_CASES, 5), ids=str)
+def test_kernels_in_a_balanced_layout_are_exact(interpreter, case):
+    check(case, run(interpreter, case))

@@ -1,0 +1,67 @@
+"""The rows, keys and score of a step in a balanced layout, converted so that each shard is one run, as the kernels take it.
+
+A rank's token positions ascend, so the key positions [first, end) that a query sees are one interval of local key indices:
+
+    [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
+
+The converted extents hold the mask and the documents. Key extents are converted alike to local indices of the queries.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from ring_attn_core.kernels.call import BEYOND
+from ring_attn_core.runs import Band, Row
+
+from .keys import Keys, clipped
+from .score import Score
+
+
+def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
+    """Return the single row of a step in which both shards are one run, and keys and score with extents in local indices.
+
+    ``queries``: tokens of the query shard, padding included. ``band``: the mask, in positions.
+    """
+    q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
+    batch, tokens = keys.kv.shape[:2]
+    q_pos, k_pos = _positions(q_runs, queries), _positions(k_runs, tokens)
+    least, most = _limits(q_pos, band)
+    if score.extents is None:
+        extents = jnp.broadcast_to(jnp.stack([least[:, 0], most[:, 1]], -1), (batch, queries, 2))
+    else:
+        extents = jnp.clip(clipped(score.extents), least, most)
+    of_keys = None if keys.extents is None else _local(q_pos, keys.extents)
+    none = jnp.zeros((), jnp.int32)
+    one = Row(none - tokens, none + queries, none, q_runs[:, 1].sum(), none, none, k_runs[:, 1].sum(), none, none + 1, none)
+    row = jnp.stack([x.astype(jnp.int32) for x in one])
+    return row[None, None], keys._replace(extents=of_keys), score._replace(extents=_local(k_pos, extents))
+
+
+def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
+    """Convert intervals of token positions to intervals of indices in the ascending ``positions``."""
+    return jnp.searchsorted(positions, intervals, method="scan_unrolled").astype(jnp.int32)
+
+
+def _positions(runs: jax.Array, tokens: int) -> jax.Array:
+    """Return the position of each token of a shard, int32 [tokens]; that of padding is ``BEYOND``.
+
+    ``runs``: the base, length and start of each run, int32 [runs, 3].
+    """
+    base, length, start = runs.T
+    offset = jnp.arange(tokens, dtype=jnp.int32)[:, None] - base
+    held = (offset >= 0) & (offset < length)
+    return jnp.where(held.any(1), jnp.where(held, start + offset, 0).sum(1, dtype=jnp.int32), jnp.int32(BEYOND))
+
+
+def _limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
+    """Return the least and the greatest first and end of the key positions that each query sees under ``band``, int32 [s 2].
+
+    ``at``: the position of each query.
+    """
+    none, all_of_them = jnp.zeros_like(at), jnp.full_like(at, BEYOND)
+    first = none if band.hi is None else at - band.hi
+    end = all_of_them if band.lo is None else at - band.lo + 1
+    clip = lambda *both: jnp.clip(jnp.stack(both, -1), 0, BEYOND)
+    return clip(first, none), clip(all_of_them, end)
