@@ -60,6 +60,7 @@ def check_documents(documents: np.ndarray, arrays: list[np.ndarray], results: li
         assert relative_error(mine, x) <= bound(y, x, "float32"), name
         assert (mine[documents < 0] == 0).all(), name
 
+
 KERNEL_CASES = [
     case_of(2, 3, extents="documents", poison=True),
     case_of(4, extents="documents", heads=3, kv_heads=1, batch=1, mask=sliding_window(9), softcap=2.0, sinks=True),

@@ -1,0 +1,89 @@
+"""The launches of one rank on packed documents, without communication: each step computes on keys of random values."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ring_attn_core import causal
+from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.problem.options import Options
+from ring_attn_torch.attend.state import State
+from ring_attn_torch.call.prepare import Arrays, checked, checked_backward, problem_of
+
+PASSES = "forward", "backward"
+
+
+class Sizes(NamedTuple):
+    """The sizes of a rank's call. ``tokens``: those of a shard."""
+
+    tokens: int
+    heads: int
+    kv_heads: int
+    dim: int
+    device: str
+
+
+def drawn(length: int, rng: np.random.Generator) -> list[int]:
+    """Return the lengths of log-normal documents that fill a sequence."""
+    found: list[int] = []
+    while (left := length - sum(found)) > 0:
+        tokens = int(np.clip(rng.lognormal(np.log(1340), 1.3), 64, max(64, length // 4)))
+        found.append(min(tokens, left))
+    return found
+
+
+def ranks_of(sizes: Sizes, layout: str, documents: list[int], ranks: int, skip: bool = False) -> list[Rank]:
+    """Return all ranks of a ring. ``skip``: leave out the steps in which a rank sees no key."""
+    first = np.repeat(np.cumsum([0, *documents[:-1]]), documents)
+    given: Any = balanced_layout(documents, ranks) if layout == "balanced" else layout
+    generator = torch.Generator(sizes.device).manual_seed(0)
+    draw = lambda heads: torch.randn(1, sizes.tokens, heads, sizes.dim, device=sizes.device, generator=generator)
+    heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
+    tensors = [draw(each).to(torch.bfloat16 if sizes.device == "cuda" else torch.float32) for each in heads]
+    return [Rank(tensors, Options(mask=causal(), layout=given), first, rank, ranks, skip) for rank in range(ranks)]
+
+
+class Rank:
+    """A rank's launches, and the visible pairs of its queries.
+
+    ``tensors``: q, k, v and the cotangent of out. ``first``: the first visible key of each position.
+    """
+
+    def __init__(self, tensors: list[Tensor], options: Options, first: np.ndarray, rank: int, ranks: int, skip: bool) -> None:
+        self.q, k, v, self.dout = tensors
+        plan = RingPlan(options.layout, options.mask, ranks, k.shape[1])
+        at = [np.asarray(plan.positions(each)) for each in range(ranks)]
+        own, begin = at[rank], first[at[rank]]
+        extents = torch.from_numpy(np.stack([begin, own + 1], -1)[None].astype(np.int32)).to(k.device)
+        problem = problem_of(self.q, k, v, arrays := Arrays(extents=extents), ranks, options)
+        compiled = checked(problem, anywhere=False)
+        self.backends = compiled.backend, checked_backward(problem, anywhere=False).backend
+        self.keys, self.score = compiled.keys(k, v, arrays), compiled.scored(arrays)
+        self.pairs = int((own - begin + 1).sum())
+        sees = lambda keys: (np.searchsorted(keys, own, "right") > np.searchsorted(keys, begin)).any()
+        shifts = [s for s in plan.shifts if not (skip and s) or sees(at[rank - s])]
+        self.steps = [(plan.rows(rank, s), s == shifts[-1]) for s in shifts]
+        self.total, self.arrived = self.forward(), torch.zeros_like(self.keys.kv, dtype=torch.float32)
+        self.works = {"forward": self.forward, "backward": self.backward}
+
+    def forward(self) -> State:
+        """Launch the forward of all steps."""
+        total = None
+        for rows, last in self.steps:
+            total = self.backends[0].attend(self.q, self.keys, rows, self.score, total, last)
+        assert total is not None
+        return total
+
+    def backward(self) -> Any:
+        """Launch the backward of all steps, each on gradients that arrived, but for the first."""
+        dtotal, dq, dkv = State(self.dout, torch.zeros_like(self.total.lse)), None, None
+        of_q = self.backends[1].backward_inputs(self.q, self.keys, self.steps[0][0], self.score, self.total, dtotal)
+        for rows, last in self.steps:
+            before = None if dq is None else self.arrived
+            dq, dkv = self.backends[1].attend_backward(of_q, self.keys, rows, self.score, dq, lambda x=before: x, last)
+        return dq, dkv
