@@ -27,6 +27,7 @@ from .attend.dropout import dropout_state
 from .axes import check_axis_name, described, dtype_names, mapped_over_mesh
 from .call.autograd import attention
 from .call.prepare import Arrays
+from .call.traced import TracedLayout, traced
 from .data.extents import on_host
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def sharded_ring_attention(
     axis_name: str = "seq",
     batch_axes: str | Sequence[str] = (),
     head_axis: str | None = None,
-    layout: str | BalancedLayout = "zigzag",
+    layout: str | BalancedLayout | TracedLayout = "zigzag",
     mask: Band = causal(),
     extents: Int[Array, "batch tokens 2"] | None = None,
     key_extents: Int[Array, "batch kv_tokens 2"] | None = None,
@@ -78,7 +79,7 @@ def sharded_ring_attention(
     Raise ValueError if the mesh lacks an axis or sizes do not divide, TypeError for an unknown keyword.
     """
     options = Options(
-        layout=layout,
+        layout="contiguous" if isinstance(layout, TracedLayout) else layout,
         mask=mask,
         length=length,
         kv_length=kv_length,
@@ -91,7 +92,10 @@ def sharded_ring_attention(
     )
     where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
     state = dropout_state(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
-    return sharded(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents), options, where, return_lse)
+    arrays = Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents)
+    if isinstance(layout, TracedLayout):
+        options, arrays = traced(options, layout, arrays, q.shape, None)
+    return sharded(q, k, v, arrays, options, where, return_lse)
 
 
 class ShardedAxes(NamedTuple):
@@ -134,16 +138,23 @@ class ShardedAxes(NamedTuple):
         tokens, heads = PartitionSpec(batch, self.axis_name), PartitionSpec(self.head_axis)
         keys = PartitionSpec(batch, self.axis_name, None if kv_heads == 1 else self.head_axis)
         of_optional = {"extents": tokens, "key_extents": tokens, "key_mask": tokens, "sinks": heads, "alibi_slopes": heads}
-        return {"q": PartitionSpec(*tokens, *heads), "k": keys, "v": keys, **of_optional, "dropout_seed": PartitionSpec()}
+        return {
+            "q": PartitionSpec(*tokens, *heads),
+            "k": keys,
+            "v": keys,
+            **of_optional,
+            "dropout_seed": PartitionSpec(),
+            "positions": PartitionSpec(),
+        }
 
 
 def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
     """Compute ``sharded_ring_attention`` from records."""
     dtype_names(q, k, v)
     check_shards(q, k, v, where)
-    for array in described(arrays._replace(dropout_seed=None)._asdict()):
+    for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
         check_array(array, q.shape, k.shape)
-    if arrays.extents is not None:
+    if arrays.extents is not None and arrays.positions is None:
         _check_extents(arrays.extents, k.shape[1], options, where)
     inputs, specs = {"q": q, "k": k, "v": v, **arrays._asdict()}, where.specs(k.shape[2])
     put = lambda name, x: x if name == "dropout_seed" else on_mesh(x, where.mesh, specs[name])

@@ -3,12 +3,12 @@
     python -m benchmarks.documents [--cpu] [--tokens 8192] [--ranks 4 8] [--steps all]
 
 One GPU, bfloat16, 64 query heads and 8 key heads of 128. The launches of each rank run one after the other. Documents are
-log-normal: median 1,340 tokens, sigma 1.3, clipped to 64 and a quarter of the sequence; five batches of a fixed seed. "one launch"
-is the same sequence on one rank, its time divided by the ranks. ``--steps seen`` leaves out the steps in which a rank sees no key.
+log-normal: median 1,340 tokens, sigma 1.3, clipped to 64 and a quarter of the sequence; five batches of fixed seeds. "One launch"
+is the same sequence on one rank, its time divided by the ranks. ``--steps seen`` omits the steps in which a rank sees no key.
 
-Prediction (8 ranks): balanced takes at most 1.06 of the mean time on the slowest rank, zigzag and contiguous about twice. Each step
-reads and writes the float32 state, 0.27 GB or 0.16 ms, beside some 0.2 ms of products: with all steps balanced stays below 0.93 of
-one launch.
+Prediction (8 ranks): the slowest rank takes at most 1.06 of the mean time in balanced, about twice in zigzag and contiguous. Each
+step reads and writes the float32 state, 0.54 GB or 0.2 ms, beside some 0.2 ms of products: with all steps, balanced stays far
+below 0.93 of one launch.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
 from itertools import accumulate, pairwise
+from typing import Any
 
 from ..layouts import check_length
 from ..records import hashed_once
@@ -84,12 +85,17 @@ class BalancedLayout:
 
     def check(self, ranks: object, length: object) -> None:
         """Raise ValueError if this layout has another number of ranks or another length."""
-        if ranks != self.ranks or length != self.length:
-            raise ValueError(
-                f"this layout deals {self.length} tokens to {self.ranks} ranks, got {in_words(length)} tokens and "
-                f"{in_words(ranks)} ranks: pass the layout that was made for these documents, the .layout of their shard"
-            )
+        check_layout(self, ranks, length)
 
     def positions(self, rank: int) -> list[int]:
         """Return the global position of each token of a rank, in shard order; padding has positions >= length."""
         return [position for start, length in self.runs[rank] for position in range(start, start + length)]
+
+
+def check_layout(layout: Any, ranks: object, length: object) -> None:
+    """Raise ValueError if ``layout`` has another number of ranks or another length."""
+    if ranks != layout.ranks or length != layout.length:
+        raise ValueError(
+            f"this layout deals {layout.length} tokens to {layout.ranks} ranks, got {in_words(length)} tokens and "
+            f"{in_words(ranks)} ranks: pass the layout that was made for these documents, the .layout of their shard"
+        )

@@ -9,14 +9,20 @@ The converted extents hold the mask and the documents. Key extents are converted
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
 from ring_attn_core.kernels.call import BEYOND
 from ring_attn_core.runs import Band, Row
 
+from .backend import Backend
 from .keys import Keys, clipped
 from .score import Score
+from .state import BackwardInputs, Gradients, State
 
 
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
@@ -27,7 +33,7 @@ def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Ba
     q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
     batch, tokens = keys.kv.shape[:2]
     q_pos, k_pos = _positions(q_runs, queries), _positions(k_runs, tokens)
-    least, most = _limits(q_pos, band)
+    least, most = limits(q_pos, band)
     if score.extents is None:
         extents = jnp.broadcast_to(jnp.stack([least[:, 0], most[:, 1]], -1), (batch, queries, 2))
     else:
@@ -36,7 +42,7 @@ def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Ba
     none = jnp.zeros((), jnp.int32)
     one = Row(none - tokens, none + queries, none, q_runs[:, 1].sum(), none, none, k_runs[:, 1].sum(), none, none + 1, none)
     row = jnp.stack([x.astype(jnp.int32) for x in one])
-    return row[None, None], keys._replace(extents=of_keys), score._replace(extents=_local(k_pos, extents))
+    return row[None, None], keys._replace(extents=of_keys), replace(score, extents=_local(k_pos, extents))
 
 
 def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
@@ -55,7 +61,7 @@ def _positions(runs: jax.Array, tokens: int) -> jax.Array:
     return jnp.where(held.any(1), jnp.where(held, start + offset, 0).sum(1, dtype=jnp.int32), jnp.int32(BEYOND))
 
 
-def _limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
+def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
     """Return the least and the greatest first and end of the key positions that each query sees under ``band``, int32 [s 2].
 
     ``at``: the position of each query.
@@ -65,3 +71,53 @@ def _limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
     end = all_of_them if band.lo is None else at - band.lo + 1
     clip = lambda *both: jnp.clip(jnp.stack(both, -1), 0, BEYOND)
     return clip(first, none), clip(all_of_them, end)
+
+
+@dataclass(frozen=True)
+class TracedRuns:
+    """The backend of a layout whose positions are traced (``score.positions``): it converts each step for ``backend``.
+
+    The plan is that of contiguous shards, whose rows say which ranks a step joins; the extents hold the mask.
+    """
+
+    backend: Backend
+
+    @property
+    def two_arrays(self) -> bool:
+        """See ``Backend.two_arrays``."""
+        return self.backend.two_arrays
+
+    def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
+        """See ``Backend.attend``."""
+        return self.backend.attend(q, *_converted(q, keys, rows, score), total, last)
+
+    def backward_inputs(
+        self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
+    ) -> BackwardInputs:
+        """See ``Backend.backward_inputs``."""
+        of_q = self.backend.backward_inputs(q, *_converted(q, keys, rows, score), total, dtotal)
+        return of_q._replace(bounds=None)  # those of the first step
+
+    def attend_backward(
+        self,
+        of_q: BackwardInputs,
+        keys: Keys,
+        rows: jax.Array,
+        score: Score,
+        dq: jax.Array | None,
+        arrived: Callable[[], jax.Array | None],
+        last: bool,
+    ) -> tuple[jax.Array, Gradients]:
+        """See ``Backend.attend_backward``."""
+        return self.backend.attend_backward(of_q, *_converted(of_q.q, keys, rows, score), dq, arrived, last)
+
+
+def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
+    """Return keys, the row and score of a step with extents and key extents in local indices."""
+    assert score.positions is not None and score.extents is not None
+    at = Row(*rows[0, 0])
+    own: Any = lambda start, tokens: jnp.take(score.positions, start + jnp.arange(tokens, dtype=jnp.int32))
+    q_pos, k_pos = own(at.q_start, q.shape[1]), own(at.k_start, keys.kv.shape[1])
+    row = jnp.stack(at._replace(q_start=at.q_base, k_start=at.k_base))[None, None]
+    of_keys = None if keys.extents is None else _local(q_pos, keys.extents)
+    return keys._replace(extents=of_keys), row, replace(score, extents=_local(k_pos, score.extents))

@@ -13,7 +13,7 @@ from .dropout import DropoutState
 @partial(
     jax.tree_util.register_dataclass,
     meta_fields=["scale", "softcap", "dropout_rate"],
-    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed"],
+    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed", "positions"],
 )
 @dataclass(frozen=True)
 class Score:
@@ -32,3 +32,5 @@ class Score:
     alibi_slopes: jax.Array | None = None
     """[h]: the ALiBi bias for each position that the key is ahead of the query."""
     dropout_seed: DropoutState | None = None
+    positions: jax.Array | None = None
+    """int32 [ranks * s]: the position of each token of a traced layout, in layout order; that of padding is ``BEYOND``."""

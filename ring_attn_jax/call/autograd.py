@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.problem.options import Options
 
+from ..attend.one_run import TracedRuns
 from ..attend.state import State, carries_rest
 from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
@@ -51,6 +52,8 @@ def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_nam
     """Compute (out, lse) of ``ring_attention`` from its arguments as records. Differentiable once, in reverse mode."""
     problem = on_hardware(problem_of(q, k, v, arrays, ring_size(axis_name), options))
     compiled = checked(problem, anywhere=False)
+    if arrays.positions is not None:
+        compiled = compiled._replace(backend=TracedRuns(compiled.backend))
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
     return _attention(inputs, compiled, axis_name)
 

@@ -29,7 +29,7 @@ class Arrays(NamedTuple):
     """The optional arrays of a call, or their gradients, under their public names; None if not passed.
 
     ``check_array`` looks the arrays up by these names. Append a new array at the end. ``dropout_seed``: the dropout state, made
-    from the public ``dropout_seed`` and ``dropout_offset``.
+    from the public ``dropout_seed`` and ``dropout_offset``. ``positions``: those of a traced layout (``traced.py``).
     """
 
     extents: jax.Array | None = None
@@ -38,6 +38,7 @@ class Arrays(NamedTuple):
     alibi_slopes: jax.Array | None = None
     dropout_seed: DropoutState | None = None
     key_extents: jax.Array | None = None
+    positions: jax.Array | None = None
 
 
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
@@ -51,7 +52,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
         jax.default_backend(),
         ranks,
         options,
-        described(arrays._replace(dropout_seed=None)._asdict()) + of_seed,
+        described(arrays._replace(dropout_seed=None, positions=None)._asdict()) + of_seed,
         capability(),
         tma=makes_descriptors(),
     )
@@ -79,6 +80,7 @@ class CompiledCall(NamedTuple):
             sinks=arrays.sinks,
             alibi_slopes=arrays.alibi_slopes,
             dropout_seed=arrays.dropout_seed,
+            positions=arrays.positions,
         )
 
     def ring(self, axis_name: str) -> Ring:

@@ -15,6 +15,7 @@ from ring_attn_core.runs import Band
 from ..attend.dropout import dropout_state
 from .autograd import attention
 from .prepare import Arrays
+from .traced import TracedLayout, traced
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
@@ -27,7 +28,7 @@ def ring_attention(
     v: Float[Array, "batch kv_local kv_heads v_dim"],
     *,
     axis_name: str = "seq",
-    layout: str | BalancedLayout = "zigzag",
+    layout: str | BalancedLayout | TracedLayout = "zigzag",
     mask: Band = causal(),
     extents: Int[Array, "batch seq_local 2"] | None = None,
     key_extents: Int[Array, "batch kv_local 2"] | None = None,
@@ -63,7 +64,7 @@ def ring_attention(
         v: ``[batch, kv_local, kv_heads, v_dim]``.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
-            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, static under jit; backend "blockwise" only.
+            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, static under jit, or its TracedLayout.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see: ``document_extents``, ``prefix_extents``.
@@ -98,7 +99,7 @@ def ring_attention(
     are each rank's part, as JAX leaves them: psum them, or leave check_vma at its default.
     """
     options = Options(
-        layout=layout,
+        layout="contiguous" if isinstance(layout, TracedLayout) else layout,
         mask=mask,
         length=length,
         kv_length=kv_length,
@@ -110,5 +111,8 @@ def ring_attention(
         deterministic=deterministic,
     )
     state = dropout_state(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
-    out, lse = attention(q, k, v, Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents), options, axis_name)
+    arrays = Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents)
+    if isinstance(layout, TracedLayout):
+        options, arrays = traced(options, layout, arrays, q.shape, axis_name)
+    out, lse = attention(q, k, v, arrays, options, axis_name)
     return (out, lse) if return_lse else out

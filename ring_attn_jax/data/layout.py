@@ -11,13 +11,16 @@ from ring_attn_core.layouts import check_rank, check_ranks, named, padded_local
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
+from ..call.traced import TracedLayout
 from .extents import whole
 
 if TYPE_CHECKING:
     from jaxtyping import Array, Int
 
 
-def to_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, dim: int = 1, pad_value: Any = 0) -> jax.Array:
+def to_layout(
+    x: jax.Array, layout: str | BalancedLayout | TracedLayout, ranks: int, dim: int = 1, pad_value: Any = 0
+) -> jax.Array:
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
     ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the smallest length that
@@ -36,7 +39,7 @@ def to_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, dim: int =
     return jnp.take(jnp.pad(whole(x, dim), padding, constant_values=pad_value), order, axis=dim)
 
 
-def from_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, length: int, dim: int = 1) -> jax.Array:
+def from_layout(x: jax.Array, layout: str | BalancedLayout | TracedLayout, ranks: int, length: int, dim: int = 1) -> jax.Array:
     """Invert :func:`to_layout`: return the tokens in natural order, cut at ``length``.
 
     Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or for the reasons of ``to_layout``.
@@ -51,7 +54,9 @@ def from_layout(x: jax.Array, layout: str | BalancedLayout, ranks: int, length: 
     return jnp.take(whole(x, dim), jnp.argsort(order)[:length], axis=dim)
 
 
-def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int | jax.Array) -> Int[Array, " seq_local"]:
+def positions(
+    layout: str | BalancedLayout | TracedLayout, ranks: int, length: int, rank: int | jax.Array
+) -> Int[Array, " seq_local"]:
     """Return the global position of each token of a rank, int32 [seq_local], in shard order.
 
     Padding has positions >= length. The positions are the same for all batch rows, while those of ``shard_batch`` are [batch,
@@ -61,6 +66,9 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int |
     ``rank`` may be traced (``lax.axis_index``). Raise ValueError if an int is not a rank of the ring.
     """
     check_rank(rank, ranks)
+    if isinstance(layout, TracedLayout):
+        layout.check(ranks, length)
+        return layout.table[rank]
     if isinstance(layout, BalancedLayout):
         layout.check(ranks, length)
         return jnp.asarray([layout.positions(each) for each in range(ranks)], jnp.int32)[rank]
@@ -71,9 +79,12 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int |
     return (start[:, None] + slot.stride * jnp.arange(slot.length, dtype=jnp.int32)[None]).reshape(-1)
 
 
-def _order(layout: str | BalancedLayout, ranks: int, length: int) -> jax.Array:
+def _order(layout: str | BalancedLayout | TracedLayout, ranks: int, length: int) -> jax.Array:
     """Return the global position of each slot of the padded array in layout order."""
     check_ranks(ranks)
+    if isinstance(layout, TracedLayout):
+        layout.check(ranks, length)
+        return layout.table.reshape(-1)
     if isinstance(layout, BalancedLayout):
         layout.check(ranks, length)
         return jnp.asarray([position for rank in range(ranks) for position in layout.positions(rank)], jnp.int32)

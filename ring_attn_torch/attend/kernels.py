@@ -124,7 +124,7 @@ class Kernels:
         """Add the bounds of each query tile's extents: those of ``of_q``, or in a balanced layout those of this step."""
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
-        elif self.band is not None:
+        elif "extents" in arrays:
             (arrays["bounds"],) = launch(steps.extent_bounds(self.call), arrays)
 
 

@@ -71,7 +71,7 @@ def ring_attention(
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.
         layout: "contiguous", "striped" or "zigzag": the tokens that a rank holds; to_layout and from_layout convert.
-            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, with backend "blockwise" only.
+            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see, as ``document_extents`` and ``prefix_extents`` return them. Values outside the keys and reversed

@@ -1,0 +1,89 @@
+"""A balanced layout as an array: a jitted function that takes it as an argument runs any documents without compiling anew."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ring_attn_core.kernels.call import BEYOND
+from ring_attn_core.masks import full
+from ring_attn_core.plan.balanced_layout import BalancedLayout, check_layout
+from ring_attn_core.problem.options import Options
+from ring_attn_core.problem.strategies import name_of
+from ring_attn_core.validation import in_words
+
+from ..attend.keys import clipped
+from ..attend.one_run import limits
+from .prepare import Arrays
+
+
+@partial(jax.tree_util.register_dataclass, meta_fields=["length"], data_fields=["table"])
+@dataclass(frozen=True)
+class TracedLayout:
+    """A balanced layout that a jitted function takes as an argument. Make it with ``TracedLayout.of(shard.layout)``.
+
+    ``table`` int32 [ranks, seq_local]: the position of each rank's tokens, in ascending order. ``length``: number of tokens
+    without padding; positions from ``length`` on are padding.
+    """
+
+    table: jax.Array
+    length: int
+
+    @classmethod
+    def of(cls, layout: BalancedLayout) -> TracedLayout:
+        """Convert a balanced layout. Raise ValueError if the positions of a rank do not ascend."""
+        if not isinstance(layout, BalancedLayout) or not layout.ascends:
+            raise ValueError(
+                "TracedLayout.of takes a BalancedLayout whose runs are in order of position, the .layout of a shard of "
+                f'shard_batch(..., layout="balanced"), got {in_words(layout)}'
+            )
+        return cls(jnp.asarray([layout.positions(rank) for rank in range(layout.ranks)], jnp.int32), layout.length)
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return self.table.shape[0]
+
+    def check(self, ranks: object, length: object) -> None:
+        """Raise ValueError if this layout has another number of ranks or another length."""
+        check_layout(self, ranks, length)
+
+
+def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[int, ...], axis_name: str | None) -> Any:
+    """Return ``options`` of contiguous shards and ``arrays`` with the positions, and with extents that hold the mask.
+
+    ``shape``: that of q; a shard inside the ring ``axis_name``, or whole if that is None.
+    """
+    ranks, local = layout.table.shape
+    for name in ("length", "kv_length"):
+        if (given := getattr(options, name)) is not None:
+            layout.check(ranks, given)
+    if shape[1] != (local if axis_name else ranks * local):
+        raise ValueError(
+            f"a shard of this layout has {local} tokens on each of {ranks} ranks, got {shape[1]} in q: shard with to_layout, by "
+            "this layout"
+        )
+    for name in ("alibi_slopes", "dropout_seed"):
+        if getattr(arrays, name) is not None:
+            raise ValueError(
+                f"{name} counts positions along runs, and those of a TracedLayout are not known: pass a BalancedLayout"
+            )
+    if (name := name_of(options.strategy)) not in ("ring", "two_way", "two_level"):
+        raise ValueError(
+            f'strategy={name!r} does not run a TracedLayout: pass "ring", "two_way" or TwoLevel, or a BalancedLayout'
+        )
+    table = jnp.where(layout.table < layout.length, layout.table, BEYOND)
+    at = table[lax.axis_index(axis_name)] if axis_name else table.reshape(-1)
+    least, most = limits(at, options.mask.clamped(ranks * local))
+    most = jnp.where(at[:, None] == BEYOND, 0, jnp.minimum(most, layout.length))
+    held = arrays.extents
+    if held is None:
+        held = jnp.broadcast_to(jnp.array([0, BEYOND], jnp.int32), (*shape[:2], 2))
+    extents = jnp.clip(clipped(held), least, most)
+    plain = replace(options, layout="contiguous", mask=full(), length=None, kv_length=None)
+    return plain, arrays._replace(extents=extents, positions=table.reshape(-1))
