@@ -11,11 +11,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ring_attn_core import TwoLevel, causal, sliding_window
 from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_jax import from_layout, ring_attention, shard_batch, sharded_ring_attention, to_layout
+from ring_attn_jax.call.traced import TracedLayout
 
-from ..support.balanced import CASES, batch_of_documents, check_documents
-from ..support.cases import check
+from ..support.balanced import CASES, DOCUMENTS, batch_of_documents, check_documents
+from ..support.cases import Case, check, computed_bound
 from ..support.selection import first
 from .ring import QUICK, SEQ, mesh_of, run_once
 
@@ -68,13 +72,15 @@ def test_a_shard_is_the_part_of_all_shards(rank):
 
 
 OF_TWO = balanced_layout((20, 12), 2)
+UNORDERED = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
 
 
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        (OF_TWO, {"backend": "triton"}, "it takes runs of equal length"),
-        (OF_TWO, {"backend": "hopper"}, "it takes runs of equal length"),
+        (OF_TWO, {"backend": "triton", "strategy": "gather"}, 'strategy="gather" joins shards'),
+        (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "count the positions of dropout_seed along runs"),
+        (UNORDERED, {"backend": "triton"}, "the runs of a rank are not in order of position"),
         (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),
         (OF_TWO, {"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens and 2 ranks"),
         (balanced_layout((20, 12), 4), {}, "this layout deals 32 tokens to 4 ranks, got 32 tokens and 2 ranks"),
@@ -92,3 +98,63 @@ def test_what_does_not_run_is_refused_by_name(layout: Any, options: dict[str, An
 def test_documents_that_jax_traces_are_refused():
     with pytest.raises(ValueError, match="follows from the values of documents"):
         jax.jit(lambda x: shard_batch(x, "balanced", 2, documents=x)[0])(jnp.zeros((1, 8), jnp.int32))
+
+
+@partial(jax.jit, static_argnames=("mask", "strategy"), compiler_options=QUICK if jax.default_backend() == "cpu" else None)
+def of_traced(arrays: Any, features: dict[str, Any], layout: TracedLayout, mask: Any, strategy: Any = "auto") -> Any:
+    """Return out, lse and the gradients of q, k and v in a traced layout."""
+    put = lambda x: to_layout(x, layout, layout.ranks)
+    q, k, v, dout, dlse = map(put, arrays)
+    sinks = {name: x for name, x in features.items() if name == "sinks"}
+    given: Any = (
+        {name: put(x) for name, x in features.items() if name not in sinks} | {"mask": mask, "strategy": strategy} | sinks
+    )
+    call = partial(sharded_ring_attention, mesh=mesh_of(layout.ranks), layout=layout, return_lse=True, **given)
+    results, vjp = jax.vjp(call, q, k, v)
+    return [from_layout(x, layout, layout.ranks, layout.length) for x in (*results, *vjp((dout, dlse)))]
+
+
+TRACED: list[dict[str, Any]] = [
+    {"mask": causal(), "extents": "documents"},
+    {"mask": sliding_window(9), "key_mask": "random", "sinks": True, "softcap": None, "strategy": TwoLevel(ranks=2)},
+    {"mask": sliding_window(7, 3), "key_extents": "tree", "strategy": "two_way"},
+]
+
+
+@pytest.mark.parametrize("options", first(TRACED), ids=str)
+def test_a_traced_layout_is_exact_and_other_documents_do_not_compile_anew(options):
+    programs = []
+    for documents in (DOCUMENTS, (30, 20, 11), (61,)):
+        case = Case(balanced_layout(documents, 4, seq_local=17), length=61, **options)
+        assert isinstance(case.layout, BalancedLayout)
+        arrays = case.arrays.values()
+        results = of_traced([*arrays], case.features, TracedLayout.of(case.layout), case.mask, case.strategy)
+        for name, mine in zip(("out", "lse", "dq", "dk", "dv"), results, strict=True):
+            assert relative_error(np.asarray(mine), getattr(case.expected, name)) <= computed_bound(case, name), name
+        programs.append(of_traced._cache_size())
+    assert programs == programs[:1] * 3
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "gather"}, "strategy='gather' does not run a TracedLayout"),
+        ({"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens"),
+        ({"alibi_slopes": jnp.ones(4)}, "alibi_slopes counts positions along runs"),
+        (
+            {"layout": TracedLayout.of(balanced_layout((40,), 2))},
+            "a shard of this layout has 20 tokens on each",
+        ),
+    ],
+)
+def test_what_a_traced_layout_does_not_run_is_refused_by_name(options: dict[str, Any], message: str):
+    q = jnp.zeros((1, 32, 4, 8))
+    given: Any = {"layout": TracedLayout.of(OF_TWO)} | options
+    attention = jax.shard_map(partial(ring_attention, **given), mesh=mesh_of(2), in_specs=SEQ, out_specs=SEQ)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        attention(q, q, q)
+
+
+def test_a_layout_whose_runs_are_not_in_order_is_not_traced():
+    with pytest.raises(ValueError, match="runs are in order of position"):
+        TracedLayout.of(UNORDERED)

@@ -11,9 +11,11 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxlib import gpu_triton
 
 from ring_attn_core import causal
+from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_jax import ring_attention, sharded_ring_attention
 from ring_attn_jax.attend import launch
 from ring_attn_jax.attend.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
+from ring_attn_jax.call.traced import TracedLayout
 
 pytest.importorskip("triton")
 needs_plugin = pytest.mark.skipif(
@@ -54,6 +56,19 @@ def test_a_step_is_one_launch_forward_and_one_or_two_backward(backend, ranks):
         "forward steps, the sums, dq and dkv of every step or all and dq"
     )
     assert text.count("collective_permute") >= (ranks - 1) * 2
+
+
+@needs_plugin
+@pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_descriptors)])
+def test_a_traced_layout_lowers_to_kernels(backend):
+    """And its positions are an argument of the program, which other documents run too."""
+    mesh = jax.make_mesh((4,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    layouts = [TracedLayout.of(balanced_layout(documents, 4)) for documents in ((512,), (100, 412))]
+    call = lambda q, k, v, layout: sharded_ring_attention(q, k, v, mesh=mesh, layout=layout, backend=backend)
+    loss = lambda q, k, v, layout: call(q, k, v, layout).astype(jnp.float32).sum()
+    one, other = [lowered(jax.grad(loss, (0, 1, 2)), *shapes(), layout) for layout in layouts]
+    assert one == other
+    assert one.count(f"@{CUSTOM_CALL}") > 8
 
 
 @needs_plugin

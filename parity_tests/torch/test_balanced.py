@@ -81,13 +81,15 @@ def refusal(group: Any, layout: Any, options: dict[str, Any]) -> str:
 
 
 OF_TWO: Any = balanced_layout((20, 12), 2)
+UNORDERED: Any = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
 
 
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        (OF_TWO, {"backend": "triton"}, "it takes runs of equal length"),
-        (OF_TWO, {"backend": "hopper"}, "it takes runs of equal length"),
+        (OF_TWO, {"backend": "triton", "strategy": "gather"}, 'strategy="gather" joins shards'),
+        (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "count the positions of dropout_seed along runs"),
+        (UNORDERED, {"backend": "triton"}, "the runs of a rank are not in order of position"),
         (OF_TWO, {"backend": "flash"}, "it takes runs of equal length"),
         (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),
         (OF_TWO, {"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens and 2 ranks"),
