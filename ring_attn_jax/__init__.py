@@ -20,6 +20,7 @@ from . import functional as functional  # by name only, as in the PyTorch packag
 from .attend import launch as launch  # launch.compile_for lowers for a GPU that this host lacks
 from .block import attend_block, merge
 from .call.signature import ring_attention
+from .call.traced import TracedLayout
 from .data.batch import Shard as Shard  # by name only, as in the PyTorch package, where import * would hide its Shard
 from .data.batch import shard_batch
 from .data.dataset import SequenceShardedDataset
@@ -71,6 +72,7 @@ __all__ = [
     "Run",
     "SequenceShardedDataset",
     "SummaryAttention",
+    "TracedLayout",
     "TransformerConfig",
     "TreeExtents",
     "TwoLevel",

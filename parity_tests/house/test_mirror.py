@@ -20,6 +20,8 @@ ONLY_IN_JAX = {
     "attention_fn": "for flax's modules; torch.nn's MultiheadAttention takes none, so there is another module",
     "layers/adapters.py": "where attention_fn lives",
     "functional/dot_product.py": "the signature of jax.nn",
+    "TracedLayout": "in PyTorch other documents compile nothing",
+    "call/traced.py": "where TracedLayout lives",
     "dilated_attention_fn": "likewise; in PyTorch it is DilatedAttention",
     "layers/dilated_adapter.py": "where dilated_attention_fn lives",
 }

@@ -10,13 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from ring_attn_core import TwoLevel, causal, sliding_window
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_jax import from_layout, ring_attention, shard_batch, sharded_ring_attention, to_layout
-from ring_attn_jax.call.traced import TracedLayout
+from ring_attn_jax import (
+    RingTransformer,
+    TracedLayout,
+    from_layout,
+    ring_attention,
+    shard_batch,
+    sharded_ring_attention,
+    to_layout,
+)
 
 from ..support.balanced import CASES, DOCUMENTS, batch_of_documents, check_documents
 from ..support.cases import Case, check, computed_bound
@@ -158,3 +166,21 @@ def test_what_a_traced_layout_does_not_run_is_refused_by_name(options: dict[str,
 def test_a_layout_whose_runs_are_not_in_order_is_not_traced():
     with pytest.raises(ValueError, match="runs are in order of position"):
         TracedLayout.of(UNORDERED)
+
+
+def test_a_model_in_a_traced_layout_computes_what_one_rank_does():
+    ids, documents, _ = batch_of_documents()
+    documents = np.maximum.accumulate(documents, 1)  # no padding, whose logits are of no use
+    model = lambda mesh: RingTransformer(
+        vocab=99, dim=16, depth=2, heads=4, kv_heads=2, layout="contiguous", mesh=mesh, rngs=nnx.Rngs(0)
+    )
+    shard_of = partial(shard_batch, jnp.asarray(ids), documents=jnp.asarray(documents))
+    whole, shard = shard_of("contiguous", 1), shard_of("balanced", 4)
+    assert shard.layout is not None
+    alone = model(mesh_of(1))(whole.ids, whole.positions, extents=whole.extents)
+    call = nnx.jit(lambda model, ids, extents, layout: model(ids, None, layout.length, extents=extents, layout=layout))
+    for layout in (TracedLayout.of(shard.layout), shard.layout):
+        run = call if isinstance(layout, TracedLayout) else nnx.jit(partial(call.__wrapped__, layout=layout))
+        given = (layout,) if run is call else ()
+        logits = from_layout(run(model(mesh_of(4)), shard.ids, shard.extents, *given), layout, 4, shard.length)
+        np.testing.assert_allclose(np.asarray(logits), np.asarray(alone), rtol=2e-4, atol=2e-4)

@@ -12,10 +12,9 @@ from jaxlib import gpu_triton
 
 from ring_attn_core import causal
 from ring_attn_core.plan.balanced import balanced_layout
-from ring_attn_jax import ring_attention, sharded_ring_attention
+from ring_attn_jax import TracedLayout, ring_attention, sharded_ring_attention
 from ring_attn_jax.attend import launch
 from ring_attn_jax.attend.launch import CUSTOM_CALL, capability, compile_for, makes_descriptors
-from ring_attn_jax.call.traced import TracedLayout
 
 pytest.importorskip("triton")
 needs_plugin = pytest.mark.skipif(

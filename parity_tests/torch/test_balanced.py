@@ -12,8 +12,17 @@ import torch.distributed as dist
 
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.balanced_layout import BalancedLayout
-from ring_attn_torch import from_layout, gather, ring_attention, shard_batch, to_layout
+from ring_attn_torch import (
+    RingTransformer,
+    SequenceShardedDataset,
+    from_layout,
+    gather,
+    ring_attention,
+    shard_batch,
+    to_layout,
+)
 
+from ..support import corpus
 from ..support.balanced import CASES, batch_of_documents, check_documents
 from ..support.cases import check, check_same
 from ..support.selection import first
@@ -131,3 +140,46 @@ def test_a_layout_survives_torch_compile():
     order = torch.tensor(layout.positions(0))
     expected = ring_attention(q[:, order.argsort()], q[:, order.argsort()], q[:, order.argsort()])[:, order]
     torch.testing.assert_close(compiled(q), expected)
+
+
+def logits_of(group: Any, ids: np.ndarray, documents: np.ndarray, activations: str) -> np.ndarray:
+    """Return whole logits and the gradient of the embedding of packed documents, from this rank's shard."""
+    torch.manual_seed(0)
+    model = RingTransformer(vocab=99, dim=16, depth=2, heads=4, kv_heads=2, activations=activations, group=group)
+    whole, owner = torch.from_numpy(ids), torch.from_numpy(documents)
+    shard = shard_batch(whole, "balanced", group.size(), group.rank(), documents=owner)
+    assert shard.layout is not None
+    logits = model(shard.ids, None, shard.length, extents=shard.extents, layout=shard.layout)
+    (logits.square() * (shard.positions < shard.length)[..., None]).sum().backward()
+    assert model.embed.weight.grad is not None
+    dist.all_reduce(model.embed.weight.grad, group=group)
+    parts = [torch.empty_like(logits) for _ in range(group.size())]
+    dist.all_gather(parts, logits.detach(), group=group)
+    found = from_layout(torch.cat(parts, 1), shard.layout, group.size(), shard.length)
+    return np.concatenate([x.numpy().ravel() for x in (torch.where(owner[..., None] < 0, 0, found), model.embed.weight.grad)])
+
+
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_a_model_in_a_balanced_layout_computes_what_one_rank_does(gloo, activations):
+    ids, documents, _ = batch_of_documents()
+    documents = np.maximum.accumulate(documents, 1)  # no padding, whose logits are of no use
+    (alone,), many = gloo(1, logits_of, ids, documents, activations), gloo(4, logits_of, ids, documents, activations)
+    for found in many:
+        np.testing.assert_allclose(found, alone, rtol=2e-4, atol=2e-4 * np.abs(alone).max())
+
+
+def test_a_dataset_deals_the_documents_of_each_batch(tmp_path):
+    corpus.write_texts(tmp_path)
+    of = lambda layout, ranks, rank: SequenceShardedDataset(tmp_path, 32, layout, ranks, rank, batch_size=2)
+    batches = zip(of("contiguous", 1, 0), of("balanced", 4, None), *(of("balanced", 4, rank) for rank in range(4)), strict=True)
+    layouts = set()
+    for whole, all_ranks, *shards in batches:
+        assert all_ranks.layout is not None
+        layouts.add(all_ranks.layout)
+        for rank, shard in enumerate(shards):
+            at = torch.tensor(all_ranks.layout.positions(rank))
+            assert shard.layout == all_ranks.layout
+            for name in ("ids", "labels", "extents", "positions"):
+                assert torch.equal(getattr(shard, name), getattr(whole, name)[:, at]), name
+                assert torch.equal(getattr(shard, name), getattr(all_ranks, name).chunk(4, 1)[rank]), name
+    assert len(layouts) > 1

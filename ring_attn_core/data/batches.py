@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..plan.balanced_layout import BalancedLayout
 from . import records, token_arrays
 from .cache import tokenised
 from .documents import File, TokenizedDocuments, found
@@ -68,6 +69,8 @@ class BatchArrays(NamedTuple):
     """int32 [batch, tokens]"""
     extents: np.ndarray
     """int32 [batch, tokens, 2]"""
+    layout: BalancedLayout | None = None
+    """The balanced layout of the batch; None in other layouts."""
 
 
 class Batches:
@@ -96,12 +99,14 @@ class Batches:
         """Return the arrays of batch ``number``."""
         import numpy as np
 
-        of, runs = self.settings, self.settings.runs()
+        of, rows = self.settings, self.index.batch(number)
+        dealt = of.dealt([span.count for span in spans] for spans in rows)
+        runs = of.runs(dealt)
         where = np.concatenate([np.arange(run.start, run.start + run.stride * run.length, run.stride) for run in runs])
         shape = of.batch_size, len(where)
         ids, labels = np.zeros(shape, np.int32), np.full(shape, of.ignore_index, np.int32)
         positions, extents = np.tile(where.astype(np.int32), (of.batch_size, 1)), np.zeros((*shape, 2), np.int32)
-        for row, spans in enumerate(self.index.batch(number)):
+        for row, spans in enumerate(rows):
             for read in reads(spans, runs):
                 slots, span = slice(read.slot, read.slot + read.count), read.span
                 tokens, following = self.reader.read(read)
@@ -110,7 +115,7 @@ class Batches:
                 extents[row, slots] = span.begin, span.begin + span.count
         if of.restart_positions:
             positions -= extents[..., 0]
-        return BatchArrays(ids, labels, positions, extents)
+        return BatchArrays(ids, labels, positions, extents, dealt)
 
     def state(self, batches: int | None = None) -> str:
         """Return the state after ``batches`` batches as JSON, for ``resume``. Default: the batches yielded so far."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..layouts import check_rank, check_ranks, named, slots
+from ..plan.balanced import balanced_layout
+from ..plan.balanced_layout import BalancedLayout
 from ..runs import Run
 from ..validation import in_words, is_integer
+
+BALANCED = "balanced"
+"""The layout that deals the documents of each batch to ranks."""
 
 BYTES = 256
 """Number of ids without a tokenizer, one for each byte value; an ``end`` id lies above."""
@@ -49,7 +55,7 @@ class DatasetSettings:
             value = getattr(self, name)
             if not isinstance(value, str | os.PathLike) and (value is not None or name == "folder"):
                 raise ValueError(f"{name} must be the path of {what}, a str or a Path, got {in_words(value)}")
-        runs = slots(self.layout)
+        runs = 1 if self.layout == BALANCED else slots(self.layout)
         check_ranks(self.ranks)
         if self.rank is not None:
             check_rank(self.rank, self.ranks)
@@ -90,7 +96,17 @@ class DatasetSettings:
         """Number of packed rows in a batch, over all replicas."""
         return self.batch_size * self.replicas
 
-    def runs(self) -> tuple[Run, ...]:
-        """Return the runs of the rank, or the runs of all ranks in order if ``rank`` is None."""
+    def dealt(self, documents: Iterable[Sequence[int]]) -> BalancedLayout | None:
+        """Return the layout "balanced" of a batch, from the lengths of each row's documents; None in other layouts."""
+        if self.layout != BALANCED:
+            return None
+        rows = [lengths for lengths in documents if lengths]
+        return replace(balanced_layout(rows, self.ranks, seq_local=self.length // self.ranks), length=self.length)
+
+    def runs(self, dealt: BalancedLayout | None = None) -> tuple[Run, ...]:
+        """Return the runs of the rank, or the runs of all ranks in order if ``rank`` is None. ``dealt``: the batch's layout."""
+        if dealt is not None:
+            held = dealt.runs if self.rank is None else [dealt.runs[int(self.rank)]]
+            return tuple(Run(*run) for runs in held for run in runs)
         wanted = range(self.ranks) if self.rank is None else [int(self.rank)]
         return tuple(run for rank in wanted for run in named(self.layout)(rank, self.ranks, self.length // self.ranks))

@@ -39,6 +39,8 @@ class SequenceShardedDataset:
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
     passed to ``resume``, or else at the beginning.
 
+    With ``layout="balanced"`` each batch deals its documents to the ranks, and its shards carry their ``layout``.
+
     The content of a batch depends on data, seed and batch number only. So a run may be resumed with other ranks, layout or
     workers.
 
@@ -95,8 +97,8 @@ class SequenceShardedDataset:
     def __iter__(self) -> Iterator[Shard]:
         """Yield shards: ids, labels and positions int32 [batch, tokens], extents int32 [batch, tokens, 2]."""
         for arrays in self._batches.iterate():
-            ids, labels, positions, extents = map(jnp.asarray, arrays)
-            yield Shard(ids, labels, positions, extents, None, self._batches.settings.length)
+            ids, labels, positions, extents = map(jnp.asarray, arrays[:4])
+            yield Shard(ids, labels, positions, extents, None, self._batches.settings.length, None, arrays.layout)
 
     def grain(self) -> Any:
         """Return a ``grain.MapDataset`` of the same shards as NumPy arrays, from the resumed state to the end of the last epoch.
@@ -158,7 +160,8 @@ class ShardSource:
 
     def __getitem__(self, number: int) -> Shard:
         """Return shard ``number`` as NumPy arrays."""
-        return Shard(*self._batches.arrays(self._start + int(number)), None, self._batches.settings.length)  # type: ignore[arg-type]
+        *arrays, dealt = self._batches.arrays(self._start + int(number))
+        return Shard(*arrays, None, self._batches.settings.length, None, dealt)  # type: ignore[arg-type]
 
     def __repr__(self) -> str:
         """Return a text that identifies the data. grain writes it into its checkpoints."""

@@ -13,6 +13,7 @@ from ring_attn_core.masks import causal
 from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.model.constructor import takes
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.runs import Band
 
 from ..attend.dropout import dropout_state
@@ -20,6 +21,7 @@ from ..attend.tiles import accumulation_dtype
 from ..axes import ring_size
 from ..call.autograd import attention
 from ..call.prepare import Arrays
+from ..call.traced import TracedLayout, traced
 from ..sharded import sharded
 from .projections import Projections
 from .ring import LayerArguments, LayerRing
@@ -71,6 +73,7 @@ class RingAttention(Projections):
         key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
         longest_path: int | None = None,
+        layout: BalancedLayout | TracedLayout | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         context: jax.Array | None = None,
@@ -83,6 +86,9 @@ class RingAttention(Projections):
         global number of tokens without padding, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask``
         [b s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer array, the same on each rank and different at
         each step; dropout applies only if it is passed. ``dropout_offset``: as in ring_attention.
+
+        ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or its TracedLayout; None: the
+        layer's own.
 
         ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
         tree. A window counts positions of the row. A window of at least ``longest_path`` tokens hides nothing on any path and is
@@ -100,6 +106,8 @@ class RingAttention(Projections):
             if value is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
+        if positions is None and layout is not None and self.config.rotary is not None:
+            positions = self.ring.positions(x.shape[1], layout)
         mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -108,9 +116,13 @@ class RingAttention(Projections):
             kv_length = context_length
             if context is not None and context_length is None:
                 kv_length = k.shape[1] * (ring_size(self.ring.axis_name) if self.ring.mesh is None else 1)
-            options = replace(self.options, mask=mask, length=length, kv_length=kv_length, dropout_rate=rate)
+            own = self.options if layout is None or isinstance(layout, TracedLayout) else replace(self.options, layout=layout)
+            options = replace(own, mask=mask, length=length, kv_length=kv_length, dropout_rate=rate)
             arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), state, key_extents)
-            if (where := self.ring.sharded) is not None:
+            where = self.ring.sharded
+            if isinstance(layout, TracedLayout):
+                options, arrays = traced(options, layout, arrays, q.shape, None if where else self.ring.axis_name)
+            if where is not None:
                 return sharded(q, k, v, arrays, options, where)
             return attention(q, k, v, arrays, options, self.ring.axis_name)[0]
 

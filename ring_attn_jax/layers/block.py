@@ -8,6 +8,9 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+
+from ..call.traced import TracedLayout
 from ..sharded import ShardedAxes
 from .activations import Caller
 from .attention import RingAttention
@@ -75,6 +78,7 @@ class Block(nnx.Module):
         key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
         longest_path: int | None = None,
+        layout: BalancedLayout | TracedLayout | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         call: Caller | None = None,
@@ -84,7 +88,7 @@ class Block(nnx.Module):
         ``call``: a function from :func:`caller` that runs the block, or None. See RingAttention for the other arguments.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
-        masks |= {"longest_path": longest_path}
+        masks |= {"longest_path": longest_path, "layout": layout}
         dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         if call is not None:
             return call(lambda block, x: block(x, positions, length, **masks, **dropout), self, x)

@@ -12,8 +12,11 @@ from flax import nnx
 from jax import lax
 from jax.sharding import Mesh
 
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+
 from ..axes import ring_size
-from ..data.layout import positions
+from ..call.traced import TracedLayout
+from ..data.layout import _order, positions
 from ..sharded import ShardedAxes
 from .parts import dtype_name
 
@@ -45,14 +48,20 @@ class LayerRing:
         axes = self.axis_name, self.batch_axes, self.head_axis
         return None if self.mesh is None else ShardedAxes.of(self.mesh, *axes)
 
-    def positions(self, tokens: int) -> jax.Array:
+    def positions(self, tokens: int, layout: BalancedLayout | TracedLayout | None = None) -> jax.Array:
         """Return int32 [tokens], the global positions of this rank's shard, including padding; with a mesh, of all shards."""
-        if (where := self.sharded) is not None:
+        where = self.sharded
+        if layout is not None:
+            return _order(layout, layout.ranks, layout.length) if where else self._own(layout)
+        if where is not None:
             held = jnp.concatenate([positions(self.layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
         else:
             ranks = ring_size(self.axis_name)
             held = positions(self.layout, ranks, tokens * ranks, lax.axis_index(self.axis_name))
         return held[:tokens]  # longer if the layout cannot cut ``tokens`` equally, which ring_attention refuses
+
+    def _own(self, layout: BalancedLayout | TracedLayout) -> jax.Array:
+        return positions(layout, ring_size(self.axis_name), layout.length, lax.axis_index(self.axis_name))
 
 
 @dataclass(frozen=True, kw_only=True)

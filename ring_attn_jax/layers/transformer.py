@@ -17,8 +17,10 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..axes import sharded_like
+from ..call.traced import TracedLayout
 from .activations import caller
 from .attention import RingAttention
 from .auto_shard import ShardedRows, check_alone
@@ -120,6 +122,7 @@ class RingTransformer(nnx.Module):
         key_extents: jax.Array | None = None,
         key_mask: jax.Array | None = None,
         longest_path: int | None = None,
+        layout: BalancedLayout | TracedLayout | None = None,
         dropout_seed: int | jax.Array | None = None,
         dropout_offset: tuple[int | jax.Array, int | jax.Array] = (0, 0),
         mask: jax.Array | None = None,
@@ -129,8 +132,8 @@ class RingTransformer(nnx.Module):
 
         Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: return the input of the head [b s
         dim] instead, for :func:`loss` with ``head=model.head_weight`` or :func:`gather_token` of the last token. ``positions``,
-        ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``: as in :class:`RingAttention`; ``shard_batch``
-        returns them. Raise ValueError if ids have a wrong shape, or if a layer refuses an argument.
+        ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`;
+        ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape, or if a layer refuses an argument.
 
         ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: layer i, counted from 0, draws as
         heads i * heads and up, independently of the other layers. ``dropout_offset``: as in ring_attention; (global index of the
@@ -141,7 +144,7 @@ class RingTransformer(nnx.Module):
         not accepted.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
-        masks |= {"longest_path": longest_path}
+        masks |= {"longest_path": longest_path, "layout": layout}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
         rows = ShardedRows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
@@ -149,7 +152,7 @@ class RingTransformer(nnx.Module):
         if ids.ndim != 2 or not jnp.issubdtype(ids.dtype, jnp.integer):
             raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         if positions is None and longest_path is None:
-            positions = self.ring.positions(ids.shape[1])
+            positions = self.ring.positions(ids.shape[1], layout)
         x = self.embedded(ids)
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):

@@ -38,6 +38,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
     in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
 
+    With ``layout="balanced"`` each batch deals its documents to the ranks, and its shards carry their ``layout``.
+
     The content of a batch depends on data, seed and batch number only. So a run may be resumed with other ranks, layout or
     workers.
 
@@ -102,8 +104,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
             yield self._shard(arrays)
 
     def _shard(self, arrays: BatchArrays) -> Shard:
-        ids, labels, positions, extents = map(torch.from_numpy, arrays)
-        return Shard(ids.long(), labels.long(), positions, extents, None, self._batches.settings.length)
+        ids, labels, positions, extents = map(torch.from_numpy, arrays[:4])
+        return Shard(ids.long(), labels.long(), positions, extents, None, self._batches.settings.length, None, arrays.layout)
 
     @property
     def batches(self) -> int:

@@ -14,6 +14,7 @@ from ring_attn_core.model.alibi import alibi_slopes
 from ring_attn_core.model.config import AttentionConfig
 from ring_attn_core.model.constructor import takes
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.runs import Band
 
 from ..attend.dropout import Dropout
@@ -73,6 +74,7 @@ class RingAttention(Projections):
         key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
         longest_path: int | None = None,
+        layout: BalancedLayout | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
         context: Tensor | None = None,
@@ -85,6 +87,8 @@ class RingAttention(Projections):
         global number of tokens without padding, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask`` [b
         s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every
         step; dropout applies if and only if it is passed; ``self.training`` is ignored. ``dropout_offset``: as in ring_attention.
+
+        ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, for this call; None: the layer's own.
 
         ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
         tree. A window counts positions of the row. A window of at least ``longest_path`` tokens hides nothing on any path and is
@@ -102,6 +106,8 @@ class RingAttention(Projections):
             if value is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
+        if positions is None and layout is not None and self.config.rotary is not None:
+            positions = self.ring.positions(x.shape[1], x.device, layout)
         mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -111,7 +117,8 @@ class RingAttention(Projections):
             kv_length = context_length
             if context is not None and context_length is None:
                 kv_length = k.shape[1] * self.ring.ranks
-            options = replace(self.options, mask=mask, length=length, kv_length=kv_length, dropout_rate=rate)
+            own = self.options if layout is None else replace(self.options, layout=layout)
+            options = replace(own, mask=mask, length=length, kv_length=kv_length, dropout_rate=rate)
             arrays = Arrays(extents, key_mask, self.local_sinks, self.slopes(q), None, key_extents)
             return attention(q, k, v, arrays, dropout, options, group_name(self.ring.group))[0]
 

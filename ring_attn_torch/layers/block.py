@@ -8,6 +8,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+
 from .activations import Caller
 from .attention import RingAttention
 from .chunks import in_chunks
@@ -60,6 +62,7 @@ class Block(nn.Module):
         key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
         longest_path: int | None = None,
+        layout: BalancedLayout | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
         call: Caller | None = None,
@@ -69,10 +72,10 @@ class Block(nn.Module):
         ``call``: a function from :func:`caller` that runs the block, or None. See RingAttention for the other arguments.
         """
         if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
-            arrays = extents, key_extents, key_mask, longest_path, dropout_seed, dropout_offset
+            arrays = extents, key_extents, key_mask, longest_path, layout, dropout_seed, dropout_offset
             return call(self._again, x, positions, length, *arrays)
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
-        masks |= {"longest_path": longest_path}
+        masks |= {"longest_path": longest_path, "layout": layout}
         dropout: dict[str, Any] = {"dropout_seed": dropout_seed, "dropout_offset": dropout_offset}
         return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
 
@@ -83,6 +86,6 @@ class Block(nn.Module):
 
     def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
         """Call ``forward`` with positional arguments only, because torch.utils.checkpoint saves only positional tensors."""
-        names = "extents", "key_extents", "key_mask", "longest_path", "dropout_seed", "dropout_offset"
+        names = "extents", "key_extents", "key_mask", "longest_path", "layout", "dropout_seed", "dropout_offset"
         named: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return self.forward(x, positions, length, **named)

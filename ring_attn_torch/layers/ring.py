@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+
 from ..call.prepare import dtype_name
 from ..data.layout import positions
 from ..ring.groups import group_name, group_of, rank_in, ranks_of, ring_of
@@ -29,9 +31,11 @@ class LayerRing:
     def ranks(self) -> int:
         return ranks_of(ring_of(self.group))
 
-    def positions(self, tokens: int, device: torch.device | None = None) -> Tensor:
+    def positions(self, tokens: int, device: torch.device | None = None, layout: BalancedLayout | None = None) -> Tensor:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding."""
         ring = ring_of(self.group)
+        if layout is not None:
+            return positions(layout, ranks_of(ring), layout.length, rank_in(ring)).to(device)
         held = positions(self.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
         return held[:tokens]  # longer if the layout cannot split ``tokens`` equally, which ring_attention refuses on all ranks
 

@@ -16,6 +16,7 @@ from ring_attn_core.model.config import TransformerConfig
 from ring_attn_core.model.constructor import extract, takes
 from ring_attn_core.model.generation import OnToken, Progress
 from ring_attn_core.model.masks import layer_offset
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 
 from ..call.autograd import eager_only
 from ..ring.agreement import same_error
@@ -117,6 +118,7 @@ class RingTransformer(nn.Module):
         key_extents: Tensor | None = None,
         key_mask: Tensor | None = None,
         longest_path: int | None = None,
+        layout: BalancedLayout | None = None,
         dropout_seed: int | Tensor | None = None,
         dropout_offset: tuple[int | Tensor, int | Tensor] = (0, 0),
         mask: Tensor | None = None,
@@ -126,8 +128,8 @@ class RingTransformer(nn.Module):
 
         ``return_hidden``: return the input of the head [b s dim] instead, for :func:`loss` with ``head=model.head_weight`` or
         :func:`gather_token` of the last token. ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``,
-        ``longest_path``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape
-        or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
+        ``longest_path``, ``layout``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a
+        wrong shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
 
         ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
         layer i, counted from 0, draws as heads i * heads and up, independently of the other layers. ``dropout_offset``: as in
@@ -140,7 +142,7 @@ class RingTransformer(nn.Module):
         Dropout counts the rows of all ranks consecutively.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
-        masks |= {"longest_path": longest_path}
+        masks |= {"longest_path": longest_path, "layout": layout}
         check_alone(self.auto_shard, mask, positions=positions, length=length, **masks)
         rows = ShardedRows.of(ids, mask, self.ring) if self.auto_shard else None
         if rows is not None:
@@ -152,7 +154,7 @@ class RingTransformer(nn.Module):
         if ids.device.type == "cpu" and eager_only([ids]):
             check_ids(ids, self.config.vocab, self.ring)
         if positions is None and longest_path is None:
-            positions = self.ring.positions(ids.shape[1], ids.device)
+            positions = self.ring.positions(ids.shape[1], ids.device, layout)
         x = self.embedded(ids)
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
