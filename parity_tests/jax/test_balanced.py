@@ -171,9 +171,8 @@ def test_a_layout_whose_runs_are_not_in_order_is_not_traced():
 def test_a_model_in_a_traced_layout_computes_what_one_rank_does():
     ids, documents, _ = batch_of_documents()
     documents = np.maximum.accumulate(documents, 1)  # no padding, whose logits are of no use
-    model = lambda mesh: RingTransformer(
-        vocab=99, dim=16, depth=2, heads=4, kv_heads=2, layout="contiguous", mesh=mesh, rngs=nnx.Rngs(0)
-    )
+    sizes: dict[str, Any] = {"vocab": 99, "dim": 16, "depth": 2, "heads": 4, "kv_heads": 2, "layout": "contiguous"}
+    model = lambda mesh: RingTransformer(**sizes, mesh=mesh, rngs=nnx.Rngs(0))
     shard_of = partial(shard_batch, jnp.asarray(ids), documents=jnp.asarray(documents))
     whole, shard = shard_of("contiguous", 1), shard_of("balanced", 4)
     assert shard.layout is not None
