@@ -97,7 +97,7 @@ UNORDERED: Any = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
     ("layout", "options", "message"),
     [
         (OF_TWO, {"backend": "triton", "strategy": "gather"}, 'strategy="gather" joins shards'),
-        (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "count the positions of dropout_seed along runs"),
+        (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "dropout_seed counts positions along runs"),
         (UNORDERED, {"backend": "triton"}, "the runs of a rank are not in order of position"),
         (OF_TWO, {"backend": "flash"}, "it takes runs of equal length"),
         (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),

@@ -44,11 +44,8 @@ def _balanced(problem: Problem) -> str | None:
     layout = problem.options.layout
     if not isinstance(layout, BalancedLayout):
         return None
-    for array in problem.arrays:
-        if array.name in ("alibi_slopes", "dropout_seed"):
-            return (
-                f"its kernels count the positions of {array.name} along runs, and the runs of a balanced layout are of any length"
-            )
+    if counted := {"alibi_slopes", "dropout_seed"}.intersection(array.name for array in problem.arrays):
+        return f"{min(counted)} counts positions along runs, and those of a balanced layout are of any length"
     if problem.steps.q_shards * problem.steps.k_shards > 1:
         return f'strategy="{problem.strategy}" joins shards, and in a balanced layout these are not in order of position'
     return None if layout.ascends else "the runs of a rank are not in order of position: make the layout with balanced_layout"

@@ -115,8 +115,8 @@ class TracedRuns:
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
     """Return keys, the row and score of a step with extents and key extents in local indices."""
     assert score.positions is not None and score.extents is not None
-    at = Row(*rows[0, 0])
-    own: Any = lambda start, tokens: jnp.take(score.positions, start + jnp.arange(tokens, dtype=jnp.int32))
+    at, table = Row(*rows[0, 0]), score.positions
+    own: Any = lambda start, tokens: table[start + jnp.arange(tokens, dtype=jnp.int32)]
     q_pos, k_pos = own(at.q_start, q.shape[1]), own(at.k_start, keys.kv.shape[1])
     row = jnp.stack(at._replace(q_start=at.q_base, k_start=at.k_base))[None, None]
     of_keys = None if keys.extents is None else _local(q_pos, keys.extents)
