@@ -15,6 +15,7 @@ import torch
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.reference.oracle import Attention
 
+from ..support.balanced import LONG_CASES
 from ..support.cases import SPECIAL, Case, check, check_future_unseen, check_kept, grid, one_hot, pairs
 from ..support.combinations import COMBINATIONS, EVERYTHING
 from .tolerance import TANH, bound_on_hopper
@@ -55,6 +56,8 @@ JUDGED = [
     for backend, cases, sources in (("triton", CASES, CASES), ("hopper", HOPPER, [*LONG, *EVERYTHING, *SPECIAL, *WIDE * 2]))
     for case, source in zip(cases, sources, strict=False)
 ]
+
+JUDGED += [pytest.param(backend, case) for backend in ("triton", "hopper") for case in LONG_CASES]
 
 
 @pytest.mark.parametrize(("backend", "case"), JUDGED, ids=str)

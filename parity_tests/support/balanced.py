@@ -61,6 +61,24 @@ def check_documents(documents: np.ndarray, arrays: list[np.ndarray], results: li
         assert (mine[documents < 0] == 0).all(), name
 
 
+LONG = (300, 17, 1, 500, 130, 64, 200, 90, 411)
+"""Tokens of documents that fill several tiles, 1,713 in all."""
+
+
+def long_case(ranks: int, dim: int, **options) -> Case:
+    """Return a case of ``LONG`` over ``ranks`` ranks, with heads of ``dim``."""
+    layout = balanced_layout(LONG, ranks, seq_local=-(-sum(LONG) // ranks) + 3, mask=options.get("mask"))
+    return Case(layout, ranks=ranks, length=sum(LONG), head_dim=dim, v_dim=dim, **options)
+
+
+LONG_CASES = [
+    long_case(4, 128, extents="documents", dtype="bfloat16"),
+    long_case(8, 64, extents="documents", dtype="float16", mask=sliding_window(100), sinks=True),
+    long_case(2, 128, mask=full(), key_extents="tree", dtype="bfloat16"),
+    long_case(2, 256, extents="documents", key_mask="random", softcap=3.0, dtype="bfloat16"),
+]
+"""Cases at sizes of several tiles, for GPUs."""
+
 KERNEL_CASES = [
     case_of(2, 3, extents="documents", poison=True),
     case_of(4, extents="documents", heads=3, kv_heads=1, batch=1, mask=sliding_window(9), softcap=2.0, sinks=True),
