@@ -1,7 +1,7 @@
 """The dependency direction and the house rules that a parser can see, file by file.
 
     parity_tests, benchmarks, examples -> ring_attn_cli -> ring_attn_jax | ring_attn_torch
-        -> ring_attn_core: kernels | model | variants | reference -> problem -> plan -> runs, masks, layouts, dropout
+        -> ring_attn_core: kernels | model | variants | reference -> problem | data -> plan -> runs, masks, layouts, dropout
 
 Nothing is imported here, so this runs where no framework is installed.
 """
@@ -28,7 +28,7 @@ HOUSE = (
     (CLI,),
     ("ring_attn_jax", "ring_attn_torch"),
     (KERNELS, "ring_attn_core.model", "ring_attn_core.variants", "ring_attn_core.reference"),
-    ("ring_attn_core.problem",),
+    ("ring_attn_core.problem", "ring_attn_core.data"),
     ("ring_attn_core.plan",),
     (CORE,),
 )
