@@ -80,7 +80,7 @@ LONG_CASES = [
 """Cases at sizes of several tiles, for GPUs."""
 
 KERNEL_CASES = [
-    case_of(2, 3, extents="documents", poison=True),
+    case_of(2, 3, extents="documents", poison=True, heads=2, kv_heads=1, batch=1),
     case_of(4, extents="documents", heads=3, kv_heads=1, batch=1, mask=sliding_window(9), softcap=2.0, sinks=True),
     case_of(2, 1, mask=full(), key_extents="tree", key_mask="random", dtype="float16", v_dim=24),
     case_of(4, heads=2, batch=1, strategy="two_way", mask=sliding_window(7, 2)),
