@@ -176,6 +176,7 @@ def test_a_dataset_deals_the_documents_of_each_batch(tmp_path):
     for whole, all_ranks, *shards in batches:
         assert all_ranks.layout is not None
         layouts.add(all_ranks.layout)
+        assert all_ranks.layout == shard_batch(whole.ids, "balanced", 4, documents=whole.extents[..., 0]).layout
         for rank, shard in enumerate(shards):
             at = torch.tensor(all_ranks.layout.positions(rank))
             assert shard.layout == all_ranks.layout
