@@ -64,9 +64,9 @@ def test_a_triton_that_does_not_start_is_an_objection(monkeypatch, error):
             select(problem, name)
 
 
-def test_auto_says_that_no_kernel_takes_a_balanced_layout():
-    problem = on_a_gpu("auto", layout=BalancedLayout((((0, 256),),), 256))
-    with pytest.warns(UserWarning, match="^triton: it takes runs of equal length.*'blockwise' runs this instead, slower"):
+def test_auto_says_why_no_kernel_takes_a_balanced_layout():
+    problem = on_a_gpu("auto", layout=BalancedLayout((((128, 128), (0, 128)),), 256))
+    with pytest.warns(UserWarning, match="^triton: the runs of a rank are not in order.*'blockwise' runs this instead, slower"):
         assert runnable(problem) is None
 
 

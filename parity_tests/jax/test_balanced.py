@@ -125,8 +125,8 @@ def of_traced(arrays: Any, features: dict[str, Any], layout: TracedLayout, mask:
 
 
 TRACED: list[dict[str, Any]] = [
-    {"mask": causal(), "extents": "documents"},
-    {"mask": sliding_window(9), "key_mask": "random", "sinks": True, "softcap": None, "strategy": TwoLevel(ranks=2)},
+    {"mask": causal(), "key_mask": "random"},
+    {"mask": sliding_window(9), "extents": "documents", "sinks": True, "strategy": TwoLevel(ranks=2)},
     {"mask": sliding_window(7, 3), "key_extents": "tree", "strategy": "two_way"},
 ]
 
