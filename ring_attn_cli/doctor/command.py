@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,17 +23,46 @@ def doctor(
     ranks: Annotated[
         int | None, typer.Option(help="With --measure: ranks of the ring.", show_default="all GPUs, or 2 on CPUs")
     ] = None,
-    network: Annotated[float, typer.Option(help="With --measure: GB/s of a rank to another host, which is not measured.")] = 45.0,
+    network: Annotated[
+        float | None,
+        typer.Option(help="With --measure: GB/s of a rank to another host, which is not measured.", show_default="45"),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="Compare a tiny model of this class of transformers, or of all, on a ring with eager attention."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="With --model: write the verdicts to this file.")] = None,
+    table: Annotated[Path | None, typer.Option(help="With --model: write them as a page of Markdown.")] = None,
+    seconds: Annotated[float | None, typer.Option(help="With --model: most seconds of a class.", show_default="120")] = None,
 ) -> None:
-    """Print versions, devices, and for each backend whether it runs on this machine or why not."""
+    """Print versions, devices, and for each backend whether it runs on this machine or why not.
+
+    With --model, say if a class of transformers is exact over a ring, or refused.
+    """
     with errors_in_one_line():
+        if measure and model is not None:
+            raise ValueError("--measure and --model are two questions: pass one of them")
+        _check_needed("--measure", measure, {"--ranks": ranks, "--network": network})
+        _check_needed("--model", model is not None, {"--json": json_file, "--table": table, "--seconds": seconds})
         console = Console(width=shutil.get_terminal_size().columns, highlight=False, markup=False)
+        if model is not None:
+            from . import models
+
+            models.run(model, 120.0 if seconds is None else seconds, console, json_file, table)
+            return
         if measure:
             from .measure import run
 
-            run(framework, ranks, network, console)
+            run(framework, ranks, 45.0 if network is None else network, console)
             return
         from . import findings, report, typical
 
         problem = typical(dtype, head_dim, v_dim)
         console.print(report(problem, findings(problem, framework)))
+
+
+def _check_needed(option: str, given: bool, others: dict[str, object]) -> None:
+    """Raise ValueError if an option is given that means nothing without ``option``."""
+    unused = [name for name, value in others.items() if value is not None]
+    if unused and not given:
+        raise ValueError(f"{', '.join(unused)} without {option} would change nothing: add {option}, or leave out {unused[0]}")

@@ -1,0 +1,267 @@
+"""``ring-attn doctor --model``: tiny random models of transformers on a ring of CPU processes, against eager attention."""
+
+from __future__ import annotations
+
+import json
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..processes import Crews, Failure, Parent, check_installed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+RANKS, TOKENS, VOCAB, SEED = 2, 37, 99, 0
+EXACT = 1e-5
+"""Largest relative error, of logits and of each weight's gradient, that is rounding in float32."""
+LARGEST = 20_000_000
+"""Most weights of a tiny model; a larger one means that its config has sizes by names that SIZES lacks."""
+STARTUP = 300.0
+OWN_CODE = "computes attention in its own code"
+VERDICTS = {
+    "exact": "equal to eager attention on one process, forward and gradients",
+    "refused": "refused by name",
+    "own": "refused, for it has attention code of its own",
+    "differs": "neither equal nor refused",
+    "failed": "an error of another kind, or no result in time",
+    "untried": "no tiny model of it: its own eager attention fails",
+}
+SIZES = {
+    64: "hidden_size d_model n_embd emb_dim dim intermediate_size moe_intermediate_size shared_expert_intermediate_size ffn_dim "
+    "encoder_ffn_dim decoder_ffn_dim ffn_hidden_size feed_forward_size embedding_size n_inner shared_intermediate_size "
+    "decoder_hidden_size input_embedding_size output_embedding_size attention_hidden_size",
+    16: "head_dim attention_head_size kv_channels v_head_dim qk_head_dim q_lora_rank kv_lora_rank swa_head_dim global_head_dim",
+    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input sliding_window attention_chunk_size "
+    "sliding_window_size local_attention",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
+    "num_local_experts n_routed_experts moe_num_experts swa_num_attention_heads",
+    2: "num_experts_per_tok num_experts_per_token moe_topk moe_k",
+    1: "n_group topk_group n_shared_experts first_k_dense_replace",
+    VOCAB: "vocab_size vocab_size_per_layer_input unpadded_vocab_size",
+}
+LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"]
+KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_heads": "swa_num_attention_heads"}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One class's result: a key of VERDICTS, its words, and the largest relative error where it was computed."""
+
+    model: str
+    verdict: str
+    words: str = ""
+    error: float | None = None
+
+
+def run(model: str, seconds: float, console: Console, json_file: Path | None, table_file: Path | None) -> None:
+    """Try one class of transformers or all, print each verdict, and write them to the files.
+
+    Raise ValueError if the class is unknown.
+    """
+    check_installed(["torch", "transformers"])
+    if seconds <= 0:
+        raise ValueError(f"--seconds must be above 0, got {seconds:g}")
+    known = classes()
+    if model != "all" and model not in known:
+        raise ValueError(f"unknown --model {model!r}: pass all, or a causal or masked class of transformers, as LlamaForCausalLM")
+    found: list[Verdict] = []
+    for each in verdicts(known if model == "all" else [model], seconds):
+        found.append(each)
+        error = "" if each.error is None else f" ({each.error:.1e})"
+        console.print(f"{each.model}: {VERDICTS[each.verdict]}{error}{each.words and ': ' + each.words}", soft_wrap=True)
+        record = {"transformers": version("transformers"), "date": date.today().isoformat(), "ranks": RANKS, "tokens": TOKENS}
+        if json_file is not None:
+            json_file.write_text(json.dumps(record | {"models": [asdict(x) for x in found]}, indent=1) + "\n")
+        if table_file is not None:
+            table_file.write_text(page(record, found))
+
+
+def classes() -> list[str]:
+    """Return the names of transformers' causal and masked classes."""
+    from transformers.models.auto import modeling_auto as auto
+
+    mappings = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    names = [name for mapping in mappings for name in mapping.values()]
+    return sorted({name for each in names for name in ((each,) if isinstance(each, str) else each)})
+
+
+def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
+    """Yield a verdict of each class; a class that kills the ranks, or takes longer than ``seconds``, costs them anew."""
+    waiting = deque(names)
+    while waiting:
+        with Crews(STARTUP) as crews:
+            crews.start("transformers", __name__, [(rank, crews.store) for rank in range(RANKS)])
+            _answers(crews, STARTUP)
+            while waiting:
+                name = waiting.popleft()
+                crews.send("transformers", RANKS, name)
+                try:
+                    of_ranks = _answers(crews, seconds)
+                except (Failure, TimeoutError) as error:
+                    yield Verdict(name, "failed", str(error).partition("\n")[0])
+                    break
+                yield max(of_ranks, key=lambda each: (list(VERDICTS).index(each.verdict), each.error or 0))
+
+
+def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
+    """Return docs/tested_models.md."""
+    found = list(found)
+    counts = Counter(each.verdict for each in found)
+    release = f"transformers {record['transformers']}, on {record['date']}, in float32"
+    lines = [
+        "# Tested models",
+        "",
+        "Made by `ring-attn doctor --model all --table docs/tested_models.md`: a tiny random model of each causal and masked",
+        f"class of {release}: {record['ranks']} CPU ranks inside `sequence_parallel`",
+        f"against eager attention on one process, forward and gradients, {record['tokens']} tokens. Exact: the largest relative",
+        f"error, of logits or of a weight's gradient, is at most {EXACT:.0e}.",
+        "",
+        "| verdict | classes |",
+        "|---|---|",
+        *(f"| {verdict}: {words} | {counts[verdict]} |" for verdict, words in VERDICTS.items()),
+        "",
+        "| class | verdict | |",
+        "|---|---|---|",
+    ]
+    for each in found:
+        error = "" if each.error is None else f"{each.error:.1e}"
+        words = each.words.partition(": ")[0] if each.verdict in ("refused", "own") else each.words
+        words = words.replace("|", "/").replace("<", "&lt;").replace("[", "(").replace("]", ")")
+        room = 120 - len(each.model) - len(each.verdict)
+        lines.append(
+            f"| {each.model} | {each.verdict} | {error or (words if len(words) < room else words[: room - 3] + '...')} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def work(parent: Parent, rank: int, store: str) -> None:
+    """Try the classes that the parent names, as one rank."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+    parent("verdict", None)
+    while True:
+        try:
+            name = parent.recv()
+        except EOFError:
+            return
+        parent("verdict", _verdict(name))
+
+
+def tiny(kind: Any, causal: bool) -> Any:
+    """Return a config of class ``kind`` with the sizes of SIZES and a layer of each kind."""
+    default = vars(kind())
+    sizes: dict[str, Any] = {name: size for size, names in SIZES.items() for name in names.split() if _count(default.get(name))}
+    for name, of in KEY_HEADS.items():
+        if _count(default.get(name)):
+            sizes[name] = 4 if default[name] == default.get(of) else 2
+    kinds = list(dict.fromkeys(default.get("layer_types") or ()))
+    layers = max(2, len(kinds))
+    before = {default[name] for name in LAYERS if _count(default.get(name))}
+    sizes |= {name: layers for name in LAYERS if _count(default.get(name))}
+    for name, value in default.items():
+        if isinstance(value, (list, tuple)) and len(value) in before:
+            sizes[name] = list(value)[:layers]
+        elif name.endswith("token_id") and _count(value) and value >= VOCAB:
+            sizes[name] = 1
+    if kinds:
+        sizes["layer_types"] = (kinds * 2)[:layers]
+    if causal and "is_decoder" in default:
+        sizes["is_decoder"] = True
+    subs = {name: tiny(sub, causal) for name, sub in kind.sub_configs.items() if hasattr(sub, "sub_configs")}
+    return kind(**sizes, **subs)
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _answers(crews: Crews, seconds: float) -> list[Any]:
+    """Return one message of each rank. Raise TimeoutError if they take longer than ``seconds``."""
+    found: list[Any] = []
+    end = time.monotonic() + seconds
+    while len(found) < RANKS:
+        if time.monotonic() > end:
+            raise TimeoutError(f"no result within {seconds:g} s")
+        found += [message.data for message in crews.arrived(1)]
+    return found
+
+
+def _verdict(name: str) -> Verdict:
+    from ring_attn_torch import sum_gradients
+    from ring_attn_torch.transformers import sequence_parallel
+
+    try:
+        model, ids = _model(name)
+        expected = _results(model, ids)
+    except Exception as error:  # whatever a class of transformers does with a small config
+        return Verdict(name, "untried", _one_line(error))
+    model.zero_grad()
+    try:
+        with sequence_parallel(model, gather_logits=True):
+            got = _results(model, ids, lambda: sum_gradients(model))
+    except ValueError as error:
+        own = "ring_attn_" in traceback.extract_tb(error.__traceback__)[-1].filename
+        kind = "failed" if not own else "own" if OWN_CODE in str(error) else "refused"
+        return Verdict(name, kind, str(error).replace("\n", " ") if own else _one_line(error))
+    except Exception as error:
+        return Verdict(name, "failed", _one_line(error))
+    worst, where = _largest_error(got, expected)
+    return Verdict(name, "exact" if worst <= EXACT else "differs", "" if worst <= EXACT else f"most in {where}", worst)
+
+
+def _model(name: str) -> tuple[Any, Any]:
+    """Return a model without dropout, the same on every rank, with weights that make the scores differ, and tokens."""
+    import torch
+    import transformers
+
+    kind = getattr(transformers, name)
+    config = tiny(kind.config_class, "Masked" not in name)
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        count = sum(x.numel() for x in kind(config).parameters())
+    if count > LARGEST:
+        raise ValueError(f"the tiny config has {count:,} weights")
+    torch.manual_seed(SEED)
+    model = kind(config).eval()
+    with torch.no_grad():
+        for x in model.parameters():
+            if x.ndim > 1:
+                x.normal_(0, x.shape[-1] ** -0.5)
+    return model, torch.randint(3, VOCAB - 9, (2, TOKENS))
+
+
+def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
+    """Return logits and gradients of one call."""
+    arguments = {"use_cache": False} if getattr(model.config, "use_cache", False) else {}
+    out = model(input_ids=ids, labels=ids, **arguments)
+    out.loss.backward()
+    if after is not None:
+        after()
+    return {"logits": out.logits.detach()} | {x: p.grad.clone() for x, p in model.named_parameters() if p.grad is not None}
+
+
+def _largest_error(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
+    """Return the largest relative error and its name. A gradient is measured by at least 1e-3 of the largest norm."""
+    if missing := sorted(got.keys() ^ expected.keys()):
+        return float("inf"), missing[0]
+    norms = {name: x.double().norm().item() for name, x in expected.items()}
+    least = 1e-3 * max(norm for name, norm in norms.items() if name != "logits")
+    errors = {x: (got[x].double() - expected[x].double()).norm().item() / max(norms[x], least) for x in norms}
+    if nan := [name for name, error in errors.items() if error != error]:
+        return float("inf"), nan[0]
+    where = max(errors, key=errors.__getitem__)
+    return errors[where], where
+
+
+def _one_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:300]
