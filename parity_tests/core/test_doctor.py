@@ -195,6 +195,10 @@ def test_a_framework_that_does_not_start_is_one_line(framework: str, monkeypatch
         (("--head-dim", "0"), "head_dim must be at least 1, got 0"),
         (("--v-dim", "-1"), "v_dim must be at least 1, got -1"),
         (("--framework", "numpy"), "unknown framework 'numpy': choose one of both, torch, jax"),
+        (("--ranks", "4"), "--ranks without --measure would change nothing: add --measure, or leave out --ranks"),
+        (("--ranks", "4", "--network", "9"), "--ranks, --network without --measure would change nothing: add --measure"),
+        (("--json", "a.json"), "--json without --model would change nothing: add --model, or leave out --json"),
+        (("--model", "all", "--network", "9"), "--network without --measure would change nothing"),
     ],
     ids=" ".join,
 )
