@@ -43,7 +43,7 @@ def test_a_gradient_that_differs_or_is_missing_is_an_error():
 
 def test_every_line_of_the_page_is_short():
     found = [Verdict("A" * 30, "refused", "[a] | b " * 40), Verdict("B", "exact", "", 1e-7)]
-    lines = page({"transformers": "5.24.0", "date": "2026-11-27", "ranks": 2, "tokens": 37}, found).splitlines()
+    lines = page({"transformers": "5.24.0", "date": "2026-11-27", "ranks": 2, "tokens": 37, "classes": 2}, found).splitlines()
     assert max(map(len, lines)) <= 140
     assert all(line.count("|") == 4 for line in lines[-2:])
 

@@ -80,6 +80,7 @@ def run(model: str, seconds: float, console: Console, json_file: Path | None, ta
         error = "" if each.error is None else f" ({each.error:.1e})"
         console.print(f"{each.model}: {VERDICTS[each.verdict]}{error}{each.words and ': ' + each.words}", soft_wrap=True)
         record = {"transformers": version("transformers"), "date": date.today().isoformat(), "ranks": RANKS, "tokens": TOKENS}
+        record["classes"] = len(known)
         if json_file is not None:
             json_file.write_text(json.dumps(record | {"models": [asdict(x) for x in found]}, indent=1) + "\n")
         if table_file is not None:
@@ -126,7 +127,7 @@ def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
         f"against eager attention on one process, forward and gradients, {record['tokens']} tokens. Exact: the largest relative",
         f"error, of logits or of a weight's gradient, is at most {EXACT:.0e}.",
         "",
-        "| verdict | classes |",
+        f"| verdict | {len(found)} of {record['classes']} classes |",
         "|---|---|",
         *(f"| {verdict}: {words} | {counts[verdict]} |" for verdict, words in VERDICTS.items()),
         "",
