@@ -15,7 +15,12 @@ from ring_attn_cli.doctor import models
 from ring_attn_cli.doctor.models import EXACT, Verdict, page
 from ring_attn_cli.main import app
 
-CLASSES = {"LlamaForCausalLM": "exact", "BertForMaskedLM": "exact", "MambaForCausalLM": "refused"}
+CLASSES = {
+    "LlamaForCausalLM": "exact",
+    "BertForMaskedLM": "exact",
+    "MambaForCausalLM": "refused",
+    "MobileBertForMaskedLM": "refused",
+}
 
 
 def test_a_class_is_exact_or_refused_by_name_and_both_files_say_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -27,7 +32,7 @@ def test_a_class_is_exact_or_refused_by_name_and_both_files_say_so(monkeypatch: 
     assert {name: each["verdict"] for name, each in found.items()} == CLASSES, done.output
     assert all(0 < each["error"] <= EXACT for each in found.values() if each["verdict"] == "exact")
     assert "MambaForCausalLM mixes tokens by MambaMixer" in found["MambaForCausalLM"]["words"]
-    assert [line.split(" | ")[0] for line in table.read_text().splitlines()[-3:]] == [f"| {name}" for name in CLASSES]
+    assert [line.split(" | ")[0] for line in table.read_text().splitlines()[-4:]] == [f"| {name}" for name in CLASSES]
 
 
 def test_a_gradient_that_differs_or_is_missing_is_an_error():

@@ -35,7 +35,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 
 NOT_SOFTMAX = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|"
-    "ShortConv|xLSTM|mLSTM|Hyena|Indexer|Fourier"
+    "ShortConv|xLSTM|mLSTM|Hyena|Indexer|Fourier|MobileBertEmbeddings"
 )
 """Classes of modules that mix tokens without softmax attention over all keys."""
 
