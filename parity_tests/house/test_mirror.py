@@ -45,6 +45,7 @@ ONLY_IN_TORCH = {
     "layers/dilated_multihead.py": "where DilatedAttention lives",
     "layers/multihead_base.py": "what these two share",
     "layers/recompute.py": "in JAX a policy of jax.checkpoint",
+    "layers/tree_agreement.py": "in JAX one program shards one tree, so no rank can hold another",
     "layers/offload.py": "in JAX a policy of jax.checkpoint, and XLA schedules the copies",
     "diffusers.py": "diffusers' models are PyTorch's",
     "torchtitan.py": "torchtitan's models are PyTorch's",

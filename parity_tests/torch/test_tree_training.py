@@ -121,3 +121,56 @@ def test_a_path_that_is_too_long_on_one_rank_is_every_ranks_error(gloo):
 def attended_on_rank(group: Group, longest: int) -> None:
     layer = RingAttention(8, 2, layout="contiguous", mask=sliding_window(3), group=group)
     layer(torch.ones(1, 3, 8), torch.arange(3), key_extents=TREE["key_extents"][:, :3], longest_path=longest)
+
+
+TREES: dict[str, Any] = {
+    "another completion": (([-1, 0, 0], [4, 7, 5]), ([-1, 0, 0], [4, 5, 7])),
+    "another prompt": (([-1, 0, 0], [4, 6, 6]), ([-1, 0, 0], [3, 6, 7])),
+    "another parent": (([-1, 0, 1, 0], [2, 3, 4, 3]), ([-1, 0, 0, 0], [2, 3, 4, 3])),
+    "another longest path": (([-1, 0, 0], [8, 2, 2]), ([-1, 0, 0], [8, 3, 1])),
+    "a shorter row": (([-1, 0, 0], [4, 4, 4]), ([-1, 0, 0], [4, 4, 1])),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("case", TREES)
+def test_another_tree_on_one_rank_is_every_ranks_error_before_anything_is_sent(gloo, case, ranks, layout):
+    one, other = TREES[case]
+    sent = 0
+    for odd in range(ranks):
+        trees = PerRank(*(other if rank == odd else one for rank in range(ranks)))
+        outcomes = gloo.outcomes(ranks, refused_on_rank, trees, layout)
+        alike = {rank for rank in range(ranks) if same_shard(one, other, layout, ranks, rank)}
+        if alike & {odd} or alike == {*range(ranks)} - {odd}:
+            assert outcomes == [None] * ranks  # all shards are those of one of the two trees
+            continue
+        assert len(set(map(str, outcomes))) == 1
+        assert isinstance(outcomes[0], ValueError)
+        assert any(words in str(outcomes[0]) for words in ("hold shards of different trees", "disagree on longest_path"))
+        sent += 1
+    assert sent
+
+
+def shard_of(tree: Any, layout: str, ranks: int, rank: int) -> list[torch.Tensor]:
+    shard = shard_batch(torch.zeros(1, 16, dtype=torch.int64), layout, ranks, rank, tree=tree)
+    assert shard.key_extents is not None
+    return [shard.key_extents, shard.positions, torch.tensor(shard.longest_path)]
+
+
+def same_shard(one: Any, other: Any, layout: str, ranks: int, rank: int) -> bool:
+    return all(map(torch.equal, *(shard_of(tree, layout, ranks, rank) for tree in (one, other))))
+
+
+def refused_on_rank(group: Group, tree: Any, layout: str) -> None:
+    key_extents, positions, longest = shard_of(tree, layout, ranks_of(group), rank_in(group))
+    ids = torch.zeros_like(positions, dtype=torch.int64)
+    with torch.no_grad():
+        model_on(group, layout)(ids, positions, 16, key_extents=key_extents, longest_path=longest.item())
+
+
+def test_positions_of_another_tree_are_refused_on_a_ring_of_one():
+    model, (one, other) = model_on(None, "contiguous"), TREES["another prompt"]
+    shard, odd = (shard_batch(torch.zeros(1, 16, dtype=torch.int64), "contiguous", 1, tree=tree) for tree in (one, other))
+    with pytest.raises(ValueError, match=r"position 9 .* has 9 ancestors by its key extents, and positions say 3"):
+        model(shard.ids, odd.positions, shard.length, key_extents=shard.key_extents, longest_path=shard.longest_path)

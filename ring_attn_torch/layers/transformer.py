@@ -27,6 +27,7 @@ from .auto_shard import ShardedRows, check_alone
 from .block import Block
 from .parts import LinearMap, RMSNorm, dtype_name
 from .ring import LayerArguments, LayerRing
+from .tree_agreement import agree_on_tree
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +131,8 @@ class RingTransformer(nn.Module):
         :func:`gather_token` of the last token. ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``,
         ``longest_path``, ``layout``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a
         wrong shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
+        With a tree, raise it on all ranks if the shards of the ranks do not form the same trees. On a GPU only the first call
+        with a batch of a shape compares them. A compiled model does not.
 
         ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
         layer i, counted from 0, draws as heads i * heads and up, independently of the other layers. ``dropout_offset``: as in
@@ -153,6 +156,8 @@ class RingTransformer(nn.Module):
         ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes these only
         if ids.device.type == "cpu" and eager_only([ids]):
             check_ids(ids, self.config.vocab, self.ring)
+        if longest_path is not None and key_extents is not None and eager_only([ids, key_extents]):
+            agree_on_tree(ids, key_extents, positions, longest_path, self.ring)
         if positions is None and longest_path is None:
             positions = self.ring.positions(ids.shape[1], ids.device, layout)
         x = self.embedded(ids)

@@ -142,7 +142,7 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
         agree(call, group)
 
 
-def agreed(problem: Problem, group: Group) -> bool:
+def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
     """Return True if all ranks have run ``problem`` on this group, or if a CUDA graph capture prevents an exchange."""
     if group is None or ranks_of(group) == 1:
         return problem in _checked_alone or _capturing(problem.device)

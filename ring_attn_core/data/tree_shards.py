@@ -1,0 +1,103 @@
+"""The check that the shards of all ranks hold the same prefix trees.
+
+A rank holds the key extents and path positions of its own tokens only. So no rank can compare its tree with that of another rank.
+Instead each rank describes its shard by spans, and every rank joins the spans of all ranks to whole rows. These rows are trees
+if and only if the end of each subtree lies inside the subtree of its parent, and the positions count the ancestors:
+
+    token      0 1   2 3   4 5   6         a prompt of 2 tokens, and completions of 2 and 3
+    rank       0 0   1 1   0 0   1         a span: tokens at equal distances whose subtrees end at the same place, as
+    end        7 7   4 4   7 7   7         (row, first token, distance, number of tokens, end, position of the first token)
+    position   0 1   2 3   2 3   4         rank 0: (0, 0, 1, 2, 7, 0), (0, 4, 1, 2, 7, 2)
+
+numpy is imported on first use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+Span = Sequence[int]
+"""(row, first token, step, number of tokens, end, path position of the first token). The step also counts path positions."""
+
+AGAIN = "pass the same tree to shard_batch on every rank, and its key_extents and positions unchanged to the model"
+
+
+def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
+    """Return the spans of a shard, without the keys that no query sees.
+
+    ``key_extents`` [rows, tokens, 2], ``positions`` [rows, tokens]: arrays of a shard. ``tokens``: the position of each token in
+    its row. Raise ValueError if the extent of a key begins after the key.
+    """
+    import numpy as np
+
+    spans: list[Span] = []
+    for row, (extents, places) in enumerate(zip(key_extents, positions, strict=True)):
+        seen = extents[:, 0] < extents[:, 1]
+        own, (firsts, ends), places = tokens[seen], extents[seen].T, places[seen]
+        for token, first in zip(own[firsts > own][:1], firsts[firsts > own][:1], strict=True):
+            raise ValueError(
+                f"the key extent of row {row}, position {token} begins at {first}, and a token of a tree sees itself: pass "
+                "key_extents=shard.key_extents of shard_batch(..., tree=...), or leave longest_path out"
+            )
+        if not len(own):
+            continue
+        step = max(int(own[1] - own[0]), 1) if len(own) > 1 else 1
+        breaks = (np.diff(own) != step) | (np.diff(places) != step) | (np.diff(ends) != 0)
+        starts = np.flatnonzero(np.concatenate([[True], breaks]))
+        counts = np.diff([*starts, len(own)])
+        columns = own[starts], np.full_like(starts, step), counts, ends[starts], places[starts]
+        spans += [(row, *map(int, each)) for each in zip(*columns, strict=True)]
+    return spans
+
+
+def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool) -> None:
+    """Raise ValueError if the spans of all ranks do not form rows of trees whose paths have at most ``longest`` tokens.
+
+    ``spans``: for each rank the spans of its shard. ``counted``: True if their positions count along the path. The error is the
+    same on every rank that passes the same spans.
+    """
+    import numpy as np
+
+    tokens: dict[int, list[Any]] = {}
+    for rank, each in enumerate(spans):
+        for row, first, step, count, end, position in each:
+            own = np.arange(count) * step
+            tokens.setdefault(row, []).append((first + own, np.full_like(own, end), position + own, np.full_like(own, rank)))
+    for row, parts in sorted(tokens.items()):
+        columns = [np.concatenate(x) for x in zip(*parts, strict=True)]
+        order = np.argsort(columns[0], kind="stable")
+        tokens_of_row, ends, positions, ranks = (x[order] for x in columns)
+        _check_row(row, tokens_of_row, ends, positions if counted else None, ranks, longest)
+
+
+def _check_row(row: int, tokens: Any, ends: Any, positions: Any, ranks: Any, longest: int) -> None:
+    """Raise ValueError if a row is not a tree. All arrays are sorted by ``tokens``. ``positions`` None: do not check them."""
+    import numpy as np
+
+    breaks = (np.diff(tokens) != 1) | (np.diff(ends) != 0)
+    if positions is not None:
+        breaks |= np.diff(positions) != 1
+    starts = [0, *(np.flatnonzero(breaks) + 1).tolist()]
+    path: list[tuple[int, int, int]] = []  # of the subtrees that hold this span: end, tokens on the path before it, rank
+    for start, stop in zip(starts, [*starts[1:], len(tokens)], strict=True):
+        token, end, rank = (int(x[start]) for x in (tokens, ends, ranks))
+        where = f"the ranks of this ring hold shards of different trees: in row {row} position {token} (rank {rank})"
+        while path and path[-1][0] <= token:
+            path.pop()
+        if path and path[-1][0] < end:
+            raise ValueError(
+                f"{where} has a subtree that ends at {end}, and lies inside one that ends at {path[-1][0]} (rank {path[-1][2]}): "
+                f"{AGAIN}"
+            )
+        if end > tokens[-1] + 1:
+            raise ValueError(f"{where} has a subtree that ends at {end}, and the row has {int(tokens[-1]) + 1} tokens: {AGAIN}")
+        depth = path[-1][1] if path else 0
+        if positions is not None and positions[start] != depth:
+            raise ValueError(f"{where} has {depth} ancestors by its key extents, and positions say {positions[start]}: {AGAIN}")
+        if depth + stop - start > longest:
+            raise ValueError(
+                f"a path in row {row} has {depth + stop - start} tokens at position {int(tokens[stop - 1])}, and longest_path is "
+                f"{longest}: pass longest_path=shard.longest_path"
+            )
+        path.append((end, depth + stop - start, rank))
