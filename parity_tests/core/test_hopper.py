@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from traceback import format_exception
 from typing import Any
 
 import pytest
+from triton.compiler.errors import CompilationError
 
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
@@ -288,3 +290,11 @@ def check_compiled(launch: Launch) -> None:
     assert kernel.metadata.shared <= shared_memory(90)
     assert not re.search(r"C75\d\d", advice(kernel))
     assert released_in_flight(kernel) == []
+
+
+def test_gradients_of_16_bits_that_add_earlier_ones_do_not_compile():
+    """No call makes such a launch: keys whose gradients are complete do not travel, and have one step."""
+    for make, dim in ((hopper.backward, 128), (steps.dkv, 256)):
+        with pytest.raises(CompilationError) as caught:
+            compiled(make(replace(HOPPER, head_dim=dim, v_dim=dim), False, True), 90)
+        assert "gradients of 16 bits are complete" in "".join(format_exception(caught.value))

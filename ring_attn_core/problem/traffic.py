@@ -88,11 +88,11 @@ def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of "direct" as (forward, backward). JAX pads the slices of a shift to equal length.
+    """Return the traffic of "direct" that ``rank`` sends, as (forward, backward).
 
-    The forward sends slices of keys. The backward sends these slices again, and the gradients of the received slices.
-
-    ``rank`` is the sending rank.
+    The forward sends slices of keys. The backward sends these slices again, and the gradients of the received slices. In JAX
+    array sizes are static: a nonempty slice is sent with neighboring keys, as many tokens as the longest slice of its run and
+    shift on any rank. These keys and their gradients, which are 0, are counted.
     """
     plan, even = problem.steps, problem.framework == "jax"
     assert isinstance(plan, DirectPlan)

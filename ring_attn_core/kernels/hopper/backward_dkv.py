@@ -4,7 +4,7 @@
 
 Shapes     a tile of 128 keys in 8 warps, or of 64 in 4; dk_BTGD, dv_BTGE, or both packed in one array
 State      FIRST: dk and dv start at 0; else dk_in and dv_in in f32, which dk and dv may overwrite in place
-Precision  f32; 16 bits for complete gradients
+Precision  f32; 16 bits for complete gradients, of keys that do not travel: they have one step, so FIRST
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def finish(
         at, inside = elements(to + COLUMN, row, column, args, work, sizes, STRIDE, WIDTH)
         gl.store(at, x, mask=inside)
     else:
+        gl.static_assert(sizes.FIRST, "gradients of 16 bits are complete: keys that do not travel have one step")
         LINES: gl.constexpr = rows_by_lines(COLUMNS, WARPS)
         tile.store(x.to(DTYPE))
         row = gl.expand_dims(gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES)), 1)
