@@ -172,3 +172,23 @@ def test_a_comparison_without_a_result_does_not_pass():
     from ring_attn_cli.compare.sweep import sweep_of
 
     assert not Comparison(sweep_of(["ring"], 2, "torch", 1, 9.0), (), (), {}).passed
+
+
+@pytest.mark.parametrize(("device", "note"), [("cpu", False), ("gpu", True)])
+@pytest.mark.parametrize("width", [70, 120])
+def test_the_peak_of_a_process_is_not_shown_as_that_of_a_run(device: str, note: bool, width: int):
+    rich = pytest.importorskip("rich.console")
+    from ring_attn_cli.compare import export, report
+    from ring_attn_cli.compare.comparison import Comparison, VariantResult
+    from ring_attn_cli.compare.sweep import sweep_of
+
+    numbers = (measure.Quantity("out", 2.3e-7, 5.6e-7, 12.34, 7.1e-7, 2e-7, 3e-12),)
+    peaks = {"torch": 10**9, "jax": 2 * 10**9}
+    results = tuple(VariantResult(Case(device=device), "ring", name, 2, numbers, (), (0.01,), n) for name, n in peaks.items())
+    found = Comparison(sweep_of(["ring"], 2, "jax,torch", 1, 9.0), results, (), {})
+    console = rich.Console(width=width, record=True, file=io.StringIO())
+    console.print(report.table(found, width))
+    text = " ".join(console.export_text().split())
+    shown = "MiB of JAX on GPUs (*): the peak of its process so far" in text, "1907.3*" in text, "953.7*" in text
+    assert shown == (note, note, False)
+    assert [each["peak_of"] for each in export.document(found)["results"]] == ["run", "process" if note else "run"]

@@ -11,7 +11,7 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from ring_attn_cli.doctor import measure
-from ring_attn_cli.doctor.timings import FITTED, NARROW, OF_GPU, Timings, line, record
+from ring_attn_cli.doctor.timings import FITTED, NARROW, OF_GPU, Repeats, Timings, line, record
 from ring_attn_cli.main import app
 from ring_attn_core.plan.machine import H200, Machine
 from ring_attn_core.plan.measured import stored
@@ -41,6 +41,7 @@ def times(machine: Machine = EXPECTED) -> Timings:
         host_backward=machine.host_backward,
         host_send=machine.host_send,
         host_copy=machine.host_copy,
+        noise=0.02,
     )
 
 
@@ -105,6 +106,25 @@ def test_the_record_is_printed_and_saved_for_its_framework(framework: str, two_g
     ):
         assert words in done.output
     assert f"{framework}-NVIDIA-H200.json" in done.output
+
+
+def test_repeats_are_compared_by_halves_and_one_slow_repeat_is_no_noise():
+    repeats = Repeats()
+    assert repeats.shortest([2.0, 9.0, 3.0, 2.1, 2.2]) == 2.0
+    assert repeats.noise == pytest.approx(0.05)
+    assert repeats.shortest([3.0, 2.0]) == 2.0
+    assert repeats.shortest([1.0, 1.0, 1.0]) == 1.0
+    assert repeats.noise == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("noise", [0.1, 0.34])
+def test_a_noisy_record_is_saved_with_a_warning(noise: float, two_gpus: None, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(measure, "measured", lambda *_: [times(), replace(times(), noise=noise)])
+    done = doctor("--framework", "torch")
+    words = "warning: repeats of a measurement differ by 34%, more than 10%"
+    assert (words in done.output) == (noise > 0.1) == ("warning" in done.output)
+    assert stored("torch", H200.name) is not None
 
 
 def test_on_cpus_the_command_says_that_auto_stays_the_ring(two_gpus: None, monkeypatch: pytest.MonkeyPatch):

@@ -24,7 +24,10 @@ NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The result of one variant in one framework on a ring of ``ranks``. ``part``: what the truth covers, in words; "" is all."""
+    """The result of one variant in one framework on a ring of ``ranks``. ``part``: the part that the truth covers, "" for all.
+
+    ``peak_bytes``: peak memory, see ``peak_of``; None if the system does not report it.
+    """
 
     case: Case
     variant: str
@@ -43,6 +46,11 @@ class VariantResult:
     @property
     def median_seconds(self) -> float:
         return median(self.seconds)
+
+    @property
+    def peak_of(self) -> str:
+        """Return "run" if the peak is that of one run, or "process" if it is that of the process so far, as in JAX on GPUs."""
+        return "process" if self.framework == "jax" and self.case.device != "cpu" else "run"
 
     @property
     def label(self) -> str:

@@ -57,6 +57,7 @@ def _result(result: VariantResult) -> dict[str, Any]:
         "seconds": list(result.seconds),
         "median_seconds": result.median_seconds,
         "peak_bytes": result.peak_bytes,
+        "peak_of": result.peak_of,
     }
 
 

@@ -47,6 +47,8 @@ def table(comparison: Comparison, width: int = WIDE) -> Group:
     parts += [
         Text.assemble((f"{result.label}: ", "bold red"), words) for result in comparison.results for words in result.diagnosis
     ]
+    if any(result.peak_of == "process" and result.peak_bytes is not None for result in comparison.results):
+        parts.append(Text(OF_PROCESS, style="dim"))
     judged = [quantity for result in comparison.results for quantity in result.quantities]
     missed = sum(not quantity.within for quantity in judged)
     verdict = f"{missed} of {len(judged)} bounds are missed" if missed else f"All {len(judged)} bounds are kept"
@@ -57,6 +59,11 @@ OF_ARRAY = "error", "bound", "", "largest", "ulps", "one device", "other"
 CAPTION = (
     "error: norm of the difference from float64 over its norm; largest: difference of an entry, ulps: in units of its last "
     "place; one device, other framework: = to the bit, or the relative difference; ms, MiB: forward and backward, all ranks"
+)
+
+OF_PROCESS = (
+    "MiB of JAX on GPUs (*): the peak of its process so far, with inputs and the variants before it, because JAX cannot reset its "
+    "peak. Do not compare it with PyTorch's, which is that of one run without inputs"
 )
 
 
@@ -91,8 +98,8 @@ def _one(result: VariantResult) -> Table:
 
 
 def _cost(result: VariantResult) -> tuple[str, str]:
-    """Return the median time in ms and the peak memory in MiB, as text."""
-    memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f}"
+    """Return the median time in ms and the peak memory in MiB, as text, with a * if it is not that of one run."""
+    memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f}{'*' * (result.peak_of != 'run')}"
     return f"{result.median_seconds * 1e3:.4g}", memory
 
 

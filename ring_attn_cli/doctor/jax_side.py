@@ -18,7 +18,7 @@ from ring_attn_core.masks import full
 from ring_attn_jax import sharded_ring_attention
 
 from ..processes import Report
-from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Timings
+from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Repeats, Timings
 
 REPEATS = 7
 LAUNCHES = 20
@@ -34,39 +34,45 @@ def work(report: Report, ranks: int, gpus: bool) -> None:
     if len(devices) < ranks or (gpus and devices[0].platform != "gpu"):
         report("mistake", f"JAX sees {len(devices)} devices of {devices[0].platform}, not {ranks} GPUs")
         return
-    found = attention(devices[0], sizes, gpus) | copies(sizes, gpus) | transfers(devices, sizes, gpus)
+    clock = Clock(gpus)
+    found = attention(clock, devices[0], sizes) | copies(clock, sizes) | transfers(clock, devices, sizes)
     memory = (devices[0].memory_stats() or {}).get("bytes_limit") if gpus else None
     if memory is None:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
     name = devices[0].device_kind if gpus else "cpu"
-    timings = Timings(device=name, memory=memory, heads=sizes.heads, **found)
+    timings = Timings(device=name, memory=memory, heads=sizes.heads, noise=clock.repeats.noise, **found)
     for _ in range(ranks):
         report("timings", timings)
 
 
-def seconds(run: Callable[[], Any]) -> float:
-    """Return the shortest of ``REPEATS`` times of a run, because other processes may slow some of them down."""
-    found = []
-    for _ in range(REPEATS):
+class Clock:
+    """A timer of JAX's devices. It waits for each result. ``gpus``: True if the host launches the work of GPUs."""
+
+    def __init__(self, gpus: bool) -> None:
+        self.gpus, self.repeats = gpus, Repeats()
+
+    def seconds(self, run: Callable[[], Any]) -> float:
+        """Return the shortest of ``REPEATS`` times of a run, because other processes may slow some of them down."""
+        return self.repeats.shortest([self._once(run) for _ in range(REPEATS)])
+
+    def host(self, run: Callable[[], Any]) -> float:
+        """Return the seconds that the host takes to launch a run; 0 on a CPU."""
+        if not self.gpus:
+            return 0.0
+        jax.block_until_ready(run())
+        began = time.perf_counter()
+        results = [run() for _ in range(LAUNCHES)]
+        taken = time.perf_counter() - began
+        jax.block_until_ready(results)
+        return taken / LAUNCHES
+
+    def _once(self, run: Callable[[], Any]) -> float:
         began = time.perf_counter()
         jax.block_until_ready(run())
-        found.append(time.perf_counter() - began)
-    return min(found)
+        return time.perf_counter() - began
 
 
-def host(run: Callable[[], Any], gpus: bool) -> float:
-    """Return the seconds that the host takes to launch a run; 0 on a CPU."""
-    if not gpus:
-        return 0.0
-    jax.block_until_ready(run())
-    began = time.perf_counter()
-    results = [run() for _ in range(LAUNCHES)]
-    taken = time.perf_counter() - began
-    jax.block_until_ready(results)
-    return taken / LAUNCHES
-
-
-def attention(device: Any, sizes: MeasuredSizes, gpus: bool) -> dict[str, Any]:
+def attention(clock: Clock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of attention on one device. The backward's time is that of both passes minus the forward's."""
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
@@ -80,24 +86,24 @@ def attention(device: Any, sizes: MeasuredSizes, gpus: bool) -> dict[str, Any]:
         points = []
         for tokens in sizes.tokens:
             q, k, v, dout = inputs(tokens, dim)
-            once = seconds(lambda q=q, k=k, v=v: forward(q, k, v))
-            twice = seconds(lambda q=q, k=k, v=v, dout=dout: both(q, k, v, dout))
+            once = clock.seconds(lambda q=q, k=k, v=v: forward(q, k, v))
+            twice = clock.seconds(lambda q=q, k=k, v=v, dout=dout: both(q, k, v, dout))
             points.append((tokens, once, max(twice - once, once)))
         found["forward"][dim] = tuple((tokens, once) for tokens, once, _ in points)
         found["backward"][dim] = tuple((tokens, more) for tokens, _, more in points)
     q, k, v, dout = inputs(128, FITTED)
-    launches = {"host_forward": host(lambda: forward(q, k, v), gpus), "host_backward": host(lambda: both(q, k, v, dout), gpus)}
+    launches = {"host_forward": clock.host(lambda: forward(q, k, v)), "host_backward": clock.host(lambda: both(q, k, v, dout))}
     return found | launches
 
 
-def copies(sizes: MeasuredSizes, gpus: bool) -> dict[str, Any]:
+def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of copies in memory. ``host_copy`` is 0, because the host launches no copies inside a compiled program."""
     copy = jax.jit(lambda x: x + jnp.uint8(1))
     zeros = {size: jnp.zeros(size // 2, jnp.uint8) for size in (sizes.copied // 4, sizes.copied)}
-    return {"copy": tuple((float(size), seconds(lambda x=x: copy(x))) for size, x in zeros.items()), "host_copy": 0.0}
+    return {"copy": tuple((float(size), clock.seconds(lambda x=x: copy(x))) for size, x in zeros.items()), "host_copy": 0.0}
 
 
-def transfers(devices: list[Any], sizes: MeasuredSizes, gpus: bool) -> dict[str, Any]:
+def transfers(clock: Clock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of transfers between all devices."""
     ranks = len(devices)
     mesh = Mesh(np.array(devices), ("seq",))
@@ -118,6 +124,6 @@ def transfers(devices: list[Any], sizes: MeasuredSizes, gpus: bool) -> dict[str,
     hop, gather, link, collective = on_ring(hops), on_ring(gathers), [], []
     for size in sizes.bytes:
         x = jax.device_put(jnp.zeros(size * ranks, jnp.uint8), NamedSharding(mesh, P("seq")))
-        link.append((float(size), seconds(lambda x=x: hop(x)) / IN_FLIGHT))
-        collective.append((float(size * (ranks - 1)), seconds(lambda x=x: gather(x)) / IN_FLIGHT))
+        link.append((float(size), clock.seconds(lambda x=x: hop(x)) / IN_FLIGHT))
+        collective.append((float(size * (ranks - 1)), clock.seconds(lambda x=x: gather(x)) / IN_FLIGHT))
     return {"link": tuple(link), "collective": tuple(collective), "host_send": 0.0}

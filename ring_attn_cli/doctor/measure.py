@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ring_attn_core.plan.measured import save
 
 from ..processes import Crews, check_count, check_installed
-from .timings import FITTED, NARROW, Timings, record
+from .timings import FITTED, NARROW, Timings, record, warning
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -43,6 +43,9 @@ def run(framework: str, ranks: int | None, network: float, console: Console) -> 
         path = save(machine, name)
         console.print(table(name, machine, timings))
         console.print(f"wrote {path}", soft_wrap=True)
+        noisy = warning(timings)
+        if noisy is not None:
+            console.print(noisy, soft_wrap=True)
         if not gpus:
             console.print('on CPUs "auto" stays the ring; ring-attn plan --machine FILE predicts with this record')
 

@@ -15,6 +15,24 @@ FITTED, NARROW = 128, 64
 """The head dim for which a record has rates, and a smaller head dim that is measured only to be printed."""
 
 
+NOISE = 0.1
+"""The largest difference between repeats of a measurement that needs no warning. It is the error of predictions from a record of
+quiet GPUs (docs/strategies.md): noise below it does not limit them."""
+
+
+class Repeats:
+    """The greatest ``noise`` of all repeated measurements: how much longer one half of the repeats took than the other."""
+
+    def __init__(self) -> None:
+        self.noise = 0.0
+
+    def shortest(self, seconds: Sequence[float]) -> float:
+        """Return the shortest of at least two repeats. Compare the shortest of every second one with that of the others."""
+        halves = min(seconds[::2]), min(seconds[1::2])
+        self.noise = max(self.noise, max(halves) / min(halves) - 1)
+        return min(halves)
+
+
 class MeasuredSizes(NamedTuple):
     """The sizes to measure: ``tokens`` of a sequence, ``bytes`` of a transfer, and ``copied`` bytes of a copy in memory."""
 
@@ -37,8 +55,8 @@ class Timings:
 
     ``forward``, ``backward``: by head dim, (tokens, seconds) of full attention with ``heads`` heads. ``link``, ``collective``,
     ``copy``: (bytes, seconds). ``link`` counts bytes that each rank sends to the next, all ranks at once; ``collective`` bytes
-    that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: the host's seconds for launching each of
-    them once, 0 on a CPU. ``memory``: the rank's memory in bytes.
+    that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: seconds of the host to launch each, 0 on
+    a CPU. ``memory``: the rank's memory in bytes. ``noise``: that of ``Repeats``.
     """
 
     device: str
@@ -53,6 +71,7 @@ class Timings:
     host_backward: float
     host_send: float
     host_copy: float
+    noise: float
 
     def of_token(self, dim: int, backward: bool) -> tuple[float, float]:
         """Return the seconds of attention per query and head: a constant part, and the part per visible key."""
@@ -62,6 +81,17 @@ class Timings:
     def rate(self, dim: int, backward: bool) -> float:
         """Return the FLOP/s of attention on long shards, at 4 (forward) or 10 (backward) x ``dim`` operations per pair."""
         return (10 if backward else 4) * dim / self.of_token(dim, backward)[1]
+
+
+def warning(timings: Sequence[Timings]) -> str | None:
+    """Return a warning if a rank's repeats differ by more than ``NOISE``, or None."""
+    noise = max(each.noise for each in timings)
+    if noise <= NOISE:
+        return None
+    return (
+        f"warning: repeats of a measurement differ by {noise:.0%}, more than {NOISE:.0%}, so other programs seem to use this "
+        "machine, and predictions from this record may be as wrong: stop them and run ring-attn doctor --measure again"
+    )
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

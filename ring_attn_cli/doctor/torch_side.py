@@ -16,7 +16,7 @@ from ring_attn_torch.ring.transfer import send
 
 from ..processes import Report
 from ..train.torch_ranks import CPU, device_of, member
-from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Timings
+from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Repeats, Timings
 
 REPEATS = 7
 LAUNCHES = 20
@@ -35,18 +35,18 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
     name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
-    report("timings", Timings(device=name, memory=memory, heads=sizes.heads, **found))
+    report("timings", Timings(device=name, memory=memory, heads=sizes.heads, noise=clock.repeats.noise, **found))
 
 
 class Clock:
     """A timer of a device. It waits for the device's work before and after the timed run."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.repeats = device, Repeats()
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Return the shortest of ``REPEATS`` times of a run, because other processes may slow some of them down."""
-        return min(self._once(run) for _ in range(REPEATS))
+        return self.repeats.shortest([self._once(run) for _ in range(REPEATS)])
 
     def host(self, run: Callable[[], object]) -> float:
         """Return the seconds that the host takes to launch a run; 0 on a CPU."""

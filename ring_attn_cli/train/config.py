@@ -49,8 +49,9 @@ class Data:
 class Optimizer:
     """The hyperparameters of AdamW.
 
-    The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``schedule``
-    replaces this by schedules of ``schedules.py``, one after another. ``clip``: the global norm that gradients are clipped to.
+    The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``clip``: the
+    largest global norm of the gradients. ``schedule``: schedules of ``schedules.py``, one after another, that replace the warmup
+    and the cosine.
     """
 
     learning_rate: float = 3e-3
