@@ -62,8 +62,8 @@ CAPTION = (
 )
 
 OF_PROCESS = (
-    "MiB of JAX on GPUs (*): the peak of its process so far, with inputs and the variants before it, because JAX cannot reset its "
-    "peak. Do not compare it with PyTorch's, which is that of one run without inputs"
+    "MiB of JAX on GPUs (*): the peak of its process so far, with inputs and all variants before, since JAX cannot reset it. Do "
+    "not compare it with PyTorch's, the peak of one run without inputs"
 )
 
 
