@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -167,3 +168,16 @@ def test_one_ranks_mistake_is_everybodys_error(gloo):
 
 def mistaken_on_rank(group: Group, tokens: int) -> None:
     unpack_rollouts(torch.ones(1, tokens), PACKED, group=group, layout="zigzag")
+
+
+def test_other_rollouts_on_one_rank_are_every_ranks_error_at_every_call(gloo):
+    for outcome in gloo.outcomes(4, other_rollouts_on_rank, PerRank(4, 4, 4, 5)):
+        assert isinstance(outcome, ValueError)
+        assert re.match(
+            r"the ranks of this ring disagree on rollouts: '.*' on rank 0, '.*' on rank 3\. Pass the same", str(outcome)
+        )
+
+
+def other_rollouts_on_rank(group: Group, token: int) -> None:
+    for last in (4, token):
+        unpack_rollouts(torch.ones(1, 2), pack_rollouts([[1, 2, 3], [1, 2, last]]), group=group, layout="zigzag")

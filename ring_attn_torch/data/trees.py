@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,7 +93,7 @@ def unpack_rollouts(
     ranks.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``values`` do not have the shape of the rollouts, or
-    if ranks have shards of different shapes.
+    if ranks have shards of different shapes, or other rollouts. Ranks compare these at every call, which costs an exchange.
     """
     ring = None if layout is None else _ring(group)
     ranks = ranks_of(ring)
@@ -104,13 +105,22 @@ def unpack_rollouts(
 
     tensor = isinstance(values, Tensor)
     kind = (tuple(values.shape), str(values.dtype), values.device.type) if tensor else ((), "", "cpu")
-    agree_on(AgreedCall("unpack_rollouts", kind[2], (("shape", kind[0]), ("dtype", kind[1]), ("layout", layout))), ring, check)
+    alike: Any = (("shape", kind[0]), ("dtype", kind[1]), ("layout", layout), ("rollouts", _digest(rollouts, ranks)))
+    agree_on(AgreedCall("unpack_rollouts", kind[2], alike, each_time=True), ring, check)
     wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
     if layout is not None:
         whole: Any = wide if ring is None or ranks == 1 else _GatherAlike.apply(wide, ring)
         wide = from_layout(whole, layout, ranks, rollouts.ids.shape[1])
     predicted = wide.flatten(0, 1)[rollouts.predictors.to(values.device)].to(values.dtype)
     return list(predicted.split(rollouts.counts))
+
+
+def _digest(rollouts: Any, ranks: int) -> str | None:
+    """Return a digest of rollouts, or None if no ranks compare them."""
+    if ranks == 1 or torch.compiler.is_compiling() or not isinstance(rollouts, Rollouts):
+        return None
+    arrays = b"".join(torch.as_tensor(x).cpu().numpy().tobytes() for x in (rollouts.ids, rollouts.labels, rollouts.predictors))
+    return blake2b(arrays + repr((rollouts.counts, rollouts.tree)).encode(), digest_size=8).hexdigest()
 
 
 class _GatherAlike(AllGather):
