@@ -153,3 +153,16 @@ def test_what_has_no_log_probs_is_refused(arguments, message):
     given = {"logits": X, "labels": Y} | arguments
     with pytest.raises(ValueError, match=message):
         token_log_probs(given.pop("logits"), given.pop("labels"), **given)
+
+
+@pytest.mark.parametrize("given", ["hidden", "logits"])
+@pytest.mark.parametrize("of", [loss, lambda *x, **named: token_log_probs(*x, entropy=True, **named)[0].sum()])
+def test_a_second_derivative_raises_instead_of_being_dropped(of, given):
+    x, head = torch.randn(1, 3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    labels = torch.tensor([[0, 1, 2]])
+    value = of(x, labels, head=head) if given == "hidden" else of(x @ head.T, labels)
+    for leaf in (x, head):
+        (gradient,) = torch.autograd.grad(value, leaf, create_graph=True)
+        penalty = (gradient**2).sum() + (leaf**2).sum()
+        with pytest.raises(RuntimeError, match="loss and token_log_probs have no second derivative"):
+            torch.autograd.grad(penalty, leaf)

@@ -10,13 +10,13 @@ Each float32 array as wide as the vocabulary holds one chunk of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_attn_core.model.chunks import even_chunk
 
@@ -62,8 +62,42 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
         hidden = hidden.to(torch.get_autocast_dtype(device))
     with torch.autocast(device, enabled=False):
         if torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad):
-            return _SumOfHidden.apply(hidden, head, *labels)  # type: ignore[return-value]
+            links = hidden[:0].clone(), head[:0].clone()
+            return _SumOfHidden.apply(hidden, head, *labels, *links)  # type: ignore[return-value]
         return _of_hidden(hidden, head, labels, (False, False))[0]
+
+
+def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Decorate the backward of an autograd Function, so that a second derivative raises RuntimeError.
+
+    ``once_differentiable`` of PyTorch does not raise if no cotangent requires a gradient. Then gradients would be constants, and
+    a penalty of them would add nothing to a training.
+    """
+
+    @wraps(backward)
+    def checked(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        with torch.no_grad():
+            gradients = backward(ctx, *cotangents)
+        if not torch.is_grad_enabled():  # no create_graph=True
+            return gradients
+        inputs = [x for x in (*ctx.saved_tensors, *cotangents) if x is not None and x.requires_grad]
+        return tuple(None if x is None else _Last.apply(x, *inputs) for x in gradients)
+
+    return checked
+
+
+class _Last(torch.autograd.Function):
+    """The identity on a gradient, which depends on ``inputs`` for autograd, without a derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        raise RuntimeError(
+            "loss and token_log_probs have no second derivative: call backward or torch.autograd.grad without create_graph=True"
+        )
 
 
 class _SumOfLogits(torch.autograd.Function):
@@ -81,7 +115,7 @@ class _SumOfLogits(torch.autograd.Function):
         return total, lse
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, dtotal: Tensor | None, _: None) -> tuple[Tensor | None, None, None, None, None]:
         logits, labels, lse, weights = ctx.saved_tensors
         if dtotal is None:
@@ -95,24 +129,28 @@ class _SumOfLogits(torch.autograd.Function):
 
 
 class _SumOfHidden(torch.autograd.Function):
-    """The summed cross-entropy of hidden states. The forward computes the gradients per chunk, and the backward scales them."""
+    """The summed cross-entropy of hidden states. The forward computes the gradients per chunk, and the backward scales them.
+
+    ``links``: empty tensors that depend on hidden and head for autograd, so that a second derivative finds ``_Last``. Saving
+    hidden itself would keep its memory.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None
+        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None, *links: Tensor
     ) -> Tensor:
         total, *gradients = _of_hidden(hidden, head, Labels(labels, ignored, chunk, weights), ctx.needs_input_grad[:2])
-        ctx.save_for_backward(*gradients)
+        ctx.save_for_backward(*gradients, *links)
         ctx.dtype = head.dtype
         return total
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        dhidden, dhead = ctx.saved_tensors
+    @one_derivative
+    def backward(ctx: Any, dtotal: Tensor) -> tuple[Tensor | None, ...]:
+        dhidden, dhead, *_ = ctx.saved_tensors
         dhidden = None if dhidden is None else dhidden * dtotal
         dhead = None if dhead is None else (dhead * dtotal).to(ctx.dtype)
-        return dhidden, dhead, None, None, None, None
+        return dhidden, dhead, None, None, None, None, None, None
 
 
 def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:

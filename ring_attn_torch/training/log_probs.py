@@ -13,11 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ring_attn_core.model.chunks import check_loss
 
-from .cross_entropy import Labels, _plus_product, _product, strange_labels
+from .cross_entropy import Labels, _plus_product, _product, one_derivative, strange_labels
 from .loss import _check
 
 
@@ -70,7 +69,7 @@ class _Values(torch.autograd.Function):
         return logp, h
 
     @staticmethod
-    @once_differentiable
+    @one_derivative
     def backward(ctx: Any, dlogp: Tensor, dh: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         x, head, labels, lse, h = ctx.saved_tensors
         of, weight = Labels(labels, *ctx.settings), None if head is None else head.to(x.dtype)
