@@ -18,7 +18,7 @@ from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import check_array, check_extents, rate_of
+from ring_attn_core.problem.checks import check_array, check_extents, check_key_extents, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
@@ -154,8 +154,7 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
     check_shards(q, k, v, where)
     for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
         check_array(array, q.shape, k.shape)
-    if arrays.extents is not None and arrays.positions is None:
-        _check_extents(arrays.extents, k.shape[1], options, where)
+    _check_intervals(arrays, q.shape[1], k.shape[1], options, where)
     inputs, specs = {"q": q, "k": k, "v": v, **arrays._asdict()}, where.specs(k.shape[2])
     put = lambda name, x: x if name == "dropout_seed" else on_mesh(x, where.mesh, specs[name])
     placed = {name: put(name, x) for name, x in inputs.items() if x is not None}
@@ -199,15 +198,21 @@ def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
     return lax.axis_index(axes).astype(jnp.uint32) * local if axes else jnp.uint32(0)
 
 
-def _check_extents(extents: Any, keys: int, options: Options, where: ShardedAxes) -> None:
-    """Raise ValueError if an extent is wrong. Skip values that this process cannot read: traced, or of other hosts."""
-    values = on_host(jnp.asarray(extents))
-    if values is None:
-        return
-    lengths: Any = extents.shape[1] // where.ranks, keys // where.ranks, options.length, options.kv_length
-    plan = RingPlan(options.layout, options.mask, where.ranks, *lengths)
-    for runs, shard in zip(plan.q_runs, np.split(values.astype(np.int64), where.ranks, 1), strict=True):
-        check_extents(shard, runs, plan.kv_length)
+def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, where: ShardedAxes) -> None:
+    """Raise ValueError if an extent or key extent is wrong. Skip values that cannot be read: traced, or of other hosts."""
+    lengths: Any = queries // where.ranks, keys // where.ranks, options.length, options.kv_length
+
+    def shards(extents: Any) -> list[Any]:
+        values = None if extents is None else on_host(jnp.asarray(extents))
+        return [] if values is None else np.split(values.astype(np.int64), where.ranks, 1)
+
+    extents, key_extents = shards(arrays.extents), shards(arrays.key_extents)
+    if extents or key_extents:
+        plan = RingPlan(options.layout, options.mask, where.ranks, *lengths)
+        for runs, shard in zip(plan.q_runs, extents, strict=False):
+            check_extents(shard, runs, plan.kv_length)
+        for runs, shard in zip(plan.k_runs, key_extents, strict=False):
+            check_key_extents(shard, runs, plan.length)
 
 
 def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:

@@ -199,6 +199,7 @@ class Weight:
         ({"rollouts": [[1, 2]], "weights": 1.0}, "weights must be a list with one entry for each of the 1 rollouts, got 1.0"),
         ({"rollouts": [[1, 2]], "weights": [[1.0]]}, r"weights\[0\] must be a number, or a list .*, 2 here, got float64 \[1\]"),
         ({"rollouts": [[1, 2]], "weights": [float("nan")]}, r"weights\[0\] holds a number that is not finite"),
+        ({"rollouts": [[1, 2]] * 2, "weights": [3e38, 3e38]}, r"weights of shared tokens add up to 6e\+38, which float32 cannot"),
         (
             {"rollouts": [[1, 2]], "weights": [Weight()]},
             r"weights\[0\] requires a gradient, and weights are constants: pass .*detach",

@@ -146,6 +146,7 @@ WRONG = {
     "dropout_seed must be an int": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.key(0)}),
     "jax.random.bits(key)), got False": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": False}),
     "extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"extents": np.full((2, 16, 2), [3, 2])}),
+    "key_extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"key_extents": np.full((2, 16, 2), [3, 17])}),
     "extents must be [batch": lambda q, k, v: ((q, k, v), {"extents": np.zeros((2, 2), int)}),
     "key_mask must have dtype bool, got float32": lambda q, k, v: ((q, k, v), {"key_mask": np.zeros((2, 16), np.float32)}),
     "key_mask must be an array, got list": lambda q, k, v: ((q, k, v), {"key_mask": [True]}),

@@ -138,6 +138,11 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
         counted = np.flatnonzero(mask[1:])
         labels[row, path[counted]] = tokens[1:][counted]
         sums[row, path[counted]] += weight[1:][counted]
+    most = np.abs(sums).max()
+    if most > np.finfo(np.float32).max:
+        raise ValueError(
+            f"weights of shared tokens add up to {most:.3g}, which float32 cannot hold: divide all weights by a number"
+        )
     trees = [row.tree() for row in rows]
     parents, lengths = (tuple(each) for each in zip(*trees, strict=True))
     predictors = np.concatenate([row * ids.shape[1] + path[:-1] for row, path in placed]).astype(np.int32)
@@ -218,10 +223,10 @@ def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[
         raise ValueError(f"{name} must be a list with one entry for each of the {len(lists)} rollouts, got {got}")
     arrays = []
     for i, (x, tokens) in enumerate(zip(each, lists, strict=True)):
+        if getattr(x, "requires_grad", False):
+            raise ValueError(f"{name}[{i}] requires a gradient, and weights are constants: pass {name}[{i}].detach()")
         array = _array(x)
         shapes = [tokens.shape] if name == "loss_masks" and values is not None else [tokens.shape, ()]
-        if array is None and getattr(x, "requires_grad", False):
-            raise ValueError(f"{name}[{i}] requires a gradient, and weights are constants: pass {name}[{i}].detach()")
         if array is None or array.dtype.kind not in "biuf" or array.shape not in shapes:
             raise ValueError(
                 f"{name}[{i}] must be {what}, {len(tokens)} here, got {in_words(x) if array is None else _short(array)}"
@@ -233,11 +238,11 @@ def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[
 
 
 def _array(x: Any) -> np.ndarray | None:
-    """Return ``x`` as a numpy array, or None if it cannot be converted."""
+    """Return ``x`` as a numpy array, or None if it cannot be converted. Numbers of bfloat16 become float64."""
     import numpy as np
 
     try:
-        return np.asarray(x)
+        return np.asarray(x.tolist() if str(getattr(x, "dtype", "")).endswith("bfloat16") else x)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         return None
 

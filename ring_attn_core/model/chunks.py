@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..problem.checks import DTYPES
 from ..validation import in_words, is_integer
 
 REDUCTIONS = ("mean", "sum")
@@ -48,6 +49,14 @@ def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, red
     check_chunk("chunk", chunk)
     if reduction not in REDUCTIONS:
         raise ValueError(f'reduction must be "mean" or "sum", over all labels of all ranks, got {in_words(reduction)}')
+
+
+def check_dtypes(logits: str, labels: str) -> None:
+    """Raise ValueError if labels are not integers, or logits (or hidden states) are not floating. Arguments are dtype names."""
+    if not labels.startswith(("int", "uint")):
+        raise ValueError(f"labels must have an integer dtype, the id of the next token of each, got {labels}: convert them")
+    if logits not in DTYPES:
+        raise ValueError(f"logits and hidden states must have one of the dtypes {', '.join(DTYPES)}, got {logits}: convert them")
 
 
 def check_weights(weights: Shape | None, labels: Shape) -> None:

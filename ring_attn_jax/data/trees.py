@@ -101,6 +101,6 @@ def unpack_rollouts(
         if ranks > 1 and checks_are_off(axis_name):
             wide = without_derivative("unpack_rollouts", wide)
         wide = gather(wide, axis_name=axis_name, layout=layout, length=rollouts.ids.shape[1])
-    flat = whole(whole(wide, 0), 1).reshape(-1, *values.shape[2:])
+    flat = whole(whole(wide, 0), 1).reshape(rollouts.ids.size, *values.shape[2:])
     predicted = jnp.take(flat, rollouts.predictors, axis=0).astype(values.dtype)
     return jnp.split(predicted, np.cumsum(rollouts.counts[:-1]).tolist())

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from ring_attn_core.model.chunks import check_loss
+from ring_attn_core.model.chunks import check_dtypes, check_loss
 from ring_attn_core.problem.checks import check_number
 
 from ..attend.tiles import accumulation_dtype
@@ -58,6 +58,7 @@ def token_log_probs(
     """
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_number("ignore_index", ignore_index)
+    check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, "sum")
     x = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
     tokens = labels.astype(jnp.int32).reshape(x.shape[:2])  # unsigned dtypes cannot hold ignore_index

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
-from ring_attn_core.model.chunks import check_loss, check_weights
+from ring_attn_core.model.chunks import check_dtypes, check_loss, check_weights
 from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
@@ -69,6 +69,7 @@ def loss(
     optional = {"head": head, "label_weights": label_weights}
     _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})
     check_number("ignore_index", ignore_index)
+    check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     check_weights(None if label_weights is None else label_weights.shape, labels.shape)
     settings, of_tokens = ChunkSettings(ignore_index, chunk), Labels(labels, label_weights)

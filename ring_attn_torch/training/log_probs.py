@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.model.chunks import check_loss
+from ring_attn_core.model.chunks import check_dtypes, check_loss
 
 from .cross_entropy import Labels, _plus_product, _product, one_derivative, strange_labels
 from .loss import _check
@@ -42,6 +42,7 @@ def token_log_probs(
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
     """
     _check(ignore_index, {"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
+    check_dtypes(str(logits.dtype).removeprefix("torch."), str(labels.dtype).removeprefix("torch."))
     check_loss(tuple(logits.shape), tuple(labels.shape), None if head is None else tuple(head.shape), chunk, "sum")
     tokens = Labels(labels.flatten().long(), ignore_index, chunk)
     x, device = logits.flatten(0, -2), logits.device.type

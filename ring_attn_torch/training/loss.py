@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.model.chunks import check_loss, check_weights
+from ring_attn_core.model.chunks import check_dtypes, check_loss, check_weights
 from ring_attn_core.problem.checks import check_number
 from ring_attn_core.validation import in_words
 
@@ -62,6 +62,7 @@ def loss(
     def check() -> None:
         arrays = {"logits": logits, "labels": labels, "head": head, "label_weights": label_weights}
         _check(ignore_index, {name: x for name, x in arrays.items() if x is not None or name in ("logits", "labels")})
+        check_dtypes(str(logits.dtype).removeprefix("torch."), str(labels.dtype).removeprefix("torch."))
         check_loss(tuple(logits.shape), tuple(labels.shape), None if head is None else tuple(head.shape), chunk, reduction)
         check_weights(None if label_weights is None else tuple(label_weights.shape), tuple(labels.shape))
 
