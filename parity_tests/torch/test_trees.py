@@ -33,7 +33,7 @@ def test_arrays_are_tensors_of_the_dtypes_of_a_shard():
     key_extents, positions = tree_extents([-1, 0, 0], [2, 1, 3])
     assert key_extents.dtype == positions.dtype == torch.int32
     assert key_extents.shape == (1, 6, 2)
-    packed = pack_rollouts([torch.tensor([1, 2, 3]), [1, 2, 4]], weights=torch.tensor([0.5, 2]).bfloat16())
+    packed = pack_rollouts([torch.tensor([1, 2, 3]), [1, 2, 4]], weights=[*torch.tensor([0.5, 2]).bfloat16()])
     assert packed.ids.dtype == packed.labels.dtype == packed.predictors.dtype == torch.int64
     assert (packed.label_weights.dtype, packed.positions.dtype) == (torch.float32, torch.int32)
     assert packed.label_weights.tolist() == [[2.5, 0.5, 0, 2, 0]]
