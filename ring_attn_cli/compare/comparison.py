@@ -49,7 +49,7 @@ class VariantResult:
 
     @property
     def peak_of(self) -> str:
-        """Return "run" if the peak is that of one run, or "process" if it is that of the process so far, as in JAX on GPUs."""
+        """Return "process" in JAX on GPUs, whose peak is that of the process so far, else "run"."""
         return "process" if self.framework == "jax" and self.case.device != "cpu" else "run"
 
     @property
