@@ -34,7 +34,7 @@ def work(report: Report, ranks: int, gpus: bool) -> None:
     if len(devices) < ranks or (gpus and devices[0].platform != "gpu"):
         report("mistake", f"JAX sees {len(devices)} devices of {devices[0].platform}, not {ranks} GPUs")
         return
-    clock = Clock(gpus)
+    clock = JaxClock(gpus)
     found = attention(clock, devices[0], sizes) | copies(clock, sizes) | transfers(clock, devices, sizes)
     memory = (devices[0].memory_stats() or {}).get("bytes_limit") if gpus else None
     if memory is None:
@@ -45,7 +45,7 @@ def work(report: Report, ranks: int, gpus: bool) -> None:
         report("timings", timings)
 
 
-class Clock:
+class JaxClock:
     """A timer of JAX's devices. It waits for each result. ``gpus``: True if the host launches the work of GPUs."""
 
     def __init__(self, gpus: bool) -> None:
@@ -72,7 +72,7 @@ class Clock:
         return time.perf_counter() - began
 
 
-def attention(clock: Clock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
+def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of attention on one device. The backward's time is that of both passes minus the forward's."""
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
@@ -96,14 +96,14 @@ def attention(clock: Clock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]
     return found | launches
 
 
-def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
+def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of copies in memory. ``host_copy`` is 0, because the host launches no copies inside a compiled program."""
     copy = jax.jit(lambda x: x + jnp.uint8(1))
     zeros = {size: jnp.zeros(size // 2, jnp.uint8) for size in (sizes.copied // 4, sizes.copied)}
     return {"copy": tuple((float(size), clock.seconds(lambda x=x: copy(x))) for size, x in zeros.items()), "host_copy": 0.0}
 
 
-def transfers(clock: Clock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
+def transfers(clock: JaxClock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of transfers between all devices."""
     ranks = len(devices)
     mesh = Mesh(np.array(devices), ("seq",))

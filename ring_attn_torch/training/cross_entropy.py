@@ -131,14 +131,13 @@ class _SumOfLogits(torch.autograd.Function):
 class _SumOfHidden(torch.autograd.Function):
     """The summed cross-entropy of hidden states. The forward computes the gradients per chunk, and the backward scales them.
 
-    ``links``: empty tensors that depend on hidden and head for autograd, so that a second derivative finds ``_Last``. Saving
+    ``rest``: the labels' weights or None, and links: empty tensors that depend on hidden and head for autograd, so that a second derivative finds ``_Last``. Saving
     hidden itself would keep its memory.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, weights: Tensor | None, *links: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Any) -> Tensor:
+        weights, *links = rest
         total, *gradients = _of_hidden(hidden, head, Labels(labels, ignored, chunk, weights), ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients, *links)
         ctx.dtype = head.dtype
