@@ -75,7 +75,7 @@ def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
     """
 
     @wraps(backward)
-    def checked(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+    def checked(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
         with torch.no_grad():
             gradients = backward(ctx, *cotangents)
         if not torch.is_grad_enabled():  # no create_graph=True
@@ -131,12 +131,12 @@ class _SumOfLogits(torch.autograd.Function):
 class _SumOfHidden(torch.autograd.Function):
     """The summed cross-entropy of hidden states. The forward computes the gradients per chunk, and the backward scales them.
 
-    ``rest``: the labels' weights or None, and links: empty tensors that depend on hidden and head for autograd, so that a second derivative finds ``_Last``. Saving
-    hidden itself would keep its memory.
+    ``rest``: the labels' weights or None, then empty tensors that depend on hidden and head for autograd, so that a second
+    derivative finds ``_Last``. Saving hidden itself would keep its memory.
     """
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Any) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, head: Tensor, labels: Tensor, ignored: int, chunk: int, *rest: Tensor | None) -> Tensor:
         weights, *links = rest
         total, *gradients = _of_hidden(hidden, head, Labels(labels, ignored, chunk, weights), ctx.needs_input_grad[:2])
         ctx.save_for_backward(*gradients, *links)
