@@ -154,7 +154,8 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
     check_shards(q, k, v, where)
     for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
         check_array(array, q.shape, k.shape)
-    _check_intervals(arrays, q.shape[1], k.shape[1], options, where)
+    if arrays.positions is None:
+        _check_intervals(arrays, q.shape[1], k.shape[1], options, where)
     inputs, specs = {"q": q, "k": k, "v": v, **arrays._asdict()}, where.specs(k.shape[2])
     put = lambda name, x: x if name == "dropout_seed" else on_mesh(x, where.mesh, specs[name])
     placed = {name: put(name, x) for name, x in inputs.items() if x is not None}
