@@ -46,6 +46,7 @@ PUBLIC = {
     "plan",
     "compare",
     "generate",
+    "doctor",
 }
 """What users call with keywords; each hands records on."""
 
