@@ -16,8 +16,7 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
     "direct" only the slices count. ``rank``: this rank, or None if it is traced: then the name states the distance instead of the
     owner. With "two_level" the shift of a traced rank is ``outer * host_ranks + inner``.
     """
-    of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
-    steps = f"ring step {number} of {sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts)}"
+    steps = place_name(plan, number)
     if shift == 0:
         return f"{steps}, own keys" if plan.k_shards == 1 else f"{steps}, {in_units(size)} of {plan.k_shards} ranks"
     owner = None if rank is None else (rank - shift) % plan.ranks
@@ -32,6 +31,19 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
     first = owner - owner % plan.k_shards
     owners = f"rank {owner}" if plan.k_shards == 1 else f"ranks {first} to {first + plan.k_shards - 1}"
     return f"{steps}, {in_units(size)} from {owners}"
+
+
+def pass_name(name: str, of: str) -> str:
+    """Return the ``name`` of a step in the pass ``of``, "forward" or "backward". The forward adds nothing."""
+    return name if of == "forward" else f"{name} {of}"
+
+
+def place_name(plan: RingPlan, number: int) -> str:
+    """Return which step a pass is in: "ring step 2 of 4", or before the first step (``number`` 0), or after the last one."""
+    of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
+    count = sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts)
+    where = "before " if number < 1 else "after " if number > count else ""
+    return f"{where}ring step {min(max(number, 1), count)} of {count}"
 
 
 def in_units(size: int) -> str:

@@ -11,7 +11,7 @@ from ..attend.backend import Backend
 from ..attend.keys import Keys
 from ..attend.score import Score
 from ..attend.state import Gradients, State
-from .ranges import named
+from .ranges import Pass
 from .step import Ring
 from .strategies import STRATEGIES
 
@@ -22,14 +22,15 @@ def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend
     ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: a float32 state to continue from; it includes other keys
     and the sinks. None: start with the sinks only.
     """
-    strategy = STRATEGIES[ring.strategy]
-    (q, *state), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
-    total = State(*state) if state else None
-    for number, step in enumerate(strategy.circulate(keys, ring), 1):
-        with named(ring, number, step):
-            total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
-    assert total is not None
-    return State(*strategy.collect(total.arrays, ring))
+    with Pass(ring, "forward") as this:
+        strategy = STRATEGIES[ring.strategy]
+        (q, *state), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
+        total = State(*state) if state else None
+        for step in this.steps(strategy.circulate(keys, ring)):
+            with this.named(step):
+                total = step.settle(backend.attend(q, step.keys, step.rows, score, total, last=step.last))
+        assert total is not None
+        return State(*strategy.collect(total.arrays, ring))
 
 
 def backward(
@@ -41,13 +42,16 @@ def backward(
     rank's own shards: in q's dtype if no other rank adds to them, else in float32. The sinks' gradient is this rank's
     contribution, from its own queries; None without sinks.
     """
-    strategy = STRATEGIES[ring.strategy]
-    (q, dout, dlse, *state), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
-    of_q = dq = None
-    for number, step in enumerate(strategy.circulate(keys, ring), 1):
-        with named(ring, number, step, " backward"):
-            of_q = backend.backward_inputs(q, keys, step.rows, score, State(*state), State(dout, dlse)) if of_q is None else of_q
-            dq, dkv = step.settle(backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last))
-            step.send_home(dkv)
-    assert of_q is not None and dq is not None
-    return strategy.collect_gradients(dq, step.home(), of_q, ring)
+    with Pass(ring, "backward") as this:
+        strategy = STRATEGIES[ring.strategy]
+        (q, dout, dlse, *state), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
+        of_q = dq = None
+        for step in this.steps(strategy.circulate(keys, ring)):
+            with this.named(step):
+                if of_q is None:
+                    of_q = backend.backward_inputs(q, keys, step.rows, score, State(*state), State(dout, dlse))
+                gradients = backend.attend_backward(of_q, step.keys, step.rows, score, dq, step.arrived, last=step.last)
+                dq, dkv = step.settle(gradients)
+                step.send_home(dkv)
+        assert of_q is not None and dq is not None
+        return strategy.collect_gradients(dq, step.home(), of_q, ring)

@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
 
-from ring_attn_core.plan.step_names import step_name
+from ring_attn_core.plan.step_names import pass_name, step_name
 
 from .step import Ring, Step
 
 
-def named(ring: Ring, number: int, step: Step, suffix: str = "") -> AbstractContextManager[Any]:
-    """Return a ``jax.named_scope`` for step ``number`` (from 1). It names operations while tracing: no cost at run time."""
-    size = sum(x.size * x.dtype.itemsize for x in step.keys if x is not None)
-    return jax.named_scope(step_name(ring.plan, number, step.shift, size) + suffix)
+class Pass:
+    """One pass over a ring, ``name`` "forward" or "backward". As a context it does nothing; in PyTorch it names lost ranks."""
+
+    def __init__(self, ring: Ring, name: str) -> None:
+        self._ring, self._name, self._number = ring, name, 0
+
+    def __enter__(self) -> Pass:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Yield the ``steps``, and count them."""
+        self._number = 1
+        for step in steps:
+            yield step
+            self._number += 1
+
+    def named(self, step: Step) -> AbstractContextManager[Any]:
+        """Return a ``jax.named_scope`` for the current step. It names operations while tracing: no cost at run time."""
+        size = sum(x.size * x.dtype.itemsize for x in step.keys if x is not None)
+        return jax.named_scope(pass_name(step_name(self._ring.plan, self._number, step.shift, size), self._name))

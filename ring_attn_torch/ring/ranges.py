@@ -1,21 +1,45 @@
-"""Named ranges around the steps of a ring, for torch.profiler."""
+"""Names of a pass over a ring and of its steps: ranges for torch.profiler, and the step in the error of a lost rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
 from typing import Any
 
 from torch.autograd import profiler
 
-from ring_attn_core.plan.step_names import step_name
+from ring_attn_core.plan.step_names import pass_name, place_name, step_name
 
 from .groups import rank_in
 from .step import Ring, Step
+from .transfer import LostRank
 
 
-def named(ring: Ring, number: int, step: Step, suffix: str = "") -> AbstractContextManager[Any]:
-    """Return a torch.profiler range for step ``number`` (from 1), or a null context if no profiler runs."""
-    if not profiler._is_profiler_enabled:  # a range costs microseconds even without a profiler
-        return nullcontext()
-    size = sum(x.nbytes for x in step.keys if x is not None)
-    return profiler.record_function(step_name(ring.plan, number, step.shift, size, rank_in(ring.group)) + suffix)
+class Pass:
+    """One pass over a ring, ``name`` "forward" or "backward": a context that adds the step to the error of a lost rank."""
+
+    def __init__(self, ring: Ring, name: str) -> None:
+        self._ring, self._name, self._number = ring, name, 0
+
+    def __enter__(self) -> Pass:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if isinstance(error, LostRank):
+            error.args = (f"{place_name(self._ring.plan, self._number)}, {self._name}: {error}",)
+
+    def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
+        """Yield the ``steps``, and count them: waiting for the keys of a step is a part of it."""
+        self._number = 1
+        for step in steps:
+            yield step
+            self._number += 1
+
+    def named(self, step: Step) -> AbstractContextManager[Any]:
+        """Return a torch.profiler range for the current step, or a null context if no profiler runs."""
+        if not profiler._is_profiler_enabled:  # a range costs microseconds even without a profiler
+            return nullcontext()
+        size = sum(x.nbytes for x in step.keys if x is not None)
+        name = step_name(self._ring.plan, self._number, step.shift, size, rank_in(self._ring.group))
+        return profiler.record_function(pass_name(name, self._name))

@@ -28,7 +28,7 @@ class Transfer:
         self._awaited, self._group = awaited, group
 
     def wait(self) -> Any:
-        """Wait for the arriving arrays and return them. Raise RuntimeError, with the awaited ranks' names, if it fails."""
+        """Wait for the arriving arrays and return them. Raise LostRank, with the awaited ranks' names, if it fails."""
         with self.watched():
             for work in self.works:
                 work.wait()
@@ -43,13 +43,17 @@ class Transfer:
             raise lost(error, self._awaited(), self._group) from error
 
 
-def lost(error: RuntimeError, awaited: str, group: Group) -> RuntimeError:
+class LostRank(RuntimeError):
+    """The error of a failed transfer."""
+
+
+def lost(error: RuntimeError, awaited: str, group: Group) -> LostRank:
     """Return the error of a failed transfer. It names the ``awaited`` ranks and the likely causes.
 
     gloo's ``error`` names at most an address, not a rank. The new message quotes the first line of ``error`` at its end.
     """
     said = str(error).strip().partition("\n")[0]
-    return RuntimeError(
+    return LostRank(
         f"rank {rank_in(group)} lost the ring while it waited for {awaited}: one of them has died, stopped, or raised an error "
         f"of its own. The rank whose log ends first, without this message, is where to look. ({said})"
     )
