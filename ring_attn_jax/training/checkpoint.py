@@ -35,9 +35,9 @@ class Checkpoints:
         ...
         checkpoints.close()
 
-    ``folder``: where they are. ``keep``: the number of checkpoints to keep. With several processes (``jax.distributed``) each of
-    them makes the same calls and sees ``folder``. Arrays may be sharded over any mesh: each process writes its shards through
-    orbax, and a run may be resumed on another mesh.
+    ``folder``: the folder of all checkpoints. ``keep``: the number of checkpoints to keep. With several processes
+    (``jax.distributed``) each of them makes the same calls and sees ``folder``. Arrays may be sharded over any mesh: each process
+    writes its shards through orbax, and a run may be resumed on another mesh.
 
     A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. It has a temporary name until its
     files are on the disk. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at any moment leaves
@@ -64,9 +64,9 @@ class Checkpoints:
     ) -> None:
         """Copy the run after ``step`` steps to host memory, and write it to the disk in the background.
 
-        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as seeds. Both are
-        saved from the first process. All nnx variables of ``model`` and ``optimizer`` are saved, ``nnx.Rngs`` too. The call first
-        waits for the previous save.
+        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as seeds. Only
+        the first process's ``data`` and ``more`` are saved. All nnx variables of ``model`` and ``optimizer`` are saved,
+        ``nnx.Rngs`` included. The call first waits for the previous save.
 
         Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
         dtypes of the model or optimizer differ between processes (``check_ranks`` compares the values), another run saves in the
@@ -202,8 +202,8 @@ class Checkpoints:
 def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
     """Return (path in flax, variable) of each array by its name, such as ``model.blocks.0.mlp.up.kernel``.
 
-    Leave out variables without an array, such as an optax transformation's variables for parameters that other transformations
-    update. Raise ValueError if an argument is not an nnx module.
+    Variables without an array are left out, such as the placeholders that an optax transformation keeps for parameters that
+    another transformation updates. Raise ValueError if an argument is not an nnx module.
     """
 
     def each() -> Iterator[tuple[str, tuple[tuple[Any, ...], nnx.Variable]]]:
@@ -223,7 +223,7 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
 def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
     """Return the class names of the optax states, such as "ScaleByAdamState, EmptyState".
 
-    Checkpoints identify the optimizer by them, because optax's transformations have no names.
+    Checkpoints identify the optimizer by these names, because optax's transformations have no names of their own.
     """
 
     def each(x: Any) -> Iterator[str]:

@@ -42,7 +42,7 @@ class CheckpointFiles:
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
         """Wait until all processes have written. The first one then passes the size and digest of each file to ``commit``.
 
-        Call this in a background thread. Raise OSError in each process if the first one fails.
+        Call this in a background thread. If the first process fails, it raises its own error and each other process an OSError.
         """
         from orbax.checkpoint import multihost
 

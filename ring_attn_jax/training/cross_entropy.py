@@ -33,14 +33,14 @@ class Labels(NamedTuple):
 
 
 class ChunkSettings(NamedTuple):
-    """The ignored label, and the number of tokens in a chunk."""
+    """The ignored label, and the maximum number of tokens in a chunk."""
 
     ignored: int
     chunk: int
 
 
 def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
-    """Return the sum of the cross-entropies of ``logits`` [..., vocab] and ``labels`` [...] as a 0-d float32 array."""
+    """Return the sum of the cross-entropies of ``logits`` [..., vocab] and ``labels`` [...], 0-d, in at least float32."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
@@ -94,7 +94,7 @@ _sum_of_hidden.defvjp(_hidden_forward, _hidden_backward)
 def _of_chunks(
     hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings, *, gradients: bool
 ) -> tuple[jax.Array, Any, Any]:
-    """Return the summed cross-entropy and, if ``gradients`` is set, those of hidden and head, chunk by chunk."""
+    """Return (summed cross-entropy, dhidden, dhead), computed chunk by chunk. Without ``gradients`` both gradients are None."""
     weight, dtype, tokens = head.astype(hidden.dtype), head.dtype, hidden.shape[1]
 
     def step(carry: Any, chunk: Any) -> tuple[Any, Any]:
@@ -128,7 +128,10 @@ def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[ja
 
 
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
-    """Return the gradient of the summed cross-entropy in the logits, in float32, with NaN for labels outside the vocabulary."""
+    """Return the gradient of the summed cross-entropy with respect to the logits, in at least float32.
+
+    A row is 0 if its label is ignored, and NaN if its label is outside the vocabulary.
+    """
     labels = of.labels
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     p = jnp.exp(logits.astype(lse.dtype) - lse[..., None]) - (labels[..., None] == tokens).astype(lse.dtype)

@@ -18,7 +18,7 @@ def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = No
 
     ``folder``: as ``save_pretrained`` writes it, with ``config.json`` and one safetensors file, or several with an index. Logits
     equal those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's ``w`` is ``w - 1``
-    here, because it counts the token itself) and tied heads are supported; ``model.config`` records all of them.
+    here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records all of them.
 
     ``dtype``: the dtype of the weights; None is that of config.json. ``compute_dtype``: the dtype of the computation, None for
     the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not

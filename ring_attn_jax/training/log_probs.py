@@ -28,7 +28,7 @@ from .loss import _check_arrays
 
 
 class LogProbSettings(NamedTuple):
-    """The ignored label, the number of tokens in a chunk, and whether to return the entropy."""
+    """The ignored label, the maximum number of tokens in a chunk, and whether to return the entropy."""
 
     ignored: int
     chunk: int
@@ -73,7 +73,7 @@ def token_log_probs(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _values(x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, ...]:
-    """Return the log-probability of each token and, if ``settings`` requests it, the entropy."""
+    """Return the log-probability [b s] of each token's label and, if ``settings.entropy`` is set, the entropy [b s]."""
     return _forward(x, head, labels, settings)[0]
 
 
@@ -120,13 +120,16 @@ def _length(x: jax.Array, settings: LogProbSettings) -> int:
 
 
 def _logits(x: jax.Array, weight: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, jax.Array]:
-    """Zero hidden states at ignored labels, where they may be NaN. Return them and the logits in at least float32."""
+    """Return ``x`` with 0 at ignored labels, where it may be NaN, and the logits [b c vocab] in at least float32."""
     x = jnp.where((labels != settings.ignored)[..., None], x, 0)
     return x, jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
 
 
 def _of_logits(logits: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return the values of each token and its log-sum-exp. A label outside the vocabulary makes the values NaN."""
+    """Return ((log-probability, entropy if requested), log-sum-exp) of each token.
+
+    Log-probability and entropy are 0 at ignored labels, and NaN if the label is outside the vocabulary.
+    """
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
     wrong = (labels < 0) | (labels >= logits.shape[-1])
@@ -148,7 +151,7 @@ def _dlogits(
     dvalues: tuple[jax.Array, ...],
     settings: LogProbSettings,
 ) -> jax.Array:
-    """Return the gradient of the logits in at least float32, with NaN for labels outside the vocabulary."""
+    """Return the gradient of the logits in at least float32: 0 at ignored labels, NaN at labels outside the vocabulary."""
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     logp = logits.astype(lse.dtype) - lse[..., None]
     p = jnp.exp(logp)

@@ -63,8 +63,8 @@ def loss(
     would multiply each by the number of ranks.
 
     Raise ValueError if it is differentiated under check_vma=False, if shapes do not fit, or if it is called with an axis outside
-    of shard_map. A label outside the vocabulary, or a negative weight of a mean, makes the loss and its gradients NaN on each
-    rank, since traced values cannot raise.
+    of shard_map. A label outside the vocabulary, or for a mean a weight that is negative or not finite, makes the loss and its
+    gradients NaN on each rank, since traced values cannot raise.
     """
     optional = {"head": head, "label_weights": label_weights}
     _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})
@@ -119,7 +119,10 @@ def _over_ranks(
 
 
 def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labels:
-    """Return int32 labels, and constant weights in ``dtype``: 0 at ignored labels, NaN if negative in a mean."""
+    """Return int32 labels and constant weights in ``dtype``: 0 at ignored labels, NaN if invalid in a mean.
+
+    Negative weights and those that are not finite are invalid in a mean.
+    """
     numbers, weights = labels.labels.astype(jnp.int32), labels.weights  # unsigned dtypes cannot hold ignore_index
     if weights is not None:
         weights = lax.stop_gradient(jnp.where(numbers != ignored, weights.astype(dtype), 0))
@@ -150,7 +153,7 @@ def _check_arrays(arrays: dict[str, Any]) -> None:
 
 
 def _sum(call: str, axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the psum of each value. A value that is equal along an axis counts once for each member of the axis."""
+    """Return the psum of each value over the axes. A value replicated over an axis counts once for each member of the axis."""
     names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
     try:
         lax.axis_size(names)

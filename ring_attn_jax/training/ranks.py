@@ -40,9 +40,9 @@ def check_ranks(what: Any) -> None:
     """Compare the replicas of ``what`` at the start of training, outside of jit, and raise ValueError if they differ.
 
     ``what``: a pytree of arrays (JAX's, jax.random keys, NumPy's), numbers, str, bool, None, masks and Runs. nnx modules and
-    their states are allowed too. An example is ``{"model": model, "dropout_seed": seed, "mask": mask}``. The replicas of an array
-    are the devices that hold the same part by its sharding. They may differ silently after ``shard_map(check_vma=False)``,
-    ``jax.make_array_from_single_device_arrays`` and the like.
+    their states are allowed too. An example is ``{"model": model, "dropout_seed": seed, "mask": mask}``. If an array's sharding
+    places the same part on several devices, these are its replicas. They may differ silently after
+    ``shard_map(check_vma=False)``, ``jax.make_array_from_single_device_arrays`` and the like.
 
     With several processes (``jax.distributed``) the replicas of global arrays are compared on all of them; numbers, and arrays on
     the devices of one process, should then be the same in each process. All processes must call it at the same place.
@@ -83,7 +83,11 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _replicas(x: Any) -> list[Replica]:
-    """Return this process's replicas of a value: for an array, one for each of its devices that shares its part with others."""
+    """Return this process's replicas of a value.
+
+    An array has one on each device whose part another device holds too. With several processes, an array that is wholly in this
+    process has one on each of its devices, since each process should hold the same array.
+    """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]
     kind = array_kind("Array", x.dtype, x.shape)
@@ -111,9 +115,10 @@ def _content(x: jax.Array) -> str:
 
 
 def _tables_of_all(table: Table, error: Exception | None) -> list[Table]:
-    """All-gather digests of the tables. Return the tables of all processes, or only this one if all are the same.
+    """All-gather digests of the tables. Return the tables of all processes.
 
-    Raise ValueError if a process has an ``error``.
+    Return only this process's table if all are equal and no replicas in it differ. Raise ValueError if a process has an
+    ``error``.
     """
     mine = "" if error else table_digest(table)
     if set(_gathered(mine)) == {mine} and not error and not differences([table], "process"):

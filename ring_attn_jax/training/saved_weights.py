@@ -60,14 +60,14 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
     one weight at a time.
 
     Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
-    missing, unexpected or of another shape than in the config; the error names them. The error is the same in each process of the
-    mesh, whichever process found it, and comes before a weight is read.
+    missing, unexpected or of another shape than in the config; the error names them. It is the same in each process of the mesh,
+    whichever process found it, and comes before a weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Load the model of a folder. ``dtypes``: those of the weights and of the computation, None for the config's.
+    """Load the model of a folder. ``dtypes``: (dtype of the weights, dtype of the computation), each None for the config's.
 
     If only some processes find the folder, or processes find different weights, a save may not be visible to all processes yet.
     All processes then retry for 10 seconds before they raise.
@@ -93,13 +93,13 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with other dtypes for the weights and the computation. None keeps the config's."""
+    """Return the config with dtype ``kept`` for the weights and ``computed`` for the computation. None keeps the config's."""
     dtypes = {"param_dtype": kept, "compute_dtype": computed}
     return replace(config, **{name: dtype_name(x) for name, x in dtypes.items() if x is not None})
 
 
 class Empty(NamedTuple):
-    """A model without weights and, for each file, a dict of the weights to read: our name to the file's name."""
+    """A model without weights; for each file, a dict of the weights to read, our name to the file's name; their sharding."""
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]
@@ -133,7 +133,7 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 def save_folder(
     model: RingTransformer, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str]
 ) -> None:
-    """Save the weights under ``renamed(name)``, and ``text(config)`` as config.json.
+    """Save each weight under the name ``renamed(name)``, and the text ``text(config)`` as config.json.
 
     Each process must call it.
     """
@@ -183,7 +183,7 @@ def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
-    """Return the shape that a weight has in a file."""
+    """Return the shape of a weight in a file: reversed for a flax kernel [in, out], which a file holds as [out, in]."""
     shape = tuple(p.get_value().shape)
     return shape[::-1] if path[-1] == "kernel" else shape
 

@@ -45,7 +45,7 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """Return (path in flax, variable) of each parameter by its name in PyTorch."""
+    """Return (path in flax, variable) of each parameter by its PyTorch name, such as ``blocks.0.attention.q.weight``."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))): (path, p) for path, p in flat}
 

@@ -25,7 +25,7 @@ SHARDS = "DCP_SHARDING_INFO"
 
 
 def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the model's own tensors by name, for a load to fill, and copies of this rank's generator states."""
+    """Return the model's tensors, not copied, as ``model.NAME`` and this rank's random generator states as ``rng.RANK.cpu``."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
@@ -49,7 +49,7 @@ def kinds_of(tensors: dict[str, Any]) -> Kinds:
 def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
     """Copy tensors and DTensors to host memory.
 
-    The default device is the CPU meanwhile, because torch's stager allocates on the default device.
+    The CPU is made the default device for the copy, because torch's stager allocates on the default device.
     """
     from torch.distributed.checkpoint.staging import BlockingAsyncStager
 

@@ -38,7 +38,7 @@ class Labels(NamedTuple):
 
     @property
     def slices(self) -> Iterator[slice]:
-        """Return the token slice of each chunk."""
+        """Return an iterator over the chunks, each as a slice of tokens."""
         tokens = self.labels.shape[0]
         step = even_chunk(tokens, self.chunk)
         return (slice(start, min(start + step, tokens)) for start in range(0, tokens, step))
@@ -70,8 +70,8 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
 def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Decorate the backward of an autograd Function, so that a second derivative raises RuntimeError.
 
-    ``once_differentiable`` of PyTorch does not raise if no cotangent requires a gradient. Then gradients would be constants, and
-    a penalty of them would add nothing to a training.
+    PyTorch's ``once_differentiable`` raises only if a cotangent requires a gradient. If none does, it returns gradients that are
+    constants for autograd, so that a gradient penalty would silently have no effect.
     """
 
     @wraps(backward)
@@ -87,7 +87,7 @@ def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
 
 
 class _Last(torch.autograd.Function):
-    """The identity on a gradient, which depends on ``inputs`` for autograd, without a derivative."""
+    """The identity on a gradient ``x``. Autograd records that it depends on ``inputs``, and its backward raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:
@@ -131,8 +131,8 @@ class _SumOfLogits(torch.autograd.Function):
 class _SumOfHidden(torch.autograd.Function):
     """The summed cross-entropy of hidden states. The forward computes the gradients per chunk, and the backward scales them.
 
-    ``rest``: the labels' weights or None, then empty tensors that depend on hidden and head for autograd, so that a second
-    derivative finds ``_Last``. Saving hidden itself would keep its memory.
+    ``rest``: the labels' weights or None, then empty slices of hidden and of head. ``one_derivative`` needs saved tensors that
+    depend on hidden and head; empty slices suffice, while hidden itself would stay in memory until the backward.
     """
 
     @staticmethod
@@ -202,7 +202,10 @@ def strange_labels(labels: Tensor, ignored: int, vocab: int) -> Tensor:
 
 
 def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Subtract 1 from ``p`` at each label, in place. Rows of ignored labels become 0, of labels outside the vocabulary NaN."""
+    """Subtract 1 from ``p`` [n vocab] at each label, in place.
+
+    A row becomes 0 if its label is ignored, and NaN if its label is outside the vocabulary.
+    """
     wrong = strange_labels(labels, ignored, p.shape[-1])[:, None]
     left_out = (labels == ignored)[:, None] | wrong
     p.masked_fill_(left_out, 0).masked_fill_(wrong, torch.nan)
@@ -210,7 +213,7 @@ def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix product ``a b`` in ``dtype``. Except on CUDA, narrower inputs are converted first."""
+    """Return the matrix product ``a b`` in ``dtype``. Except on CUDA, the inputs are converted to ``dtype`` first."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)

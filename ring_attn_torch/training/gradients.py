@@ -24,8 +24,8 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
     - DistributedDataParallel has replaced all gradients of a group by their mean. The sum of the means over its ranks is
       the sum of the gradients.
     - FSDP2 (``fully_shard``) has already computed its own sum, divided by the number of its ranks or by
-      ``set_gradient_divide_factor``. Gradients are multiplied by this factor again, and then summed over ``group`` unless FSDP
-      has summed over all of it.
+      ``set_gradient_divide_factor``. Gradients are multiplied by this divisor, and then summed over ``group`` unless FSDP has
+      already summed over all of it.
     - Tensor parallel weights (``parallelize_module``) keep their shards. The ranks of a weight's shards hold the same tokens, so
       ``group`` is one of the other axes of the mesh.
 
@@ -50,7 +50,7 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
     """Return the gradient redistributed to the placements of its parameter.
 
-    The placements differ, for example, for a norm of tensor parallel heads: its gradient is a partial sum on each rank.
+    For example, the weight of a norm of tensor parallel heads is replicated, but its gradient is a partial sum on each rank.
     """
     if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
         return gradient.redistribute(placements=p.placements)

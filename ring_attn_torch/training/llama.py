@@ -26,7 +26,7 @@ def load_llama(
 
     ``folder``: as ``save_pretrained`` writes it, with ``config.json`` and one safetensors file, or several with an index. Logits
     equal those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's ``w`` is ``w - 1``
-    here, because it counts the token itself) and tied heads are supported; ``model.config`` records all of them.
+    here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records all of them.
 
     ``dtype``: the dtype of the weights; None is that of config.json. ``compute_dtype``: the dtype of the computation, None for
     the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of
@@ -34,7 +34,7 @@ def load_llama(
 
     Raise ValueError if the architecture is another one, or needs a feature that our layers lack (quantised weights, "dynamic"
     rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the error
-    names them. The error is the same on every rank and comes before a weight is read.
+    names them. It is the same on every rank and comes before a weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 

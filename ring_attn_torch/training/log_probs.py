@@ -112,13 +112,19 @@ def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[
 
 
 def _logits(x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Zero ``x`` [n ...] at ignored labels, where it may be NaN. Return it and its logits [n vocab] in ``dtype``."""
+    """Return ``x`` with 0 in the rows of ignored labels, which may be NaN, and the logits [n vocab] in ``dtype``.
+
+    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab].
+    """
     x = x.masked_fill((labels == ignored)[:, None], 0)
     return x, x.to(dtype) if weight is None else _product(x, weight.t(), dtype)
 
 
 def _plus_at_labels(dlogits: Tensor, dlogp: Tensor, labels: Tensor, ignored: int) -> Tensor:
-    """Add ``dlogp`` at each label, in place. Rows of ignored labels become 0, of labels outside the vocabulary NaN."""
+    """Add ``dlogp`` [n] to ``dlogits`` [n vocab] at each label, in place.
+
+    A row becomes 0 if its label is ignored, and NaN if its label is outside the vocabulary.
+    """
     wrong = strange_labels(labels, ignored, dlogits.shape[-1])
     left_out = (labels == ignored) | wrong
     dlogits.masked_fill_(left_out[:, None], 0).masked_fill_(wrong[:, None], torch.nan)

@@ -54,8 +54,9 @@ def loss(
     DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
 
-    Raise ValueError, the same on every rank, if shapes do not fit or, on CPUs, if a label of any rank is outside the vocabulary
-    or a mean has a negative weight; on GPUs and under torch.compile, these make the loss and its gradients NaN on every rank.
+    Raise ValueError, the same on every rank, if shapes do not fit. Raise it too on CPUs if any rank has a label outside the
+    vocabulary, or for a mean a weight that is negative or not finite. On GPUs and under torch.compile such a value makes the
+    loss and its gradients NaN on every rank instead.
     """
     ring = ring_of(group)
 
@@ -76,7 +77,7 @@ def loss(
 
 
 def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | None, dtype: torch.dtype) -> Labels:
-    """Return a Labels record of the flattened labels [b s] and ``weights``. ``dtype``: the dtype of the loss and weights."""
+    """Return the labels [b s] and their weights, flattened, as a Labels record. ``dtype``: that of the loss, for the weights."""
     flat = labels.flatten().long()  # unsigned dtypes cannot hold ignore_index
     if weights is not None:
         weights = weights.detach().flatten().to(flat.device, dtype).masked_fill(flat == ignore_index, 0)
@@ -86,10 +87,10 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
     """Return the mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
-    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids. On CPUs, raise ValueError on
-    every rank if a label is outside the vocabulary, or if a weight of a mean is negative or not finite. One all-reduce sums the
-    loss and the counts of such errors, so all ranks take part before any raises. On GPUs, reading the counts would synchronize,
-    so the loss and its gradient become NaN instead.
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked
+    and nothing is raised. On CPUs, raise ValueError on every rank if a label is outside the vocabulary, or if a weight of a mean
+    is negative or not finite. One all-reduce sums the loss and the counts of such errors, so all ranks take part before any
+    raises. On GPUs, reading the counts would synchronize, so the loss and its gradient become NaN instead.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()
@@ -115,7 +116,7 @@ def _wrong_weights(labels: Labels, reduction: str) -> Tensor:
 
 
 def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueError:
-    """Return the error that every rank raises if any rank has a label outside the vocabulary or a weight below 0.
+    """Return the error that every rank raises if any rank has a label outside the vocabulary or a weight invalid in a mean.
 
     Every rank must call it.
     """

@@ -102,8 +102,9 @@ def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: dict[str, dict[str, str]]) -> States:
-    """Return the states, plus zeros for each missing DTensor shard that other ranks need to assemble the whole state.
+    """Return the states, with zeros added for each DTensor state that other ranks have and this rank lacks.
 
+    ``wanted``: the dtypes of all states that exist on any rank. A checkpoint needs the shards of all ranks to assemble a state.
     A plain tensor needs no zeros: it is a replica, and one rank's replica is enough.
     """
     named = parameters_by_name(model, optimizer)
@@ -118,8 +119,9 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
     """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new ones outside the optimizer.
 
-    ``held``: the names of each parameter's states in the checkpoint. A step of a copy of the optimizer on a copy of the parameter
-    creates new states, one parameter at a time. Model, optimizer and generators stay unchanged.
+    ``held``: the names of each parameter's states in the checkpoint. If the optimizer has no such states for a parameter yet, a
+    copy of the optimizer makes a step on a copy of the parameter, which creates them. Model, optimizer and random generators stay
+    unchanged.
     """
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -164,7 +166,10 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 
 
 def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raise ValueError if a checkpoint's file ``where`` has no optimizer, or one of other class, groups or setting types."""
+    """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``.
+
+    Compared are the class, the parameters of each group, and the type of each setting, such as lr, but not its value.
+    """
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
         raise ValueError(f"{where} was saved without an optimizer: resume without one")
@@ -193,7 +198,7 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
 
 
 def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
-    """Set the settings of the groups to ``found``, as returned by ``groups_of``."""
+    """Overwrite the settings of each parameter group, such as lr, by those in ``found``, the result of ``groups_of``."""
     for group, values in zip(optimizer.param_groups, found, strict=True):
         group.update({name: _restored(group.get(name), x) for name, x in values.items() if name != "params"})
 
@@ -228,7 +233,10 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return True if two settings have the same type: number, bool, text or list. None in ``mine`` fits any type."""
+    """Return True if two settings have the same type: number, bool, text, or list of equal length.
+
+    None in ``mine`` fits any type, and None in ``theirs`` fits a bool.
+    """
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)
         return same and all(x is None or _alike(own, x) for own, x in zip(mine, theirs, strict=True))

@@ -64,14 +64,14 @@ def load_weights(
     rank reads the files itself, one weight at a time.
 
     Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
-    missing, unexpected or of another shape than in the config; the error names them. The error is the same on every rank,
-    whichever rank found it, and comes before a weight is read.
+    missing, unexpected or of another shape than in the config; the error names them. It is the same on every rank, whichever
+    rank found it, and comes before a weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Load the model of a folder. ``dtypes``: those of the weights and of the computation, None for the config's.
+    """Load the model of a folder. ``dtypes``: (dtype of the weights, dtype of the computation), each None for the config's.
 
     If only some ranks find the folder, or ranks find different weights, a save may not be visible to all ranks yet. All ranks
     then retry for 10 seconds before they raise.
@@ -98,7 +98,7 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
 
 
 def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> TransformerConfig:
-    """Return the config with other dtypes for the weights and the computation. None keeps the config's."""
+    """Return the config with dtype ``kept`` for the weights and ``computed`` for the computation. None keeps the config's."""
     dtypes = {"param_dtype": kept, "compute_dtype": computed}
     return replace(config, **{name: dtype_name(x) for name, x in dtypes.items() if x is not None})
 
@@ -134,7 +134,7 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 def save_folder(
     model: nn.Module, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str], ring: Group
 ) -> None:
-    """Save the weights under ``renamed(name)``, and ``text(config)`` as config.json.
+    """Save each weight under the name ``renamed(name)``, and the text ``text(config)`` as config.json.
 
     Every rank of ``ring`` must call it.
     """

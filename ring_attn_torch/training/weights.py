@@ -50,7 +50,7 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a module by their names without wrappers."""
+    """Return the parameters of a module by name, without the prefixes that wrappers such as DDP add."""
     return {_inside(module, name): p for name, p in module.named_parameters()}
 
 
@@ -65,7 +65,7 @@ def _inside(module: nn.Module, name: str) -> str:
 
 
 def _placed(whole: Tensor, p: nn.Parameter) -> Tensor:
-    """Return ``whole``, a replica on each rank, as a DTensor sharded like ``p`` if ``p`` is one."""
+    """Return ``whole``, which every rank holds, sharded like ``p`` if ``p`` is a DTensor, else unchanged. Nothing is sent."""
     if not is_dtensor(p):
         return whole
     from torch.distributed.tensor import DTensor, Replicate
