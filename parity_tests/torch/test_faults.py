@@ -76,7 +76,7 @@ def dies(rank: int, call: Callable[[], None], draw: float, how: str, say: Callab
 
         return event
 
-    def entered(this: ranges.Pass) -> ranges.Pass:
+    def entered(this: ranges.RingPass) -> ranges.RingPass:
         passes.append(this)
         return this
 
@@ -84,7 +84,7 @@ def dies(rank: int, call: Callable[[], None], draw: float, how: str, say: Callab
     targets += [(blockwise, name) for name in ("attend", "attend_backward")]
     for owner, name in targets:
         patch.object(owner, name, counted(getattr(owner, name))).start()
-    patch.object(ranges.Pass, "__enter__", entered).start()
+    patch.object(ranges.RingPass, "__enter__", entered).start()
     call()
     events, last = 0, 1 + int(draw * events)
     call()

@@ -11,7 +11,7 @@ from ..attend.backend import Backend
 from ..attend.keys import Keys
 from ..attend.score import Score
 from ..attend.state import Gradients, State
-from .ranges import Pass
+from .ranges import RingPass
 from .step import Ring
 from .strategies import STRATEGIES
 
@@ -22,7 +22,7 @@ def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend
     ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: a float32 state to continue from; it includes other keys
     and the sinks. None: start with the sinks only.
     """
-    with Pass(ring, "forward") as this:
+    with RingPass(ring, "forward") as this:
         strategy = STRATEGIES[ring.strategy]
         (q, *state), keys, score = strategy.spread((q, *(total.arrays if total else ())), keys, score, ring)
         total = State(*state) if state else None
@@ -42,7 +42,7 @@ def backward(
     rank's own shards: in q's dtype if no other rank adds to them, else in float32. The sinks' gradient is this rank's
     contribution, from its own queries; None without sinks.
     """
-    with Pass(ring, "backward") as this:
+    with RingPass(ring, "backward") as this:
         strategy = STRATEGIES[ring.strategy]
         (q, dout, dlse, *state), keys, score = strategy.spread((q, *dtotal.arrays, *total.arrays), keys, score, ring)
         of_q = dq = None

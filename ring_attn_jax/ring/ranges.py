@@ -13,13 +13,13 @@ from ring_attn_core.plan.step_names import pass_name, step_name
 from .step import Ring, Step
 
 
-class Pass:
+class RingPass:
     """One pass over a ring, ``name`` "forward" or "backward". As a context it does nothing; in PyTorch it names lost ranks."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0
 
-    def __enter__(self) -> Pass:
+    def __enter__(self) -> RingPass:
         return self
 
     def __exit__(self, *_: object) -> None: ...

@@ -16,13 +16,13 @@ from .step import Ring, Step
 from .transfer import LostRank
 
 
-class Pass:
+class RingPass:
     """One pass over a ring, ``name`` "forward" or "backward": a context that adds the step to the error of a lost rank."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0
 
-    def __enter__(self) -> Pass:
+    def __enter__(self) -> RingPass:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
