@@ -10,7 +10,7 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,10 +21,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.plan.step_names import place_name
 from ring_attn_torch import TwoLevel, Ulysses, full, ring_attention
 from ring_attn_torch.attend import blockwise
 from ring_attn_torch.ring import ranges, transfer
+from ring_attn_torch.ring.step import Ring
 
 from ..support import warm
 from ..support.selection import first
@@ -60,7 +62,7 @@ def attend(strategy: Any, tokens: int = 6) -> Callable[[], None]:
     return lambda: ring_attention(q, k, k, mask=full(), strategy=strategy).sum().backward()
 
 
-def dies(rank: int, call: Callable[[], None], draw: float, how: str, say: Callable[..., None]) -> None:
+def dies(rank: int, call: Callable[[], None], say: Callable[..., None], draw: float, how: str) -> None:
     """Die at an event of the next call; ``draw`` from 0 to 1 chooses which."""
     events, last, passes = 0, 0, []
 
@@ -90,11 +92,21 @@ def dies(rank: int, call: Callable[[], None], draw: float, how: str, say: Callab
     call()
 
 
-def stays_away(rank: int, call: Callable[[], None], draw: float, how: str, say: Callable[..., None]) -> None:
+def stays_away(rank: int, call: Callable[[], None], say: Callable[..., None]) -> None:
     """Let the others begin, and come to nothing any more."""
     call()
     say("waits", "")
     time.sleep(600)
+
+
+def never_comes(rank: int, call: Callable[[], None], say: Callable[..., None]) -> None:
+    """Join the group, and make no call."""
+    say("waits", "")
+    time.sleep(600)
+
+
+def takes_another_shape(rank: int, call: Callable[[], None], say: Callable[..., None], strategy: Any) -> None:
+    attend(strategy, 8)()
 
 
 def work(rank: int, store: str, strategy: Any, fault: tuple[Any, ...] | None, timeout: float, pipe: Connection) -> None:
@@ -105,7 +117,7 @@ def work(rank: int, store: str, strategy: Any, fault: tuple[Any, ...] | None, ti
     call = attend(strategy)
     try:
         if fault is not None:
-            fault[0](rank, call, *fault[1:], say)
+            fault[0](rank, call, say, *fault[1:])
         for _ in range(5):
             call()
     except Exception as error:
@@ -178,4 +190,53 @@ def test_no_rank_hangs_wherever_another_is_killed(tmp_path, strategy):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_that_stays_away_from_a_repeated_call_is_lost_after_the_timeout(tmp_path, strategy):
     of, steps = STRATEGIES[strategy]
-    assert 3 <= check(ranks_with(tmp_path, of, 2, (stays_away, 0.0, ""), 4), 2, steps) < 4 + SLACK
+    assert 3 <= check(ranks_with(tmp_path, of, 2, (stays_away,), 4), 2, steps) < 4 + SLACK
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_never_comes_is_named_by_all_others_after_the_timeout(tmp_path, strategy):
+    said = ranks_with(tmp_path, STRATEGIES[strategy][0], 2, (never_comes,), 4)
+    for words in said[:2] + said[3:]:
+        assert words.error == "RuntimeError"
+        assert "ring_attention was reached by 3 of 4 ranks: rank 2 did not come to the same call" in words.words
+        assert 3 <= words.at - said[2].at < 4 + SLACK
+
+
+@pytest.mark.parametrize("strategy", first(STRATEGIES))
+def test_a_rank_of_another_shape_is_an_error_of_all_ranks(tmp_path, strategy):
+    of = STRATEGIES[strategy][0]
+    said = ranks_with(tmp_path, of, 1, (takes_another_shape, of), 60)
+    assert {words[:2] for words in said} == {said[0][:2]}
+    assert said[0].error == "ValueError"
+    assert "the ranks of this ring disagree on q_shape: [1, 6, 4, 4] on rank 0, [1, 8, 4, 4] on rank 1" in said[0].words
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("number", [0, 1, 2, 3])
+def test_the_error_of_a_lost_rank_says_where_the_pass_was(number, waits):
+    """Number 0 is before the first step, 1 and 2 are steps, 3 is after the last. ``waits``: for the step's keys."""
+    plan = RingPlan("contiguous", full(), 2, 4)
+
+    def lose() -> None:
+        raise transfer.lost(RuntimeError("closed"), "rank 1", None)
+
+    def circulate() -> Iterator[Any]:
+        for step in (1, 2):
+            if waits and step == number:
+                lose()
+            yield step
+
+    def run() -> None:
+        with ranges.Pass(Ring(plan, None), "backward") as this:
+            if number == 0:
+                lose()
+            for step in this.steps(circulate()):
+                if step == number:
+                    lose()
+            lose()
+
+    places = "before ring step 1", "ring step 1", "ring step 2", "after ring step 2"
+    words = f"^{places[number]} of 2, backward: rank 0 lost the ring while it waited for rank 1:"
+    with pytest.raises(transfer.LostRank, match=words):
+        run()
