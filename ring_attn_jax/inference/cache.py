@@ -26,7 +26,7 @@ from .step import CachedRequests, DecodeStep, appended, prefilled
 class LayerPart(NamedTuple):
     """This rank's part of a layer, with the argument names of ``tree_attention_decode``.
 
-    Shapes: k [b t g d], v [b t g e], positions int32 [b t] of the tokens in the slots (-1: empty), scales [g] of float8.
+    Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), and the scales [g] of float8.
     """
 
     k: jax.Array
@@ -44,9 +44,10 @@ class KVCache(Requests):
     Create one with :meth:`make`. The cache is a pytree. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v
     [..., v_dim] and positions int32 [batch, slots], the position of the token in each slot, -1 if empty. Outside
     ``jax.shard_map`` they hold the slots of all ranks, in rank order. Arrays that are equal on every rank: ``counts`` int32
-    [batch, ranks], the slots of each rank that a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the most
-    tokens ever written for it; ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens; with
-    float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known.
+    [batch, ranks], the number of a request's tokens that each rank has stored (with a window also those since overwritten);
+    ``lengths`` int32 [batch], the number of its tokens; ``reached`` int32 [batch], its greatest length since its reset;
+    ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and
+    ``v_scale`` float32 [layers, kv_heads], 0 until they are known.
 
     Run a step of new tokens inside ``jax.shard_map``, with ``cache.specs`` as the specs of the cache:
 
@@ -82,15 +83,15 @@ class KVCache(Requests):
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
 
-        In float8 numbers are divided by a scale per layer and kv head and clamped to the largest float8 number. ``k_scale``,
-        ``v_scale``: these scales, float32 [layers, kv_heads]; by default the least powers of two that hold the values of the
-        first step that advances.
+        A float8 cache divides each value by the scale of its layer and kv head, and clamps it to the largest float8 number.
+        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the least powers of two that hold the
+        values of the first step that advances.
 
-        ``window``: the number of positions before itself that a query sees. Each rank then keeps its newest ``capacity`` tokens
-        of a request, by default and at least ``window + room``, and a request may have any length. ``room`` (by default
-        ``window``): the most tokens of a step, and the limit of a rollback. ``page``: the tokens per rank of a page, by which
-        :meth:`reserve` lets the cache grow. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without a
-        mesh, call this inside ``jax.shard_map`` over that axis: it makes this rank's arrays.
+        ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
+        ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
+        ``room`` (by default ``window``): the maximum tokens of a step and of a rollback. ``page``: the number of slots per rank
+        by which :meth:`reserve` grows the cache. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without
+        a mesh, call this inside ``jax.shard_map`` over that axis: it makes this rank's arrays.
 
         Raise ValueError if an argument does not fit.
         """
@@ -141,8 +142,8 @@ class KVCache(Requests):
         A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
         at its end: an int for all, one int each, or integers [requests], the same on every rank. None: no padding. ``rows``: the
         requests; None: all. ``fresh``: assert, unchecked, that these requests are empty, so that attention skips the cache.
-        Otherwise, with a window, the chunk must not exceed ``room``: its longest length counts, or all tokens of the shards if
-        ``lengths`` is an array.
+        Otherwise, with a window, the chunk must not exceed ``room``. For this check the size of the chunk is its greatest length,
+        or if ``lengths`` is an array, the number of tokens in the shards of all ranks.
 
         Raise ValueError if an argument does not fit. To check for room, call :meth:`check_room` before, outside of jit.
         """
@@ -189,7 +190,7 @@ class KVCache(Requests):
         return replace(self, **arrays)
 
     def advance(self, step: DecodeStep) -> KVCache:
-        """Add the new tokens of a step to the cache. Call it after ``append`` to every layer; this is not checked."""
+        """Make the new tokens of a step visible in the cache. Call it after ``append`` to every layer; this is not checked."""
         into = step.into
         changed = {"positions": step.k_positions, "counts": step.counts, "lengths": step.lengths}
         if step.rows is not None:

@@ -63,11 +63,12 @@ def tree_attention_decode(
         axis_name: the mesh axis of the ring. Call this inside ``jax.shard_map`` over it, also with one device.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
             tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
-            alternative tokens have separate slots. Node i sees node j if ``tree_mask[:, i, j]``, that is itself and its
-            ancestors, and all keys before p. Its depth is the number of nodes it sees besides itself; its window and ALiBi count
-            from position p + depth. The caller rotates q and k by that position.
+            alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j, that is for node i
+            itself and its ancestors. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
+            Its window and its ALiBi bias count from position p + depth, and the caller rotates its q and k by that position.
         window: the number of positions before itself that a query sees; None: all.
-        k_scale, v_scale: float32 ``[kv_heads]``, for k and v in float8_e4m3fn, which stand for ``k k_scale`` and ``v v_scale``.
+        k_scale, v_scale: float32 ``[kv_heads]``, the scales of k and v in float8_e4m3fn: the true values are ``k k_scale`` and
+            ``v v_scale``.
         backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (all devices).
         return_lse: also return lse.
 
@@ -113,7 +114,7 @@ def _(*_: Any) -> Any:
 
 
 def as_int32(name: str, positions: Any) -> Any:
-    """Convert integer positions to int32, clamped. Return other objects unchanged.
+    """Convert integer positions to int32, with greater traced ones clamped. Return other objects unchanged.
 
     Raise ValueError if a position exceeds int32; traced positions are not checked.
     """

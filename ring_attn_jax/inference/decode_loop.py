@@ -153,7 +153,7 @@ class DecodeLoop:
         self._parameters, self._ends = placed.put(parameters), placed.put(ends)
         self.newest: tuple[jax.Array, jax.Array]
         self.ahead = placed.mesh.devices.flat[0].platform != "cpu"
-        """True if the host reads tokens while the device computes the next ones."""
+        """True if the next step is launched before the host reads the newest tokens, so that both run at once."""
 
     def begin(self, hidden: jax.Array) -> None:
         """Draw the first new tokens from the last hidden states [requests, dim] of the prompts."""

@@ -49,9 +49,9 @@ def decode_step(
 
     ``model``: a RingTransformer. If it has no ``mesh``, call this inside ``jax.shard_map`` over its axis. ``ids``: the tokens,
     the same on every rank. ``cache``: made for ``model.config`` over the model's ring, in its compute dtype or float8, without a
-    window or with one as wide as the widest of the layers. ``valid``: True for real tokens; the logits of others, anywhere in a
-    row, are undefined, and these are not cached. All ranks compute the same logits, each with its part of the cache. Dropout is
-    off. Call it inside jax.jit, with the cache donated.
+    window or with one as wide as the widest of the layers. ``valid``: True for real tokens. The other tokens of a row, at any
+    place, are not cached, and their logits are undefined. All ranks compute the same logits, each with its part of the cache.
+    Dropout is off. Call it inside jax.jit, with the cache donated.
 
     The logits equal those of the model on the whole sequence up to rounding, since sums have another order. Raise ValueError if
     the cache does not fit the model, if a mask is neither causal nor a window before the token, if weights are split over
@@ -70,12 +70,12 @@ def prefill_prompts(
     *,
     fresh: bool = False,
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
-    """Append a chunk of a prompt to every request in the cache. Return the logits of its last token and the cache.
+    """Append one chunk of a prompt to each request in the cache. Return the logits of each chunk's last token, and the cache.
 
     ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. It continues
-    the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of its tokens that
-    belong to each request, the rest is padding at the end; None: all. The logits are the same on every rank, and undefined for a
-    request without a token. ``fresh``: as in ``KVCache.prefill_step``.
+    the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
+    tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
+    a request without a true token. ``fresh``: as in ``KVCache.prefill_step``.
 
     Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and ``fresh`` is False.
     """
@@ -194,7 +194,10 @@ def computes_in(model: RingTransformer) -> str:
 
 
 def check_model(model: RingTransformer, traced: bool = False) -> None:
-    """Raise ValueError if ``model`` cannot decode, or if its weights are traced and ``traced`` is False."""
+    """Raise ValueError if ``model`` is not a RingTransformer, or if its masks or sharded weights prevent decoding.
+
+    Raise it too if the weights are traced, unless ``traced`` is True.
+    """
     from flax import nnx
 
     if not isinstance(getattr(model, "config", None), TransformerConfig):

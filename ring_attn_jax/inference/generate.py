@@ -24,7 +24,7 @@ def generated(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, for ``RingTransformer.generate``.
 
-    ``arguments``: those of ``Generation.of`` except the model's, by name.
+    ``arguments``: the arguments of ``Generation.of`` from ``prompts`` on, by name.
     """
     check_model(model)
     generation = Generation.of(model.config, computes_in(model), **arguments)
@@ -51,7 +51,7 @@ def _chunks(generation: Generation) -> list[tuple[int, list[int], int]]:
 def _prefilled(
     placed: PlacedModel, cache: KVCache, generation: Generation, progress: Progress | None
 ) -> tuple[jax.Array, KVCache]:
-    """Prefill the prompts into the cache. Return the hidden states of their last tokens, and the cache."""
+    """Prefill the prompts into the cache. Return the hidden states [requests, dim] of their last tokens, and the cache."""
     dtype = generation.config.compute_dtype or generation.config.param_dtype
     hidden, done = placed.put(np.zeros((len(generation.prompts), generation.config.dim), dtype)), 0
     for start, lengths, tokens in _chunks(generation):

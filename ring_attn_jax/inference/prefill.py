@@ -45,10 +45,11 @@ def prefill(
     """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and append its k and v.
 
     ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
-    chunk continues the cached tokens of each request, so the chunks of a prompt in turn give the result of the whole prompt,
-    exactly except with float8, in which earlier chunks have been rounded. Each rank caches its own k and v. The chunk attends to
-    itself round the ring. Cached keys do not travel: the chunk's q, short beside the cache, is all-gathered, every rank attends
-    to its part of the cache, and an all-to-all returns the (out, lse) to the ranks of their queries, which merge in rank order.
+    chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt,
+    exactly except with float8, which rounds the cached chunks. Each rank caches its own k and v. The chunk attends to itself
+    round the ring. Cached keys do not travel: the chunk's q, which is small beside the cache, is all-gathered, every rank attends
+    to its part of the cache, and an all-to-all returns the (out, lse) to the ranks of their queries, which merge them in rank
+    order.
 
     ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
     ``ring_attention``.
@@ -111,7 +112,8 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return this rank's cached k and v sorted by position, and each query's extent in them, int32 [b, queries, 2].
 
-    The queries are those of all ranks.
+    An extent is (first, end) of the sorted keys that a query sees, empty for padding. The queries are those of all ranks, in rank
+    order.
     """
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
@@ -136,13 +138,13 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
-    """Return the first index at which the increasing ``positions`` [b, slots] reach each of ``lowest`` [b, queries]."""
+    """Return the index of the first of ``positions`` [b, slots], sorted, that is at least ``lowest``, int32 [b, queries]."""
     positions, lowest = vary_alike((), positions, lowest)
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 
 
 def _merged(parts: State) -> State:
-    """Merge the states of all ranks in rank order. Each covers different keys; ``out`` is [ranks b s h e]."""
+    """Merge states that cover different keys, stacked along dimension 0 ([ranks b s h e]), in rank order."""
     out, lse, rest = parts
     top = lse.max(0)
     top = jnp.where(top == -jnp.inf, 0, top)

@@ -91,7 +91,7 @@ class Requests:
         """Truncate each request to its first ``lengths`` tokens, ints or int32 [batch], the same on each rank.
 
         A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length so
-        far. Raise ValueError if one goes further, except under jit, where the values are traced.
+        far. Raise ValueError if a request goes further, unless the values are traced (under jit).
         """
         spec = self.spec
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
@@ -117,7 +117,7 @@ class Requests:
         return replace(self, positions=positions, counts=counts, lengths=keep)
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty these requests; None: all, and compute scales that were not passed anew from the next write."""
+        """Empty these requests. None empties all, and clears float8 scales that were not passed, for the next step to set."""
         of = self._rows(range(self.spec.batch) if rows is None else rows)
         nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
         arrays = {name: _where(of, value, getattr(self, name), 0) for name, value in nothing.items()}
@@ -157,8 +157,8 @@ class Requests:
 
 
 def _where(rows: jax.Array, value: int, x: jax.Array, axis: int) -> jax.Array:
-    """Return ``x`` with ``value`` at the requests in the mask ``rows``, which are indices of dimension ``axis``.
+    """Return ``x`` with ``value`` for the requests in the mask ``rows`` [batch]. Dimension ``axis`` of ``x`` counts requests.
 
-    A scatter would need the sharding of its result.
+    This selects instead of scattering, since a scatter would need the sharding of its result.
     """
     return jnp.where(rows.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)]), jnp.asarray(value, x.dtype), x)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
     """Return the scales of k and v, float32 [layers, kv_heads], 0 if not passed.
 
-    Raise ValueError if a shape or a known value does not fit, or if only one of the two is passed.
+    Raise ValueError if a shape or a value does not fit, or if only one of the two is passed. Traced values are not checked.
     """
     shape = spec.sizes.layers, spec.sizes.kv_heads
     if (k_scale is None) != (v_scale is None):
@@ -41,10 +41,10 @@ def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Arra
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
-    """Return a layer's scales [kv_heads], each 0 replaced by the least power of two that holds the step's values on all ranks.
+    """Return a layer's scales [kv_heads], with each 0 replaced by the least power of two that holds the values of all ranks.
 
-    Keep known scales unless the cache is empty (``nothing``, a bool array), since a step that did not advance may have set them.
-    Multiplying float8 by a power of two is exact in the other dtypes.
+    Scales that are set stay, unless the cache is empty (``nothing``, 0-d bool), since a step that did not advance may have set
+    them. Multiplying float8 by a power of two is exact in the other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])
@@ -56,7 +56,7 @@ def of_first(
 
 
 def quantized(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads] and convert it to float8."""
+    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it and convert it to float8."""
     return jnp.clip(x.astype(jnp.float32) / scale[None, None, :, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
 
 

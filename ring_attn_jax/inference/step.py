@@ -33,7 +33,7 @@ class DecodeStep:
     layout: str | None
     length: int
     fresh: bool
-    """True if none of the requests has a token in the cache."""
+    """True if none of the requests has a token in the cache, as the caller asserts."""
     ragged: bool
     """True if a request may have fewer tokens of the chunk than ``length``."""
     rows: tuple[int, ...] | None
@@ -45,14 +45,14 @@ class DecodeStep:
     chunk: jax.Array
     """Number of new tokens of each request, int32 [requests]."""
     counts: jax.Array
-    """Number of slots in use on each rank after the step, int32 [requests, ranks]."""
+    """Number of tokens that each rank has stored after the step, int32 [requests, ranks], as in ``KVCache.counts``."""
     slots: jax.Array
-    """Slots that this rank writes, int32 [requests, writes]; an index beyond the slots for tokens of other ranks."""
+    """Slots that this rank writes, int32 [requests, writes]. Tokens of other ranks have an index beyond the slots."""
     source: jax.Array | None
-    """Index within ``tokens`` of each written token, int32 [requests, writes]; None: the same index."""
+    """Index within ``tokens`` of the token written to each slot, int32 [requests, writes]; None: the only token."""
     owner_slots: jax.Array
     owners: jax.Array
-    """The rank of each new token, int16 [requests, remembered]; ``owner_slots`` are the entries of the cache that record it."""
+    """The rank of each of the newest tokens, int16 [requests, owners]. ``owner_slots``: indices in ``KVCache.owners``."""
 
     @property
     def into(self) -> jax.Array:
@@ -63,7 +63,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, eq=False)
 class CachedRequests:
-    """The cache's state of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
+    """The state of a step's requests before the step: positions [b, slots], counts [b, ranks], lengths [b]."""
 
     positions: jax.Array
     counts: jax.Array
@@ -73,7 +73,10 @@ class CachedRequests:
 
 
 def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
-    """Return the arrays of a step of ``tokens`` tokens, the same on every rank; ``valid`` [b, tokens] marks the real ones."""
+    """Return the arrays of a DecodeStep in which every rank computes the same ``tokens`` tokens of each request.
+
+    ``valid`` bool [b, tokens]: True for real tokens; None: all.
+    """
     spec, batch = held.spec, len(held.lengths)
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     if valid is None:
@@ -115,7 +118,7 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
 def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
     """Return the arrays of a prefill step with shards of ``local`` tokens in ``layout``.
 
-    ``chunk`` int32 [b]: the number of tokens of each request in the chunk; the tokens behind them are padding.
+    ``chunk`` int32 [b]: the number of true tokens of each request in the chunk, before the padding at its end.
     """
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)
@@ -140,7 +143,7 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
 
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
-    """Return the index in a chunk of each token of a shard, int32 [ranks, local], and the rank of each index, int16 [tokens]."""
+    """Return the index in a chunk of each token of each rank's shard, int32 [ranks, local], and the rank of each index, int16."""
     of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
@@ -148,7 +151,7 @@ def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
 def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Array:
     """Return how many of the ``chunk`` new tokens of each request are cached: those within its ``room``, all with a window.
 
-    A request without room keeps its tokens, and loses and does not count the new ones.
+    New tokens beyond the room are neither cached nor counted; cached tokens stay.
     """
     return jnp.minimum(chunk, room) if held.spec.window is None else chunk
 
@@ -156,7 +159,8 @@ def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Arr
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    Tokens that are not cached ``here``, or that find this rank full, get an index beyond the slots, which the scatter drops.
+    ``here``: True for tokens that this rank caches. Other tokens, and those beyond its last free slot, get an index beyond the
+    slots, which the scatter drops.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = jnp.where(here, slot_index % held.spec.slots, held.spec.slots)
@@ -167,7 +171,8 @@ def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, posit
 def _recorded_owners(held: CachedRequests, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
     """Return the owner ranks of the newest tokens and the indices at which ``KVCache.owners``, a ring buffer, stores them.
 
-    ``chunk`` [b]: the number of new tokens of each request. ``of_token`` [b, tokens]: the owner rank of each.
+    ``chunk`` [b]: the number of new tokens of each request. ``of_token`` [b, tokens]: the owner rank of each. Padding gets an
+    index beyond the buffer, which the scatter drops.
     """
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     count = min(tokens, remembered)

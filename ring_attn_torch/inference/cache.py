@@ -44,10 +44,11 @@ class KVCache(Requests):
 
     Create one with :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
     int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank: ``counts``
-    int32 [batch, ranks], the slots of each rank that a request has used; ``lengths`` int32 [batch], its tokens; ``reached``, the
-    most tokens ever written for it; ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens;
-    with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. One extra slot and one extra
-    owner, the last ones, absorb the writes of tokens that other ranks hold.
+    int32 [batch, ranks], the number of a request's tokens that each rank has stored (with a window also those since overwritten);
+    ``lengths`` int32 [batch], the number of its tokens; ``reached`` int32 [batch], its greatest length since its reset;
+    ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and
+    ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot and the last owner are extra: they absorb the
+    writes of tokens that other ranks hold.
 
     A step of new tokens is
 
@@ -83,14 +84,14 @@ class KVCache(Requests):
 
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
-        In float8 numbers are divided by a scale per layer and kv head and clamped to the largest float8 number. ``k_scale``,
-        ``v_scale``: these scales, float32 [layers, kv_heads]; by default the least powers of two that hold the values of the
-        first step that advances.
+        A float8 cache divides each value by the scale of its layer and kv head, and clamps it to the largest float8 number.
+        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the least powers of two that hold the
+        values of the first step that advances.
 
-        ``window``: the number of positions before itself that a query sees. Each rank then keeps its newest ``capacity`` tokens
-        of a request, by default and at least ``window + room``, and a request may have any length. ``room`` (by default
-        ``window``): the most tokens of a step, and the limit of a rollback. ``page``: the tokens per rank of a page, by which
-        :meth:`reserve` lets the cache grow. ``group``: the ring.
+        ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
+        ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
+        ``room`` (by default ``window``): the maximum tokens of a step and of a rollback. ``page``: the number of slots per rank
+        by which :meth:`reserve` grows the cache. ``group``: the ring.
 
         Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks.
         """
@@ -112,8 +113,8 @@ class KVCache(Requests):
         """Return a DecodeStep: positions and slots for ``tokens`` more tokens of every request, replicated on every rank.
 
         ``valid`` bool [requests, tokens], the same on every rank: True for real tokens; None: all. ``rows``: the requests, an int
-        or several; None: all. Raise ValueError if the tokens do not fit. The count of ``valid`` tokens is on the device. So the
-        host counts all tokens, and reads the true count only if all would not fit.
+        or several; None: all. Raise ValueError if the tokens do not fit. Only the device knows the number of ``valid``
+        tokens. The host assumes that all are real, and reads their true number only if all would not fit.
         """
         of = self._requests(rows)
 
@@ -151,9 +152,10 @@ class KVCache(Requests):
 
         A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
         at its end: an int for all, or one int each, on the host. None: no padding. ``rows``: the requests; None: all. ``fresh``:
-        assert that these requests are empty; the host knows that by itself here, unlike in JAX.
+        True checks that these requests are empty. It changes nothing else: the host state knows whether they are, unlike in JAX.
 
-        Raise ValueError, the same on every rank, if the chunk does not fit or if the ranks disagree on lengths.
+        Raise ValueError, the same on every rank, if the chunk does not fit, if ranks disagree on lengths, or if ``fresh`` is True
+        and a request has tokens.
         """
         spec = self.spec
         of = self._requests(rows)
@@ -193,8 +195,9 @@ class KVCache(Requests):
     def append(self, layer: int, k: Tensor, v: Tensor, step: DecodeStep) -> KVCache:
         """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes those that it holds.
 
-        Raise ValueError if shapes or dtypes differ, if k or v requires a gradient, or if the step is of another cache or was made
-        before the cache changed; on every rank, if one of them makes such a call for the first time.
+        Raise ValueError if shapes or dtypes do not fit, if k or v requires a gradient, if the step is of another cache, or if the
+        cache has changed since the step was made. Every rank raises the error if any of them makes such a call for the first
+        time.
         """
         (k_shape, k_dtype), (v_shape, v_dtype) = _kind(k), _kind(v)
         shapes, dtypes = (k_shape, v_shape), (k_dtype, v_dtype)
@@ -224,7 +227,10 @@ class KVCache(Requests):
         return self
 
     def advance(self, step: DecodeStep) -> KVCache:
-        """Add the new tokens of a step to the cache. Raise ValueError unless every layer has been written."""
+        """Make the new tokens of a step visible in the cache, after ``append`` to every layer.
+
+        Raise ValueError if a layer has not been written, or if the cache has changed since the step was made.
+        """
         missing = [layer for layer in range(self.spec.sizes.layers) if layer not in step.written]
         if missing:
             raise ValueError(f"layers {missing} have not been written in this step: append to every layer, then advance")

@@ -65,11 +65,12 @@ def tree_attention_decode(
         group: the ring; None is the default group, or a ring of one without torch.distributed.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
             tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
-            alternative tokens have separate slots. Node i sees node j if ``tree_mask[:, i, j]``, that is itself and its
-            ancestors, and all keys before p. Its depth is the number of nodes it sees besides itself; its window and ALiBi count
-            from position p + depth. The caller rotates q and k by that position.
+            alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j, that is for node i
+            itself and its ancestors. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
+            Its window and its ALiBi bias count from position p + depth, and the caller rotates its q and k by that position.
         window: the number of positions before itself that a query sees; None: all.
-        k_scale, v_scale: float32 ``[kv_heads]``, for k and v in float8_e4m3fn, which stand for ``k k_scale`` and ``v v_scale``.
+        k_scale, v_scale: float32 ``[kv_heads]``, the scales of k and v in float8_e4m3fn: the true values are ``k k_scale`` and
+            ``v v_scale``.
         backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (all devices).
         return_lse: also return lse.
 
@@ -77,8 +78,8 @@ def tree_attention_decode(
     float32 (float64 for float64). A query that sees no key has out 0 and lse -inf (or its sink).
 
     Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit or require a gradient, or if ranks
-    disagree on shapes (except the slots), dtypes or options; they are compared if some rank makes such a call for the first time.
-    Values are checked on a CPU only. After a first call a CUDA graph may capture the call.
+    disagree on shapes (except the number of slots), dtypes or options. Ranks compare these only if some rank makes such a call
+    for the first time. Values are checked on a CPU only. After a first call a CUDA graph may capture the call.
     """
     ring = ring_of(group)
     places = as_int32(q_positions), as_int32(k_positions)
@@ -115,7 +116,7 @@ def tree_attention_decode(
 
 
 def as_int32(positions: Any) -> Any:
-    """Convert integer positions to int32, clamped. Return other objects unchanged; ``check`` validates values."""
+    """Convert integer positions to int32, with greater ones clamped. Return other objects unchanged, for a later check."""
     if (
         not isinstance(positions, Tensor)
         or positions.dtype == torch.int32
@@ -139,7 +140,7 @@ def _attend(arrays: DecodeArrays, problem: Decode, ring: Group) -> tuple[Tensor,
 
 @lru_cache(maxsize=4096)
 def _checked(problem: Decode) -> Any:
-    """Return the call of the kernels, or None for "blockwise". Raise ValueError if the problem does not fit."""
+    """Check the problem. Return the DecodeCall of its kernels, or None if its backend is "blockwise"."""
     problem.check()
     return runnable_decode(problem)
 

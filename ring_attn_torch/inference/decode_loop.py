@@ -26,8 +26,8 @@ class DecodeLoop:
     its tokens.
 
     On a CPU each step runs eagerly. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the
-    second is captured in a CUDA graph, which is replayed from then on. Rank 0 broadcasts its tokens, since GPUs that round
-    differently would otherwise diverge.
+    second is captured in a CUDA graph, which is replayed from then on. Rank 0 broadcasts its tokens, since ranks that round
+    differently could otherwise draw different ones.
     """
 
     def __init__(self, model: RingTransformer, cache: KVCache, generation: Generation) -> None:
@@ -40,7 +40,7 @@ class DecodeLoop:
         self._ends = torch.tensor(generation.ends, dtype=torch.int32, device=device)
         self._new = generation.new
         self.ahead = device.type == "cuda"
-        """True if the host reads tokens while the device computes the next ones."""
+        """True if the next step is launched before the host reads the newest tokens, so that both run at once."""
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._sent: list[Tensor] = []
@@ -90,7 +90,11 @@ class DecodeLoop:
         self._replay(self._graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay the graph of a step. The host state counts planned tokens, and does not wait to learn of stop ids."""
+        """Replay the captured step, and count its tokens in the host state.
+
+        The host state counts a token for each request that is below its limit, even if it has drawn a stop id: to read that would
+        wait for the device.
+        """
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)
         graph.replay()

@@ -49,8 +49,9 @@ def decode_step(
 
     ``model``: a RingTransformer. ``ids``: the tokens, the same on every rank. ``cache``: made for ``model.config`` over the
     model's ring, in its compute dtype or float8, without a window or with one as wide as the widest of the layers. ``valid``:
-    True for real tokens; the logits of others, anywhere in a row, are undefined, and these are not cached. All ranks compute the
-    same logits, each with its part of the cache. Dropout and torch.autocast are off, and torch.compile does not compile this.
+    True for real tokens. The other tokens of a row, at any place, are not cached, and their logits are undefined. All ranks
+    compute the same logits, each with its part of the cache. Dropout and torch.autocast are off, and torch.compile does not
+    compile this.
 
     The logits equal those of the model on the whole sequence up to rounding, since sums have another order. Raise ValueError, the
     same on every rank and with the cache unchanged, if the cache does not fit the model, if a mask is neither causal nor a window
@@ -85,12 +86,12 @@ def prefill_prompts(
     *,
     fresh: bool = False,
 ) -> tuple[Float[Tensor, "batch vocab"], KVCache]:
-    """Append a chunk of a prompt to every request in the cache. Return the logits of its last token and the cache.
+    """Append one chunk of a prompt to each request in the cache. Return the logits of each chunk's last token, and the cache.
 
     ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. It continues
-    the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of its tokens that
-    belong to each request, the rest is padding at the end; None: all. The logits are the same on every rank, and undefined for a
-    request without a token. ``fresh``: as in ``KVCache.prefill_step``.
+    the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
+    tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
+    a request without a true token. ``fresh``: as in ``KVCache.prefill_step``.
 
     Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and a request already has tokens.
     """
@@ -107,7 +108,7 @@ def _prompted(
 
 
 def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude ``function`` from torch.compile, since it updates host state of the cache and ranks compare their calls."""
+    """Exclude ``function`` from torch.compile, because it updates the cache's host state and exchanges its arguments by ranks."""
     if not torch.compiler.is_compiling():
         return function  # avoids the import of torch._dynamo, which takes a second
     return torch.compiler.disable(function, reason="decode_step and prefill_prompts run as they stand: call them outside")

@@ -23,7 +23,7 @@ def generated(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, for ``RingTransformer.generate``.
 
-    ``arguments``: those of ``Generation.of`` except the model's, by name.
+    ``arguments``: the arguments of ``Generation.of`` from ``prompts`` on, by name.
     """
     group = model.ring.group
     ring, device = ring_of(group), model.embed.weight.device
@@ -47,7 +47,10 @@ def generated(
 
 
 def _prefilled(model: RingTransformer, cache: KVCache, generation: Generation, progress: Progress | None) -> torch.Tensor:
-    """Prefill the prompts into the cache. Return the hidden states of their last tokens, each on the rank that holds it."""
+    """Prefill the prompts into the cache. Return the hidden states [requests, dim] of their last tokens.
+
+    A hidden state is 0 on the ranks that do not hold the token.
+    """
     device, hidden, done = cache.counts.device, None, 0
     for start, lengths in generation.chunks():
         ids = torch.tensor(generation.ids(start, max(lengths)), device=device)

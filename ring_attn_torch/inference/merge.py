@@ -24,7 +24,7 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
     ``group``: the ring; None is the default group. Return float32 (float64 for float64), whatever dtype out has.
 
     For inference: not differentiable. Raise ValueError, the same on every rank and before anything is sent, if ``pair`` is not
-    such a pair or requires a gradient, or if shapes or dtypes differ between ranks, compared at the first such call.
+    such a pair or requires a gradient, or if shapes or dtypes differ between ranks. Ranks compare these at the first such call.
     """
     ring = ring_of(group)
 
@@ -42,7 +42,7 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
 
 
 def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
-    """All-gather the packed pairs of all ranks, [ranks, ...] in rank order."""
+    """All-gather the ranks' packed (out, lse) arrays, in rank order: [...] -> [ranks, ...]."""
     if ranks_of(ring) == 1:
         return pair[None]
     pair = pair.contiguous()

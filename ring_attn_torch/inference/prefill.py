@@ -48,10 +48,11 @@ def prefill(
     """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and append its k and v.
 
     ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
-    chunk continues the cached tokens of each request, so the chunks of a prompt in turn give the result of the whole prompt,
-    exactly except with float8, in which earlier chunks have been rounded. Each rank caches its own k and v. The chunk attends to
-    itself round the ring. Cached keys do not travel: the chunk's q, short beside the cache, is all-gathered, every rank attends
-    to its part of the cache, and an all-to-all returns the (out, lse) to the ranks of their queries, which merge in rank order.
+    chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt,
+    exactly except with float8, which rounds the cached chunks. Each rank caches its own k and v. The chunk attends to itself
+    round the ring. Cached keys do not travel: the chunk's q, which is small beside the cache, is all-gathered, every rank attends
+    to its part of the cache, and an all-to-all returns the (out, lse) to the ranks of their queries, which merge them in rank
+    order.
 
     ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
     ``ring_attention``.
@@ -133,7 +134,8 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's cached k and v sorted by position, and each query's extent in them, int32 [b, queries, 2].
 
-    The queries are those of all ranks.
+    An extent is (first, end) of the sorted keys that a query sees, empty for padding. The queries are those of all ranks, in rank
+    order.
     """
     spec, rank = cache.spec, rank_in(cache.ring)
     of = lambda x: x if step.rows is None else x[step.rows]
@@ -159,7 +161,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _merged(parts: State) -> State:
-    """Merge the states of all ranks in rank order. Each covers different keys; ``out`` is [ranks b s h e]."""
+    """Merge states that cover different keys, stacked along dimension 0 ([ranks b s h e]), in rank order."""
     out, lse, rest = parts
     top = lse.amax(0)
     top = top.masked_fill(top == -math.inf, 0)

@@ -47,7 +47,7 @@ class Requests:
     version: int = field(init=False)
     """A number unique to each state of each cache. A step with another version is refused."""
     scaled: set[int] = field(init=False)
-    """The layers whose scales are known, once a step has advanced."""
+    """The layers whose scales are set: all without float8 or with the caller's scales, else those of advanced steps."""
 
     def __post_init__(self) -> None:
         self.host_state = HostState(self.spec)
@@ -69,7 +69,7 @@ class Requests:
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
         """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of ``tokens`` in ``layout``.
 
-        Use the upper bounds of the host state, and read the device only if they do not suffice.
+        This compares upper bounds of the lengths, which the host state holds, and reads the device only if these do not fit.
         """
         of = list(range(self.spec.batch))
         more = [tokens] * len(of) if isinstance(as_number(tokens), int) else tokens
@@ -109,7 +109,7 @@ class Requests:
         """Truncate each request to its first ``lengths`` tokens, ints or int32 [batch], the same on every rank.
 
         A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length so
-        far. Raise ValueError if ints go further; the values of a tensor on a GPU are not checked.
+        far. Raise ValueError if a request goes further, unless ``lengths`` is a tensor and the cache is on a GPU.
         """
         spec, device = self.spec, self.counts.device
         if isinstance(lengths, Tensor) and device.type != "cpu":
@@ -139,7 +139,7 @@ class Requests:
         return self
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty these requests; None: all, and compute scales that were not passed anew from the next write."""
+        """Empty these requests. None empties all, and clears float8 scales that were not passed, for the next step to set."""
         of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         for x, nothing in ((self.positions, -1), (self.counts, 0), (self.lengths, 0), (self.reached, 0)):
             x[of] = nothing
@@ -203,7 +203,7 @@ class Requests:
             checks.check_shards(self.spec, (self.host_state.counts or [])[row], share, row)
 
     def _ask(self) -> None:
-        """Update the host state from the device, unless a CUDA graph is being captured."""
+        """Read exact counts from the device into the host state, unless a CUDA graph is being captured."""
         if not capturing(self.counts):
             self.host_state.know(self.counts.tolist(), self.reached.tolist())
 

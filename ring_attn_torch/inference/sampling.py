@@ -31,15 +31,15 @@ def sample(
 ) -> Int[Tensor, " batch"]:
     """Draw the next token of each request, int64 [batch], as ``RingTransformer.generate`` does.
 
-    ``temperature``, ``top_k``, ``top_p``, ``seed``: as ``generate`` takes them. ``requests``: the number of each request, by
+    ``temperature``, ``top_k``, ``top_p``, ``seed``: as in ``generate``. ``requests``: the number of each request, by
     default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths`` after the step that computed
-    the logits. Only the low 32 bits of both count.
+    the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
 
     The tokens are a function of logits, seed, requests and positions, so all ranks draw the same ones, in either framework and
     whatever else is in the batch. Temperature 0, the default, takes the most probable token and needs neither requests nor
-    positions. NaN among the logits gives some token, and no error. Not differentiable.
+    positions. If a logit is NaN, the token is arbitrary and nothing is raised. Not differentiable.
 
-    Raise ValueError if shapes or dtypes differ, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
+    Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
     temperature 0, or if ``positions`` is missing above it.
     """
     parameters = Sampling(temperature, top_k, top_p, seed).parameters

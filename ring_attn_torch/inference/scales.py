@@ -41,8 +41,8 @@ def of_first(
 ) -> None:
     """Set the scales [kv_heads] of a layer to the least powers of two that hold the first values written on any rank.
 
-    Keep known scales unless the cache is empty (``nothing``, a bool on the device), since a step that did not advance may have
-    set them. The host reads no value, so that a CUDA graph may capture this. Multiplying float8 by a power of two is exact in the
+    Scales that are set stay, unless the cache is empty (``nothing``, 0-d bool), since a step that did not advance may have set
+    them. The host reads no value, so that a CUDA graph may capture this. Multiplying float8 by a power of two is exact in the
     other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
@@ -56,7 +56,7 @@ def of_first(
 
 
 def quantized(x: Tensor, scale: Tensor) -> Tensor:
-    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads] and convert it to float8."""
+    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it and convert it to float8."""
     return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 

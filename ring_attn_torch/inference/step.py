@@ -42,14 +42,14 @@ class DecodeStep:
     chunk: Tensor
     """int32 [requests]: the number of new tokens of each request."""
     counts: Tensor
-    """int32 [requests, ranks]: the slots of each rank in use after the step."""
+    """int32 [requests, ranks]: the tokens that each rank has stored after the step, as in ``KVCache.counts``."""
     slots: Tensor
     """int64 [requests, writes]: the slots that this rank writes; the last slot absorbs the tokens of other ranks."""
     source: Tensor | None
     """int64 [requests, writes]: the index in ``tokens`` of the token written to each slot; None: the only token."""
     owner_slots: Tensor
     owners: Tensor
-    """int16 [requests, remembered]: the rank of each new token. ``owner_slots`` int64: its place in ``KVCache.owners``."""
+    """int16 [requests, owners]: the rank of each of the newest tokens. ``owner_slots`` int64: indices in ``KVCache.owners``."""
     certain: bool = True
     """True if the host knows that some request gets a token. With ``valid`` only the device knows."""
     version: int = 0
@@ -61,7 +61,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, eq=False)
 class CachedRequests:
-    """The cache's state of the requests of a step: positions [b, slots], counts [b, ranks], lengths [b]."""
+    """The state of a step's requests before the step: positions [b, slots], counts [b, ranks], lengths [b]."""
 
     positions: Tensor
     counts: Tensor
@@ -71,7 +71,10 @@ class CachedRequests:
 
 
 def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the tensors of a step of ``tokens`` tokens, the same on every rank; ``valid`` [b, tokens] marks the real ones."""
+    """Return the tensors of a DecodeStep in which every rank computes the same ``tokens`` tokens of each request.
+
+    ``valid`` bool [b, tokens]: True for real tokens; None: all.
+    """
     spec, device = held.spec, held.counts.device
     if valid is None:
         chunk = torch.full_like(held.lengths, tokens)
@@ -111,7 +114,7 @@ def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[st
 def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> dict[str, Tensor | None]:
     """Return the tensors of a prefill step with shards of ``local`` tokens in ``layout``.
 
-    ``chunk`` int32 [b]: the number of tokens of each request in the chunk; the tokens behind them are padding.
+    ``chunk`` int32 [b]: the number of true tokens of each request in the chunk, before the padding at its end.
     """
     spec, device = held.spec, held.counts.device
     of_rank, owners = shards(layout, spec.ranks, local, device)
@@ -139,7 +142,7 @@ def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> d
 def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
     """Return how many of the ``chunk`` new tokens of each request are cached: those within its ``room``, all with a window.
 
-    A request without room keeps its tokens, and loses and does not count the new ones.
+    New tokens beyond the room are neither cached nor counted; cached tokens stay.
     """
     return torch.minimum(chunk, room) if held.spec.window is None else chunk
 
@@ -147,7 +150,7 @@ def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
 def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    Tokens that are not cached ``here``, or that find this rank full, go into the extra last slot.
+    ``here``: True for tokens that this rank caches. Other tokens, and those beyond its last free slot, go into the extra slot.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = torch.where(here, slot_index % held.spec.slots, held.spec.slots).long()
@@ -181,7 +184,7 @@ def _earlier(ranks: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def shards(layout: str, ranks: int, local: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index in a chunk of each token of a shard, int32 [ranks, local], and the rank of each index, int16 [tokens]."""
+    """Return the index in a chunk of each token of each rank's shard, int32 [ranks, local], and the rank of each index, int16."""
     of_rank: Sequence[Sequence[int]] = placement.positions(layout, ranks, local)
     owners = placement.owners(layout, ranks, local)
     as_tensor = lambda x, dtype: torch.tensor(x, dtype=dtype, device=device)
