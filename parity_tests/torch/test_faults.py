@@ -228,7 +228,7 @@ def test_the_error_of_a_lost_rank_says_where_the_pass_was(number, waits):
             yield step
 
     def run() -> None:
-        with ranges.Pass(Ring(plan, None), "backward") as this:
+        with ranges.RingPass(Ring(plan, None), "backward") as this:
             if number == 0:
                 lose()
             for step in this.steps(circulate()):
