@@ -46,7 +46,7 @@ class Shard(NamedTuple):
     layout: BalancedLayout | None = None
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
     longest_path: int | None = None
-    """The tokens of the longest path of the trees, for layers with a window. None without trees."""
+    """The number of tokens of the longest path from a root, for layers with a window. None without trees."""
 
 
 ARRAYS = ("ids", "labels", "positions", "extents", "key_mask", "key_extents")
@@ -77,12 +77,12 @@ def shard_batch(
     ignore_index: int = -100,
     restart_positions: bool = False,
 ) -> Shard:
-    """Return the shard of ``rank`` of token ids [batch, length], or all shards in layout order if ``rank`` is None.
+    """Return the shard of ``rank`` of token ids [batch, length], or the shards of all ranks side by side if ``rank`` is None.
 
     ``labels`` [batch, length]: the target of each token. None: the next token of the same document, shifted *before* sharding, so
-    that the last token of a shard has the right label. ``documents`` [batch, length]: the document of each token, as
-    :func:`document_extents` takes it. ``tree``: (parents, lengths) of prefix trees, as :func:`tree_extents` takes them; labels
-    then stay within segments, and positions count along the path from the root. ``key_mask`` [batch, length]: True if queries may
+    that the last token of a shard has the right label. ``documents`` [batch, length]: the document id of each token, as
+    in :func:`document_extents`. ``tree``: (parents, lengths) of prefix trees, as in :func:`tree_extents`; the default labels then
+    stay within segments, and positions count along the path from the root. ``key_mask`` [batch, length]: True if queries may
     attend to the key.
 
     A token is padding if its document is negative or its key_mask False. Padding has no label, even if one was passed, and is not
@@ -142,7 +142,7 @@ def shard_batch(
 
 
 def _balanced(owner: jax.Array, ranks: int, tree: Any) -> BalancedLayout:
-    """Return the balanced layout of a batch's documents. Raise ValueError beside a tree or if values cannot be read."""
+    """Return the balanced layout of a batch's documents. Raise ValueError if a tree is passed too or values cannot be read."""
     if tree is not None:
         raise ValueError('layout="balanced" deals documents, and a tree was given: choose "zigzag", "striped" or "contiguous"')
     ids = on_host(owner)

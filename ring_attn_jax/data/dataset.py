@@ -132,7 +132,7 @@ class SequenceShardedDataset:
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state of the run after ``batches`` batches as JSON, by default the batches of the latest iteration.
+        """Return the state of the run after ``batches`` batches as JSON, by default after those that the last iteration yielded.
 
         ``batches`` counts from the start of the run, over epochs and resumptions. Raise ValueError if it exceeds the batches of
         the run.

@@ -42,7 +42,7 @@ def to_layout(
 def from_layout(x: jax.Array, layout: str | BalancedLayout | TracedLayout, ranks: int, length: int, dim: int = 1) -> jax.Array:
     """Invert :func:`to_layout`: return the tokens in natural order, cut at ``length``.
 
-    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or for the reasons of ``to_layout``.
+    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or if ``to_layout`` would.
     """
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     order = _order(layout, ranks, length)
@@ -80,7 +80,7 @@ def positions(
 
 
 def _order(layout: str | BalancedLayout | TracedLayout, ranks: int, length: int) -> jax.Array:
-    """Return the global position of each slot of the padded array in layout order."""
+    """Return the global position of each slot of the padded array in layout order, int32 [padded length]."""
     check_ranks(ranks)
     if isinstance(layout, TracedLayout):
         layout.check(ranks, length)

@@ -123,7 +123,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state of the run after ``batches`` batches as JSON, by default the batches of the latest iteration.
+        """Return the state of the run after ``batches`` batches as JSON, by default after those that the last iteration yielded.
 
         ``batches`` counts from the start of the run, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
         training loop knows the number that it has used. Raise ValueError if workers have read and ``batches`` is missing, or if

@@ -86,7 +86,7 @@ def converted(name: str, x: Any) -> Tensor:
 
 
 def on_host(x: Tensor) -> np.ndarray | None:
-    """Return the values of ``x``, or None for values that cannot be read, under torch.compile and of meta tensors."""
+    """Return a copy of ``x`` on the host, or None if its values cannot be read: under torch.compile, or of a meta tensor."""
     return None if torch.compiler.is_compiling() or x.is_meta else x.cpu().numpy()
 
 

@@ -31,7 +31,7 @@ def gather(
 
     Differentiable: the gradient of a shard is the sum, in float32, of all ranks' gradients of its tokens. So if every rank
     computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one device:
-    divide the loss by ``ranks``. ``loss(..., group=group)`` of a global array does so already.
+    divide the loss by ``ranks``. ``loss(..., group=group)`` does so already, because it counts the labels of every rank.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of such a sequence, or if
     ranks pass shards of different shapes or different arguments. Ranks compare these at the first such call.

@@ -38,7 +38,7 @@ def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1,
 def from_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, length: int, dim: int = 1) -> Tensor:
     """Invert :func:`to_layout`: return the tokens in natural order, cut at ``length``.
 
-    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or for the reasons of ``to_layout``.
+    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or if ``to_layout`` would.
     """
     check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     order = _order(layout, ranks, length)
@@ -68,6 +68,6 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
 
 
 def _order(layout: str | BalancedLayout, ranks: int, length: int) -> Tensor:
-    """Return the global position of each slot of the padded array in layout order."""
+    """Return the global position of each slot of the padded array in layout order, int32 [padded length]."""
     check_ranks(ranks)
     return torch.cat([positions(layout, ranks, length, rank) for rank in range(ranks)])

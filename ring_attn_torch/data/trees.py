@@ -116,7 +116,7 @@ def unpack_rollouts(
 
 
 def _digest(rollouts: Any, ranks: int) -> str | None:
-    """Return a digest of rollouts, or None if no ranks compare them."""
+    """Return a digest of rollouts. Return None if nothing is compared: on one rank, under torch.compile, for other objects."""
     if ranks == 1 or torch.compiler.is_compiling() or not isinstance(rollouts, Rollouts):
         return None
     arrays = b"".join(torch.as_tensor(x).cpu().numpy().tobytes() for x in (rollouts.ids, rollouts.labels, rollouts.predictors))
