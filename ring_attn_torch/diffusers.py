@@ -8,9 +8,10 @@ Example:
     model.set_attention_backend("ring")                       # before enable_parallelism
     model.enable_parallelism(config=ContextParallelConfig(ring_degree=4, ring_anything=True))
 
-diffusers then shards a model's text and image tokens. Attention without a causal mask has no order, so a rank's tokens of text
-and image, side by side, are one shard. Masks of text travel with the keys. Shards may have unequal lengths (``ring_anything``):
-they are padded to the longest, and the padding is masked. With ``ulysses_degree=n`` above 1 the strategy is ``Ulysses(ranks=n)``.
+diffusers then shards a model's text and image tokens. Attention without a causal mask does not depend on the order of tokens,
+so a rank's text and image tokens, concatenated, are its shard. Masks of text travel with the keys. Shards of unequal lengths
+(``ring_anything``) are padded to the longest, and the padding is masked. With ``ulysses_degree=n`` above 1 the strategy is
+``Ulysses(ranks=n)``.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ def ring_backend(
     ``attn_mask``: the visible keys of this rank, [batch, tokens] or [batch, 1, 1, tokens]: bool, or floats of 0 and -inf (or the
     dtype's lowest number). Without a parallel config the call is diffusers' native attention on one device.
 
-    Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases, and if there is dropout.
+    Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases, if there is dropout, or for
+    cross-attention, which has unequal numbers of queries and keys.
     """
     if _parallel_config is None or _parallel_config.context_parallel_config is None:
         native: Any = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]

@@ -48,7 +48,7 @@ __all__ = ["Documents", "RingDocuments", "RingInnerAttention", "cp_shard"]
 
 
 class Documents(NamedTuple):
-    """The documents of this rank's queries, as ``attention_masks`` of the inner attention."""
+    """The documents of this rank's queries. The inner attention takes them as ``attention_masks``."""
 
     extents: Tensor
     """int32 [batch, local, 2], the interval of the global key positions of each query's document."""
@@ -118,7 +118,7 @@ class RingInnerAttention(ScaledDotProductAttention):
 
 
 class RingDocuments(Base):
-    """A mixin for torchtitan's Trainer: documents, which begin where positions are 0, attend to themselves alone.
+    """A mixin for torchtitan's Trainer: each document attends only to itself. A document begins at each position 0.
 
     Use it as ``class MyTrainer(RingDocuments, Trainer)``.
     """
@@ -126,7 +126,7 @@ class RingDocuments(Base):
     def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the Trainer's shards, with the documents of ``positions`` as attention_masks.
 
-        Raise ValueError if the load balancer is "ptrr".
+        Raise ValueError if the load balancer is neither "headtail" nor None.
         """
         positions, parallelism = input_dict.get("positions"), self.config.parallelism
         inputs, labels, others = super().post_dataloading_process(input_dict, labels)
@@ -147,8 +147,9 @@ def documents_of(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> Doc
 def cp_shard(
     cp_mesh: DeviceMesh, inputs: tuple[Tensor, ...], positions: Tensor, layout: str = "zigzag"
 ) -> tuple[tuple[Tensor, ...], Documents]:
-    """Return this rank's shards of ``inputs`` and, as the last, of ``positions``, and its Documents, in a loop of your own.
+    """Return (shards, Documents) of this rank, for a training loop of your own.
 
+    The shards are those of ``inputs``, in order, then that of ``positions``.
     ``inputs``: global arrays [batch, length, ...], such as ids and labels, the same on every rank. ``positions``: [batch,
     length], 0 at the first token of each document. Raise ValueError if the layout cannot split the length equally.
     """

@@ -167,7 +167,7 @@ class CachedCall(RunningCall):
     ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of new tokens that this rank
     computes, or None if each rank computes all. ``lengths``: the number of new tokens of each row without padding. ``valid``:
     bool [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens whose logits are
-    requested. ``step``: their placement in the cache.
+    requested. ``step``: the placement of the new tokens in the cache; None until the first layer has made it.
     """
 
     cache: RingCache
@@ -228,7 +228,7 @@ class CachedCall(RunningCall):
         self.scope.callback(model.base_model.register_forward_hook(gather_last).remove)
 
     def end(self) -> None:
-        """Advance the cache by the new tokens."""
+        """Make the new tokens visible in the cache, and count them."""
         assert self.step is not None and self.cache.kv is not None
         self.cache.kv.advance(self.step)
         self.cache.tokens += self.tokens
@@ -265,8 +265,8 @@ def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[s
 def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
     """Return [batch, keep, dim], the hidden states of the last ``keep`` tokens of each row.
 
-    ``hidden`` [batch, local, dim] is at ``positions``, and ``lengths`` int [batch] are the ends of the rows. The result is 0 for
-    tokens that this rank does not hold, and for those before the beginning of a short row.
+    ``hidden`` [batch, local, dim] is at ``positions`` [batch, local]. ``lengths`` int [batch]: the tokens of each row, new ones
+    included. The result is 0 for tokens that this rank does not hold, and before the beginning of a row.
     """
     wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
     here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]

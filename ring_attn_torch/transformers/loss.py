@@ -57,11 +57,10 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
 
 
 def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Return the mean loss over all ranks' labels, or their summed loss / ``num_items_in_batch`` if that was passed.
+    """Return the mean loss over all ranks' labels, or the summed loss / ``num_items_in_batch`` if the call has passed that.
 
-    ``batch.label_weights`` weigh the labels, and the mean divides by the sum of the weights.
-
-    ``result``: this rank's logits, or the summed loss of its labels from a ChunkedHead.
+    ``batch.label_weights`` are factors of the labels' losses; the mean then divides by the sum of the weights. ``result``: this
+    rank's logits, or the summed loss of its labels from a ChunkedHead.
     """
     group, ignored, divisor = batch.ring.group, batch.ignore_index, batch.divisor
     reduction = "mean" if divisor is None else "sum"
@@ -81,8 +80,8 @@ def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
     """Return the output of trl's head with global fields per token, in natural order, and the loss over all ranks' labels.
 
     The fields have ``length - 1`` tokens if the call passed labels, ``length`` if it passed shift_labels, as on one device.
-    ``factor``: the factor of the loss's gradient. That of the fields, summed over the ranks, is as many times one device's as
-    there are ranks, like that of global logits.
+    ``factor``: the factor of the loss's gradient. The gradient through the fields, summed over the ranks, is that of one device
+    times the number of ranks, as for global logits.
     """
     assert batch.labels is not None
     ring, end = batch.ring, batch.length - 1 if batch.shifted else batch.length

@@ -107,7 +107,7 @@ class RunningCall(ABC):
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The model's arguments on this rank."""
     longest: Tensor | None = None
-    """The largest of the global position_ids, 0-d (a shard lacks it), or None if every rank computes all tokens."""
+    """The largest of the global position_ids, 0-d, which a shard may lack; None if every rank computes all tokens."""
     model: nn.Module | None = None
     called: nn.Module | None = None
     """The module whose hooks began the call: ``model``, or the wrapper around it."""
@@ -128,7 +128,7 @@ class RunningCall(ABC):
 
 _running: ContextVar[RunningCall | None] = ContextVar("ring_attn_model_call", default=None)
 _traced = threading.local()
-"""The same under torch.compile, which cannot trace a ContextVar in torch 2.13 and older."""
+"""The running call of each thread for code under torch.compile, which torch 2.13 and older cannot read from a ContextVar."""
 
 
 @contextmanager
@@ -235,8 +235,9 @@ def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> li
 def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device) -> bool:
     """Return True if ``function`` equals ``pattern`` on a sample of position pairs below ``tokens``.
 
-    The sample pairs every query with its neighbours, the first token and the tokens at the edge of a window of ``size``. This
-    detects documents, blocks and prefixes. It also has all pairs around the first edges of windows and chunks of ``size``.
+    The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``. This
+    detects documents, blocks and prefixes. The sample also has all pairs among the tokens beside the first three multiples of
+    ``size`` and beside both ends, to detect windows and chunks.
     """
     every = torch.arange(tokens, device=device)
     near = torch.cat([every - 1, every, every + 1, every * 0, every - (size or 1), every - (size or 1) - 1])
@@ -252,8 +253,8 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
     """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if one query's keys are not an interval.
 
-    The interval must contain the query. Bisection finds its ends; only the ends and the middles are checked. It covers the global
-    sequence, so it is for a ring of one.
+    An interval must contain its query. Bisection finds its ends; then only the keys just outside of it and the middles of its two
+    halves are checked. The arrays cover the global sequence, so this is for a ring of one.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)

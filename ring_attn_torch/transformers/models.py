@@ -6,7 +6,7 @@ heads, prompt tuning, and backends of a GPU for a model on a CPU.
 
 Refused in the first forward: any layer that mixes tokens without calling ring attention (``MixingLayers``). A layer without
 attention, such as a plain MLP layer, is correct on a shard. To distinguish the two, the layer runs once more on hidden states in
-which two tokens are NaN: in a layer that mixes tokens, NaN spreads to others.
+which two tokens are NaN: in a layer that mixes tokens, NaN spreads to other tokens.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _adapters(model: nn.Module) -> list[Any]:
 
 
 def own_positions(model: PreTrainedModel) -> bool:
-    """Return True if a call without position_ids counts tokens from 0, as in models with rotary embeddings."""
+    """Return True if the model has rotary embeddings: without position_ids it then counts its tokens from 0."""
     return any("Rotary" in type(module).__name__ for module in model.modules())
 
 
@@ -174,7 +174,7 @@ def check_cacheable(model: PreTrainedModel) -> None:
 
 
 def device_of(model: nn.Module) -> str:
-    """Return the device type of the model's computation: "cpu" if all weights are there. FSDP2's weights count by their mesh."""
+    """Return the type of the device that computes the model: "cpu" if it holds all weights. Sharded weights count by mesh."""
     kinds = {p.device_mesh.device_type if is_dtensor(p) else p.device.type for p in model.parameters()}
     return "cpu" if kinds == {"cpu"} else next(iter(kinds - {"cpu"}), "cpu")
 

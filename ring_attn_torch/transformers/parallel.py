@@ -48,7 +48,7 @@ from .shards import GlobalBatch, rotary_by_length, sharded, with_largest_positio
 
 T = TypeVar("T", nn.Module, PreTrainedConfig)
 
-_rings: WeakKeyDictionary[PreTrainedModel, CallRing] = WeakKeyDictionary()  # that ``enable`` set
+_rings: WeakKeyDictionary[PreTrainedModel, CallRing] = WeakKeyDictionary()  # set by ``enable``
 _hooks: WeakKeyDictionary[nn.Module, ModelHooks] = WeakKeyDictionary()  # of the models inside ``sequence_parallel``
 
 SETTINGS = "ring_attention"
@@ -71,7 +71,7 @@ def sequence_parallel(
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
         labels [batch, length], as transformers takes them: shifted here, before they are sharded, for models that predict the
-            next token. Or ``shift_labels`` beside them, shifted already.
+            next token. If ``shift_labels`` are passed too, these are used, as already shifted.
         attention_mask [batch, length], 0 for padding, anywhere.
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
             None: 0, 1, 2, ... A restart begins a new document, which sees none of the others; without an attention_mask every
@@ -98,8 +98,8 @@ def sequence_parallel(
     ``model.generate(...)`` prefills the prompts over the ring, and stores their keys and values in a cache distributed over the
     ranks. All ranks then compute the same new tokens, so give them the same seed if they sample. A loop of your own does the same
     with ``use_cache=True`` and the returned ``cache`` (``past_key_values`` before transformers 5.24; either name is accepted),
-    under torch.no_grad(). Such a call returns the logits of the last ``logits_to_keep`` tokens (1) of a prompt, which may be
-    padded on the left. In other calls the cache is off.
+    under torch.no_grad(). Such a call returns the logits of the last ``logits_to_keep`` tokens (default 1) of a prompt, which
+    may be padded on the left. In other calls the cache is off.
 
     Layers under activation checkpointing save attention's (out, lse), so that the ring runs once. After
     ``activation_checkpointing_enable(offload=True)`` they save these and their inputs in host memory. accelerate's hooks for
@@ -126,7 +126,7 @@ def sequence_parallel(
 def on_shards(
     model: nn.Module, ring: CallRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
-    """Enter ``sequence_parallel`` for a model whose weights are equal on all ranks, or will be.
+    """Enter ``sequence_parallel`` without its checks of the model and its weights, which are or will be equal on all ranks.
 
     ``averaged``: multiply the gradient of each loss by the number of ranks, for DDP or FSDP, which average gradients.
     """

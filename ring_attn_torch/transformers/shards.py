@@ -112,11 +112,11 @@ class DocumentBounds(NamedTuple):
     """The documents and padding of global sequences. All are None for a single document without padding."""
 
     extents: Tensor | None = None
-    """``int32`` [batch, length, 2], the interval of the tokens of its document without padding, [0, 0) for a padding token."""
+    """``int32`` [batch, length, 2], for each token the interval of its document, padding excluded; [0, 0) for padding."""
     key_mask: Tensor | None = None
-    """``bool`` [batch, length], for padding inside of documents, which intervals cannot express."""
+    """``bool`` [batch, length], False for padding. None if the intervals in ``extents`` already exclude all padding."""
     begins: Tensor | None = None
-    """``int64`` [batch, length], the first position of a token's document, where its chunks begin to count."""
+    """``int64`` [batch, length], the first position of each token's document, from which chunks of attention are counted."""
     packed: bool = False
 
 
@@ -140,7 +140,7 @@ class GlobalBatch(RunningCall):
     label_weights: Tensor | None = None
     """The factor of each label's loss [batch, local]; None: 1."""
     shifted: bool = False
-    """True if the labels were shifted here."""
+    """True if this call has shifted the labels; False if the caller had, or if the model labels each token itself."""
     fused: bool = False
     """True if trl's head returns log-probabilities in place of logits."""
     ignore_index: int = -100
@@ -253,7 +253,7 @@ def ends_of_blocks(member: Tensor) -> Tensor:
 
 
 def rotary_by_length(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the rotary embeddings that depend on the largest position of a call, which a shard lacks."""
+    """Return the rotary embeddings whose angles depend on the largest position of a call, which a shard may lack."""
     kind: Any = lambda module: getattr(module, "rope_type", "")
     kinds = lambda module: kind(module).values() if isinstance(kind(module), dict) else (kind(module),)
     return [module for module in model.modules() if {"dynamic", "longrope"} & {*kinds(module)}]

@@ -65,7 +65,7 @@ def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTre
 
 
 def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if other arguments of a call do not go with ``tree``, or label_weights do not go with the labels."""
+    """Raise ValueError if ``tree`` is invalid or contradicts the model or other arguments, or if label_weights lack labels."""
     _check_label_weights(call_arguments)
     if "tree" not in call_arguments:
         return

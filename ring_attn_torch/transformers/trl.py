@@ -25,7 +25,7 @@ def is_sft(kind: type) -> bool:
 
 
 def check_kind(trainer: Any) -> None:
-    """Raise ValueError if a trl Trainer has a loss that was not tried on a ring, such as those of rollouts and rewards."""
+    """Raise ValueError if a Trainer of trl other than ``TRAINERS`` computes the loss, such as those of rollouts and rewards."""
     for kind in type(trainer).__mro__:
         if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(
@@ -35,7 +35,7 @@ def check_kind(trainer: Any) -> None:
 
 
 def check_call(model: nn.Module, given: dict[str, Any]) -> None:
-    """Raise ValueError if a call asks for trl's head and the model has none, or if the head has no labels to score."""
+    """Raise ValueError if a call with ``fused_lm_head`` has no such head or labels, or has label_weights or ignore_index."""
     if not given.get("fused_lm_head"):
         return
     who = f"{type(model).__name__} got fused_lm_head=True"
