@@ -156,9 +156,6 @@ def attend_backward(
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)
     if q.size == 0 or keys.kv.size == 0:
         return dq, dkv
-    # XLA on a CPU first computes what depends on nothing, so it would hold the zeros of all steps at once. A run's length is
-    # never negative, but XLA does not know this: the zeros depend on dq, and therefore on the previous step.
-    dkv = jnp.where(Row(*rows[0, 0]).q_len < 0, dq[0, 0, 0, 0], dkv)
     inputs = TileInputs.of(q, keys, rows, score, even)
 
     def query_tile(index: jax.Array, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
