@@ -12,6 +12,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import product
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -165,10 +166,10 @@ def check(said: list[Said], victim: int, steps: int) -> float:
     return max(words.at for words in said) - said[victim].at
 
 
-@pytest.mark.parametrize("strategy", first(STRATEGIES, 2))
-def test_each_rank_names_the_step_at_which_it_lost_a_rank_that_was_killed(tmp_path, strategy):
+@pytest.mark.parametrize(("strategy", "draw"), first(product(STRATEGIES, (0.6, 0.1)), 2))
+def test_each_rank_names_the_step_at_which_it_lost_a_rank_that_was_killed(tmp_path, strategy, draw):
     of, steps = STRATEGIES[strategy]
-    check(ranks_with(tmp_path, of, 3, (dies, 0.6, "SIGKILL"), 60), 3, steps)
+    check(ranks_with(tmp_path, of, 3, (dies, draw, "SIGKILL"), 60), 3, steps)
 
 
 @pytest.mark.campaign

@@ -1,0 +1,78 @@
+"""``ring-attn train`` under ``torchrun --max-restarts``: after a rank is killed the run goes on from its newest checkpoint."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ring_attn_cli.train.loop import lines
+
+from .support import corpus
+from .support.programs import environment
+
+for package in ("torch", "safetensors", "rich"):
+    pytest.importorskip(package)
+
+PATIENCE = 300
+RANKS = 2
+
+
+def started(folder: Path, name: str, restarts: int) -> subprocess.Popen[str]:
+    """Start the command: 12 steps on two ranks, with a checkpoint every third."""
+    corpus.write_texts(folder / "data", (700, 61, 1, 900, 100, 3, 1300))
+    (folder / "config.toml").write_text(
+        "steps = 12\nsave_every = 3\n[model]\ndim = 16\ndepth = 1\nheads = 2\nkv_heads = 1\nhidden = 24\ndropout_rate = 0.1\n"
+        f"[data]\nfolder = '{folder / 'data'}'\npattern = '**/*.txt'\nheld_out = '**/*.txt'\nlength = 64\n"
+        f"[ring]\nranks = {RANKS}\n[evaluation]\nevery = 40\nbatches = 1\n[passkey]\nlengths = []\n"
+    )
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}"]
+    train = ["-m", "ring_attn_cli", "train", str(folder / "config.toml"), "--out", str(folder / name)]
+    command = [sys.executable, *launch, *train]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=environment(), start_new_session=True, **pipes)
+
+
+def rank_of(agent: int, rank: int) -> int:
+    """Return the process of a rank that torchrun's agent has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int(path.joinpath("stat").read_text().rpartition(")")[2].split()[1])
+            if parent == agent and f"RANK={rank}".encode() in path.joinpath("environ").read_bytes().split(b"\0"):
+                return int(path.name)
+        except OSError:
+            continue
+    raise AssertionError(f"no process of rank {rank}")
+
+
+def steps_of(folder: Path) -> list[tuple[int, float]]:
+    return [(line["step"], line["loss"]) for line in lines(folder / "log.jsonl") if line["kind"] == "step"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds the process of a rank in /proc")
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_torchrun_restarts_a_run_from_its_newest_checkpoint_to_the_bit(tmp_path, rank):
+    whole = started(tmp_path, "whole", 0)
+    assert whole.wait(PATIENCE) == 0, whole.communicate()
+    run, until = started(tmp_path, "killed", 1), time.monotonic() + PATIENCE
+    try:
+        while not any(step >= 4 for step, _ in steps_of(tmp_path / "killed")):
+            assert run.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        os.kill(rank_of(run.pid, rank), signal.SIGKILL)
+        said, _ = run.communicate(timeout=PATIENCE)
+    finally:
+        run.kill()
+        run.communicate()
+    assert run.returncode == 0, said
+    runs = [line["step"] for line in lines(tmp_path / "killed" / "log.jsonl") if line["kind"] == "run"]
+    assert len(runs) == 2 and runs[1] in (3, 6, 9), runs
+    assert steps_of(tmp_path / "killed") == steps_of(tmp_path / "whole")
+    ours, theirs = ((tmp_path / name / "weights" / "model.safetensors").read_bytes() for name in ("killed", "whole"))
+    assert ours == theirs
