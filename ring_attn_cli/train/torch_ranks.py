@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from ..processes import Report
 
@@ -37,6 +40,27 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
     dist.init_process_group(backend_of(device), init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timeout)
     yield
     dist.destroy_process_group()
+
+
+def join_launched(device: torch.device) -> None:
+    """Join the default process group of the processes that torchrun started.
+
+    torchrun's agent keeps one store for all restarts, in which a restarted process may find the addresses of dead ones: it then
+    waits for them. So the keys of each restart get a prefix. Agents count restarts one by one, so raise ValueError if there are
+    several of them.
+    """
+    timeout = timedelta(minutes=30)
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        dist.init_process_group(backend_of(device), timeout=timeout)
+        return
+    if os.environ["WORLD_SIZE"] != os.environ["LOCAL_WORLD_SIZE"]:
+        raise ValueError(
+            "torchrun --max-restarts on several hosts needs a new store at each restart, and its agents keep the old one: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host"
+        )
+    store, rank, ranks = next(rendezvous("env://", timeout=timeout))
+    store = PrefixStore(f"restart {os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group(backend_of(device), timeout=timeout, store=store, rank=rank, world_size=ranks)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ from .config import Config
 from .data import arguments, check_vocab, is_llama
 from .loop import Tell, train
 from .side import RunDevices, TrainStep
-from .torch_ranks import backend_of, device_of, member, reported_errors
+from .torch_ranks import device_of, join_launched, member, reported_errors
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
@@ -65,7 +64,7 @@ def launched(config: Config, tell: Tell) -> None:
             "each GPU, or hide all of them (CUDA_VISIBLE_DEVICES=) to run on the CPU"
         )
     device = device_of(rank, rank + 1)
-    dist.init_process_group(backend_of(device), timeout=timedelta(minutes=30))
+    join_launched(device)
     try:
         ranks = config.ring.ranks * config.ring.replicas
         if dist.get_world_size() != ranks:
