@@ -1,12 +1,13 @@
 """How long does a call keep the host busy, beside torch's own attention and JAX's call, and what does a step of a ring add?
 
-    python -m benchmarks.host [--part calls thread chain ring first]
+    python -m benchmarks.host [--part calls thread chain ring steps first]
 
 ``calls``: a ring of one, 8 heads of 64, bfloat16, causal; host microseconds of a call while the GPU works asynchronously: forward
 without gradients, and forward with backward. SDPA is ``torch.nn.functional.scaled_dot_product_attention`` on the same tokens.
 ``thread``: the backward in the caller's thread, by ``torch.autograd.set_multithreading_enabled(False)``.
 ``chain``: one of eight calls in a row, which torch.compile turns into one graph.
 ``ring``: the same on all GPUs of this host; the time that a step adds, and the bare batched send and receive of the same keys.
+``steps``: our own Python in a step, on any machine: transfers send nothing, and the backend computes nothing.
 ``first``: seconds from the first call of a fresh process to its first output, after imports and the creation of the CUDA context,
 with Triton's cache empty and then full.
 
@@ -21,8 +22,9 @@ from ..support import harness, report
 from .calls import calls, chain, thread
 from .first import first
 from .ring import ring
+from .steps import steps
 
-PARTS = {"calls": calls, "thread": thread, "chain": chain, "ring": ring, "first": first}
+PARTS = {"calls": calls, "thread": thread, "chain": chain, "ring": ring, "steps": steps, "first": first}
 
 if __name__ == "__main__":
     options = harness.options(__doc__, part=[*PARTS], out="host-h100")

@@ -29,10 +29,16 @@ def microseconds(works: Mapping[str, Work], calls: int = CALLS) -> dict[str, flo
 
 
 def _once(work: Work, calls: int) -> float:
-    torch.cuda.synchronize()
+    _wait()
     began = time.perf_counter()
     for _ in range(calls):
         work()
     taken = time.perf_counter() - began
-    torch.cuda.synchronize()
+    _wait()
     return taken / calls * 1e6
+
+
+def _wait() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

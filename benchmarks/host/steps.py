@@ -1,0 +1,126 @@
+"""The host time of a ring's steps in our own Python: transfers that send nothing, and a backend that computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_attn_core import causal
+from ring_attn_core.problem.options import Options
+from ring_attn_torch.attend.keys import Keys
+from ring_attn_torch.attend.score import Score
+from ring_attn_torch.attend.state import BackwardInputs, Gradients, State
+from ring_attn_torch.attend.tiles import Rows
+from ring_attn_torch.call.prepare import Arrays, checked, problem_of
+from ring_attn_torch.ring import loop
+
+from ..support.process import answer, run_fresh
+from .timing import microseconds
+
+RANKS, FEW = 8, 2
+TOKENS, HEADS, HEAD_DIM = 16, 8, 8  # small: the sums of gradients that arrive are not what is measured
+STRATEGIES = "ring", "two_way", "direct", "gather", "ulysses"
+
+
+class Idle(NamedTuple):
+    """A backend that returns arrays made beforehand. It takes the gradients that arrive, as every backend does."""
+
+    state: State
+    of_q: BackwardInputs
+    dkv: Tensor
+    two_arrays: ClassVar[bool] = True
+
+    def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
+        return self.state
+
+    def backward_inputs(self, *_: Any) -> BackwardInputs:
+        return self.of_q
+
+    def attend_backward(
+        self,
+        of_q: BackwardInputs,
+        keys: Keys,
+        rows: Rows,
+        score: Score,
+        dq: Tensor | None,
+        arrived: Callable[[], Tensor | None],
+        last: bool,
+    ) -> tuple[Tensor, Gradients]:
+        arrived()
+        return of_q.q, self.dkv
+
+
+class Sent:
+    """A pending transfer that is over at once."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@contextmanager
+def silent_transport() -> Iterator[None]:
+    """Replace torch.distributed's batched sends and receives and its all-gather by functions that do nothing."""
+    works = [Sent()]
+    with (
+        patch.object(dist, "batch_isend_irecv", lambda operations: works),
+        patch.object(dist, "all_gather_into_tensor", lambda *_, **__: works[0]),
+    ):
+        yield
+
+
+def steps() -> list[dict[str, Any]]:
+    """Return the host microseconds of a step by strategy, and those of a whole pass on RANKS ranks, in a fresh process."""
+    return run_fresh(__name__, {})[0]
+
+
+def rows_of() -> list[dict[str, Any]]:
+    """Return the same in this process, which becomes one rank of RANKS that exist in name only."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    groups = {RANKS: dist.group.WORLD, FEW: dist.new_group(list(range(FEW)))}
+    q = torch.randn(1, TOKENS, HEADS, HEAD_DIM)
+    arrays = [torch.randn(1, TOKENS, HEADS, 2 * HEAD_DIM)] * 2
+    operations = lambda: [dist.P2POp(call, x, group=groups[RANKS], group_peer=1) for call, x in zip(_CALLS, arrays, strict=True)]
+    works: dict[str, Callable[[], Any]] = {"operations": operations}
+    for strategy in STRATEGIES:
+        for ranks, group in groups.items():
+            for name, work in _passes(strategy, ranks, group, q).items():
+                works[f"{strategy}, {name}, {ranks}"] = work
+    with silent_transport(), torch.no_grad():
+        times = microseconds(works)
+    bare = {"forward": times["operations"], "backward": 2 * times["operations"]}
+    rows = []
+    for strategy in STRATEGIES:
+        for name in bare:
+            of_many, of_few = (times[f"{strategy}, {name}, {ranks}"] for ranks in (RANKS, FEW))
+            row = {"strategy": strategy, "pass": name, f"a pass on {RANKS}": of_many}
+            steps = {"a step": (of_many - of_few) / (RANKS - FEW), "torch's P2POps": bare[name]}
+            rows.append(row | (steps if strategy == "ring" else {}))
+    return [{key: round(x, 1) if isinstance(x, float) else x for key, x in row.items()} for row in rows]
+
+
+_CALLS: Sequence[Any] = (dist.isend, dist.irecv)
+
+
+def _passes(strategy: str, ranks: int, group: Any, q: Tensor) -> dict[str, Callable[[], Any]]:
+    options = Options(mask=causal(), strategy=strategy)
+    compiled = checked(problem_of(q, q, q, Arrays(), ranks, options), anywhere=False)
+    keys, score, ring = compiled.keys(q, q, Arrays()), compiled.scored(Arrays()), compiled.ring(group)
+    lse = q[..., 0].clone()
+    state = State(q, lse, lse)
+    backend = Idle(state, BackwardInputs(q, q, lse, lse), torch.zeros_like(keys.kv))
+    return {
+        "forward": lambda: loop.forward(q, keys, score, ring, backend),
+        "backward": lambda: loop.backward(q, keys, state, State(q, lse), score, ring, backend),
+    }
+
+
+if __name__ == "__main__":
+    answer(rows_of())
