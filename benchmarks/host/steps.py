@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -28,13 +28,13 @@ TOKENS, HEADS, HEAD_DIM = 16, 8, 8  # small: the sums of gradients that arrive a
 STRATEGIES = "ring", "two_way", "direct", "gather", "ulysses"
 
 
-class Idle(NamedTuple):
+class Idle:
     """A backend that returns arrays made beforehand. It takes the gradients that arrive, as every backend does."""
 
-    state: State
-    of_q: BackwardInputs
-    dkv: Tensor
-    two_arrays: ClassVar[bool] = True
+    two_arrays = True
+
+    def __init__(self, state: State, of_q: BackwardInputs, dkv: Tensor) -> None:
+        self.state, self.of_q, self.dkv = state, of_q, dkv
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         return self.state
@@ -115,7 +115,7 @@ def _passes(strategy: str, ranks: int, group: Any, q: Tensor) -> dict[str, Calla
     keys, score, ring = compiled.keys(q, q, Arrays()), compiled.scored(Arrays()), compiled.ring(group)
     lse = q[..., 0].clone()
     state = State(q, lse, lse)
-    backend = Idle(state, BackwardInputs(q, q, lse, lse), torch.zeros_like(keys.kv))
+    backend: Any = Idle(state, BackwardInputs(q, q, lse, lse), torch.zeros_like(keys.kv))
     return {
         "forward": lambda: loop.forward(q, keys, score, ring, backend),
         "backward": lambda: loop.backward(q, keys, state, State(q, lse), score, ring, backend),

@@ -45,8 +45,8 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
 
-    torchrun's agent keeps one store for all restarts, in which a restarted process may find the addresses of dead ones: it then
-    waits for them. So the keys of each restart get a prefix. Agents count restarts one by one, so raise ValueError if there are
+    The agent of torchrun keeps one store for all restarts. A restarted process may find the addresses of dead ones there, and
+    then waits for them. So the keys of each restart get a prefix. Agents count restarts one by one, so raise ValueError if there are
     several of them.
     """
     timeout = timedelta(minutes=30)
