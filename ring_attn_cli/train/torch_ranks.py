@@ -46,8 +46,8 @@ def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
 
     The agent of torchrun keeps one store for all restarts. A restarted process may find the addresses of dead ones there, and
-    then waits for them. So the keys of each restart get a prefix. Agents count restarts one by one, so raise ValueError if there are
-    several of them.
+    then waits for them. So the keys of each restart get a prefix. Agents count restarts one by one, so raise ValueError if there
+    are several of them.
     """
     timeout = timedelta(minutes=30)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
