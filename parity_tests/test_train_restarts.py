@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from ring_attn_cli.train.loop import lines
 
-from .support import corpus
+from .support import corpus, warm
 from .support.programs import environment
 
 for package in ("torch", "safetensors", "rich"):
@@ -63,6 +65,42 @@ def await_checkpoint(run: subprocess.Popen[str], folder: Path, after: int) -> in
             return max(steps)
         assert run.poll() is None and time.monotonic() < until, run.communicate()
         time.sleep(0.02)
+
+
+def join(variables: dict[str, str], pipe: Connection) -> None:
+    """Join as a process that torchrun started, and count the starts in the group's store."""
+    import torch
+    import torch.distributed as dist
+
+    from ring_attn_cli.train.torch_ranks import join_launched
+
+    os.environ.update(variables)
+    try:
+        join_launched(torch.device("cpu"))
+        pipe.send(dist.distributed_c10d._get_default_store().add("starts", 1))
+        dist.destroy_process_group()
+    except ValueError as error:
+        pipe.send(str(error))
+
+
+def said_by(variables: dict[str, str]) -> int | str:
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    process = warm.context("torch").Process(target=join, args=(variables, theirs))
+    process.start()
+    assert ours.poll(60), "it waits for a rank that was there before"
+    process.join()
+    return ours.recv()
+
+
+def test_a_restarted_rank_sees_nothing_of_the_ranks_before_in_the_store_of_torchrun():
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    assert [said_by(variables | {"TORCHELASTIC_RESTART_COUNT": str(number)}) for number in (0, 1, 2)] == [1, 1, 1]
+    others = variables | {"WORLD_SIZE": "2", "TORCHELASTIC_RESTART_COUNT": "0"}
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on every host" in str(said_by(others))
 
 
 @pytest.mark.exhaustive
