@@ -95,7 +95,7 @@ def said_by(variables: dict[str, str]) -> int | str:
 def test_a_restarted_rank_sees_nothing_of_the_ranks_before_in_the_store_of_torchrun():
     import torch.distributed as dist
 
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
     assert [said_by(variables | {"TORCHELASTIC_RESTART_COUNT": str(number)}) for number in (0, 1, 2)] == [1, 1, 1]
