@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from .support import corpus
-from .support.programs import PAGES, ROOT, environment
+from .support.programs import PAGES, environment
 
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 SCRIPTS = {"torch": "slurm_torch.sh", "jax": "slurm_jax.sh"}
 SRUN = 'while [ "${1#-}" != "$1" ]; do shift; done; exec "$@"'
 """Runs the command behind srun's options, as a cluster of one task does."""
@@ -33,7 +34,7 @@ def run(folder: Path, framework: str, srun: str, restarts: int = 0) -> tuple[int
     variables = {f"SLURM_{name}": value for name, value in slurm.items()}
     variables |= {"PATH": f"{binaries}:{os.environ['PATH']}", "SAID": str(folder / "said"), "CUDA_VISIBLE_DEVICES": ""}
     variables |= {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "2"}
-    command = ["bash", str(ROOT / "examples" / SCRIPTS[framework]), str(folder / "config.toml")]
+    command = ["bash", str(EXAMPLES / SCRIPTS[framework]), str(folder / "config.toml")]
     done = subprocess.run(command, cwd=folder, env=environment(variables), capture_output=True, text=True, timeout=600)
     return done.returncode, done.stdout + done.stderr, (folder / "said").read_text().strip()
 
@@ -67,4 +68,4 @@ def test_the_commands_of_the_page_parse():
     for block in blocks:
         subprocess.run(["bash", "-n"], input=block, text=True, check=True, capture_output=True)
     for script in re.findall(r"examples/\w+\.sh", "".join(blocks)):
-        assert (ROOT / script).exists()
+        assert (EXAMPLES.parent / script).exists()

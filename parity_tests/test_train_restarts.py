@@ -87,15 +87,18 @@ def said_by(variables: dict[str, str]) -> int | str:
     ours, theirs = multiprocessing.Pipe(duplex=False)
     process = warm.context("torch").Process(target=join, args=(variables, theirs))
     process.start()
-    assert ours.poll(60), "it waits for a rank that was there before"
-    process.join()
-    return ours.recv()
+    try:
+        assert ours.poll(60), "it waits for a rank that was there before"
+        return ours.recv()
+    finally:
+        process.kill()
+        process.join()
 
 
 def test_a_restarted_rank_sees_nothing_of_the_ranks_before_in_the_store_of_torchrun():
-    import torch.distributed as dist
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)  # type: ignore[attr-defined]
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     variables |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_MAX_RESTARTS": "3"}
     assert [said_by(variables | {"TORCHELASTIC_RESTART_COUNT": str(number)}) for number in (0, 1, 2)] == [1, 1, 1]
