@@ -13,10 +13,7 @@ from torch import Tensor
 
 from ring_attn_core import causal
 from ring_attn_core.problem.options import Options
-from ring_attn_torch.attend.keys import Keys
-from ring_attn_torch.attend.score import Score
 from ring_attn_torch.attend.state import BackwardInputs, Gradients, State
-from ring_attn_torch.attend.tiles import Rows
 from ring_attn_torch.call.prepare import Arrays, checked, problem_of
 from ring_attn_torch.ring import loop
 
@@ -36,22 +33,14 @@ class Idle:
     def __init__(self, state: State, of_q: BackwardInputs, dkv: Tensor) -> None:
         self.state, self.of_q, self.dkv = state, of_q, dkv
 
-    def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
+    def attend(self, *_: Any, last: bool) -> State:
         return self.state
 
     def backward_inputs(self, *_: Any) -> BackwardInputs:
         return self.of_q
 
-    def attend_backward(
-        self,
-        of_q: BackwardInputs,
-        keys: Keys,
-        rows: Rows,
-        score: Score,
-        dq: Tensor | None,
-        arrived: Callable[[], Tensor | None],
-        last: bool,
-    ) -> tuple[Tensor, Gradients]:
+    def attend_backward(self, of_q: BackwardInputs, *others: Any, last: bool) -> tuple[Tensor, Gradients]:
+        *_, arrived = others
         arrived()
         return of_q.q, self.dkv
 

@@ -199,6 +199,8 @@ def test_a_framework_that_does_not_start_is_one_line(framework: str, monkeypatch
         (("--ranks", "4", "--network", "9"), "--ranks, --network without --measure would change nothing: add --measure"),
         (("--json", "a.json"), "--json without --model would change nothing: add --model, or leave out --json"),
         (("--model", "all", "--network", "9"), "--network without --measure would change nothing"),
+        (("--model", "all", "--framework", "jax"), "--framework would change nothing with --model: leave out one of them"),
+        (("--measure", "--dtype", "float16", "--v-dim", "64"), "--dtype, --v-dim would change nothing with --measure"),
     ],
     ids=" ".join,
 )

@@ -11,10 +11,13 @@ from rich.console import Console
 
 from ..error_reporting import errors_in_one_line
 
+DTYPE, HEAD_DIM = "bfloat16", 128
+"""The default call of the report."""
+
 
 def doctor(
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = "bfloat16",
-    head_dim: Annotated[int, typer.Option(help="Of q and k.")] = 128,
+    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = DTYPE,
+    head_dim: Annotated[int, typer.Option(help="Of q and k.")] = HEAD_DIM,
     v_dim: Annotated[int | None, typer.Option(help="Of v.", show_default="head_dim")] = None,
     framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
     measure: Annotated[
@@ -42,6 +45,12 @@ def doctor(
     with errors_in_one_line():
         if measure and model is not None:
             raise ValueError("--measure and --model are two questions: pass one of them")
+        _check_unused("--measure", measure, {"--dtype": dtype != DTYPE, "--head-dim": head_dim != HEAD_DIM, "--v-dim": v_dim})
+        _check_unused(
+            "--model",
+            model is not None,
+            {"--dtype": dtype != DTYPE, "--head-dim": head_dim != HEAD_DIM, "--v-dim": v_dim, "--framework": framework != "both"},
+        )
         _check_needed("--measure", measure, {"--ranks": ranks, "--network": network})
         _check_needed("--model", model is not None, {"--json": json_file, "--table": table, "--seconds": seconds})
         console = Console(width=shutil.get_terminal_size().columns, highlight=False, markup=False)
@@ -59,6 +68,12 @@ def doctor(
 
         problem = typical(dtype, head_dim, v_dim)
         console.print(report(problem, findings(problem, framework)))
+
+
+def _check_unused(option: str, used: bool, others: dict[str, object]) -> None:
+    """Raise ValueError if ``option`` is used beside an option that it would ignore."""
+    if used and (ignored := [name for name, value in others.items() if value]):
+        raise ValueError(f"{', '.join(ignored)} would change nothing with {option}: leave out one of them")
 
 
 def _check_needed(option: str, given: bool, others: dict[str, object]) -> None:

@@ -33,8 +33,8 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
 
     spans: list[Span] = []
     for row, (extents, places) in enumerate(zip(key_extents, positions, strict=True)):
-        seen = extents[:, 0] < extents[:, 1]
-        own, (firsts, ends), places = tokens[seen], extents[seen].T, places[seen]
+        visible = extents[:, 0] < extents[:, 1]
+        own, (firsts, ends), places = tokens[visible], extents[visible].T, places[visible]
         for token, first in zip(own[firsts > own][:1], firsts[firsts > own][:1], strict=True):
             raise ValueError(
                 f"the key extent of row {row}, position {token} begins at {first}, and a token of a tree sees itself: pass "

@@ -61,8 +61,8 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
     """
     ranks, local = layout.table.shape
     for name in ("length", "kv_length"):
-        if (given := getattr(options, name)) is not None:
-            layout.check(ranks, given)
+        if (value := getattr(options, name)) is not None:
+            layout.check(ranks, value)
     if shape[1] != (local if axis_name else ranks * local):
         raise ValueError(
             f"a shard of this layout has {local} tokens on each of {ranks} ranks, got {shape[1]} in q: shard with to_layout, by "

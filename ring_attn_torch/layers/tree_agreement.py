@@ -34,8 +34,8 @@ def agree_on_tree(ids: Tensor, key_extents: Any, positions: Any, longest: Any, r
     with same_error(group):
         spans = _spans(ids, key_extents, positions, ring) if fits else None
     counted = positions is not None
-    told = {"call": CALL, "ids_shape": shape, "longest_path": longest, "positions given": counted}
-    shards: list[Any] = [spans] if group is None or ranks_of(group) == 1 else exchange(told, spans, group)
+    arguments = {"call": CALL, "ids_shape": shape, "longest_path": longest, "positions given": counted}
+    shards: list[Any] = [spans] if group is None or ranks_of(group) == 1 else exchange(arguments, spans, group)
     if None not in shards:
         check_one_tree(shards, longest, counted)
     if device != "cpu":

@@ -44,11 +44,10 @@ BEGUN, READ, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(6)
 """The kinds of flags. The first four have one flag for each other rank, the last two one for each slot."""
 
 LONGEST_NAP = 0.2
-"""The longest time between two looks at a pass that runs, in seconds."""
-
+"""The longest time between two queries of an event, in seconds."""
 
 LAST_WORDS = 10.0
-"""Seconds that a process which gives up may take to say which rank it waited for."""
+"""Seconds after which a process that gives up ends, even if its GPU does not tell which rank it waited for."""
 
 
 class Peers:
@@ -130,7 +129,7 @@ class Peers:
         """Let the main stream wait for an event of the second."""
         torch.cuda.current_stream(self.device).wait_event(mark)
 
-    def lend(self, x: Tensor) -> None:
+    def keep_alive(self, x: Tensor) -> None:
         """Keep the memory of ``x`` until the second stream's work so far is done."""
         x.record_stream(self.side)
 
@@ -174,7 +173,7 @@ class Peers:
 class Watch(threading.Thread):
     """A thread that ends the process if a pass takes longer than the group's timeout.
 
-    A stream that waits for the flag of a dead rank waits for ever, and so does a host that waits for the stream.
+    A stream that waits for the flag of a dead rank waits forever, and so does a host that waits for the stream.
     """
 
     def __init__(self, peers: weakref.ref[Peers], patience: timedelta) -> None:
@@ -266,9 +265,9 @@ def check_access(group: dist.ProcessGroup, device: torch.device) -> None:
     found = exchange("the reach of GPUs", mine, group)
     gpus = {gpu for _, gpu, _ in found}
     away = [rank for rank, (name, *_) in enumerate(found) if name != found[0][0]]
-    blind = [rank for rank, (*_, unreached) in enumerate(found) if gpus & {*unreached}]
-    if away or blind:
-        why = f"rank {away[0]} is on another host" if away else f"the GPU of rank {blind[0]} does not reach that of the others"
+    cut_off = [rank for rank, (*_, unreached) in enumerate(found) if gpus & {*unreached}]
+    if away or cut_off:
+        why = f"rank {away[0]} is on another host" if away else f"the GPU of rank {cut_off[0]} does not reach that of the others"
         raise ValueError(
             f'strategy="pull" and "push" copy between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
             'strategy="auto", which takes one that can'
@@ -283,4 +282,5 @@ def copy(to: Sequence[Tensor | None], source: Sequence[Tensor | None]) -> None:
 
 
 def aligned(size: int) -> int:
+    """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -56,14 +56,16 @@ class Slices:
         return placed([(first, part) for (first, _), part in zip(self._theirs, self._parts, strict=True)], self._own)
 
 
-class DirectStep:
-    """A ``Step`` on the visible keys of rank ``rank - shift``. ``before``: the previous step."""
+class OwnerStep:
+    """A ``Step`` whose gradients go straight to the owner of the keys, who adds those of all ranks in step order.
 
-    def __init__(self, keys: Keys, before: DirectStep | None, ring: Ring, shift: int) -> None:
+    ``before``: the previous step; None: the keys are this rank's own.
+    """
+
+    def __init__(self, keys: Keys, before: OwnerStep | None, ring: Ring, shift: int) -> None:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
-        self._before, self._ring, self.shift = before, ring, shift
-        self._returning: Transfer | None = None
-        self._total: Gradients | None = None
+        self.shift, self._before = shift, before
+        self._total: Tensor | None = None
 
     def settle(self, state: T) -> T:
         """Return ``state`` unchanged: eager execution keeps the order of the steps."""
@@ -73,25 +75,51 @@ class DirectStep:
         """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Start to send the slices' gradients to their owner. Add the gradients received during the previous step."""
+        """Start to send the gradients to their owner. Add the gradients of this rank's keys from the previous step."""
+        assert isinstance(dkv, Tensor), "what travels is packed"
         if self._before is None:
             self._total = dkv
             return
-        assert isinstance(dkv, Tensor), "what travels is packed"
+        self.deliver(dkv)
+        self._total, self._before = self._before.home(), None
+
+    def home(self) -> Tensor:
+        """Return the gradients of this rank's own keys, summed over the steps so far, in step order."""
+        assert self._total is not None
+        if self.shift:
+            self.collect(self._total)
+        return self._total
+
+    def deliver(self, dkv: Tensor) -> None:
+        """Start to send ``dkv`` to the owner of the keys."""
+        raise NotImplementedError
+
+    def collect(self, total: Tensor) -> None:
+        """Add to ``total`` the gradients of this rank's own keys that arrive during this step."""
+        raise NotImplementedError
+
+
+class DirectStep(OwnerStep):
+    """A ``Step`` on the visible keys of rank ``rank - shift``."""
+
+    def __init__(self, keys: Keys, before: DirectStep | None, ring: Ring, shift: int) -> None:
+        super().__init__(keys, before, ring, shift)
+        self._ring = ring
+        self._returning: Transfer | None = None
+
+    def deliver(self, dkv: Tensor) -> None:
+        """Start to send the slices' gradients to their owner, and to receive those of this rank's slices."""
         part = lambda first, tokens: dkv[:, first : first + tokens].contiguous()
         sent = tuple(part(*of) for of in visible(self._ring, self.shift, -self.shift))
         b, _, *rest = dkv.shape
         arriving = tuple(dkv.new_empty((b, tokens, *rest)) for _, tokens in visible(self._ring, self.shift, 0))
         self._returning = swap(sent, arriving, -self.shift, self._ring.group)
-        self._total, self._before = self._before.home(), None
 
-    def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys, summed over the steps so far, in step order."""
-        assert isinstance(self._total, Tensor), "what travels is packed"
-        if self._returning is not None:
-            for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self.shift, 0), strict=True):
-                self._total[:, first : first + tokens] += part
-        return self._total
+    def collect(self, total: Tensor) -> None:
+        """Wait for the gradients of this rank's slices, and add them to ``total``."""
+        assert self._returning is not None
+        for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self.shift, 0), strict=True):
+            total[:, first : first + tokens] += part
 
 
 def visible(ring: Ring, shift: int, owner: int) -> list[tuple[int, int]]:

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 from ...attend.keys import Keys, room_for
-from ...attend.state import Gradients
 from ..groups import rank_in
 from ..peers import BEGUN, GRADIENT_ROOM, GRADIENT_SLOTS, GRADIENTS, READ, copy, peers_of
-from ..step import Ring, Step, T
-from .ring import OneWay, rows
+from ..step import Ring, Step
+from .direct import OwnerStep
+from .ring import OneWay
 
 
 class Pull(OneWay):
@@ -114,7 +114,7 @@ class PullPass:
                 peers.await_flag(BEGUN, owner, self.number, side=True)
             copy([peers.inbox(owner, slot, dkv)], [dkv])
             peers.raise_flag(owner, GRADIENTS, slot, self.value(i), side=True)
-        peers.lend(dkv)
+        peers.keep_alive(dkv)
 
     def collect(self, total: Tensor, i: int) -> None:
         """Add to ``total`` the gradients of this rank's keys from the rank that had them at step ``i``."""
@@ -141,36 +141,24 @@ class PullPass:
         return self.number * self.ranks + i
 
 
-class PeerStep:
-    """A ``Step`` on the keys of rank ``rank - shift``. ``before``: the previous step."""
+class PeerStep(OwnerStep):
+    """Step ``i`` of a pass, on the keys of rank ``rank - shifts[i]``."""
 
     def __init__(self, keys: Keys, before: PeerStep | None, run: PullPass, i: int) -> None:
-        self.shift = run.shifts[i]
-        self.keys, self.rows, self.last = keys, rows(run.ring, self.shift), i + 1 == len(run.shifts)
-        self._before, self._run, self._i = before, run, i
-        self._total: Gradients | None = None
+        super().__init__(keys, before, run.ring, run.shifts[i])
+        self._run, self._i = run, i
 
-    def settle(self, state: T) -> T:
-        """Return ``state`` unchanged: eager execution keeps the order of the steps."""
-        return state
-
-    def arrived(self) -> None:
-        """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
-
-    def send_home(self, dkv: Gradients) -> None:
-        """Start to copy the gradients to their owner. Add the gradients of this rank's keys from the previous step."""
-        if self._before is None:
-            self._total = dkv
-            return
-        assert isinstance(dkv, Tensor), "what travels is packed"
-        self._run.deliver(dkv.contiguous(), self._i)
-        self._total, self._before = self._before.home(), None
-
-    def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys, summed over the steps so far, in step order."""
-        assert isinstance(self._total, Tensor), "what travels is packed"
-        if self._i:
-            self._run.collect(self._total, self._i)
+    def home(self) -> Tensor:
+        """See ``OwnerStep.home``. The last step's gradients end the backward."""
+        total = super().home()
         if self.last:
             self._run.end()
-        return self._total
+        return total
+
+    def deliver(self, dkv: Tensor) -> None:
+        """Start to copy ``dkv`` into the owner's inbox."""
+        self._run.deliver(dkv.contiguous(), self._i)
+
+    def collect(self, total: Tensor) -> None:
+        """Add the gradients in this rank's inbox to ``total``."""
+        self._run.collect(total, self._i)

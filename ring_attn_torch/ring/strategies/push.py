@@ -48,7 +48,7 @@ class PushPass(PullPass):
             peers.raise_flag(reader, KEYS, slot, self.value(i), side=True)
         for x in self.own:
             if x is not None:
-                peers.lend(x)
+                peers.keep_alive(x)
 
     def arrived(self, i: int) -> Keys:
         """Let the main stream wait for the keys of step ``i``, and return them: a slot of this rank's buffer."""
