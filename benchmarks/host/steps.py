@@ -39,8 +39,8 @@ class Idle:
     def backward_inputs(self, *_: Any) -> BackwardInputs:
         return self.of_q
 
-    def attend_backward(self, of_q: BackwardInputs, *others: Any, last: bool) -> tuple[Tensor, Gradients]:
-        *_, arrived = others
+    def attend_backward(self, of_q: BackwardInputs, *_: Any, last: bool) -> tuple[Tensor, Gradients]:
+        arrived = _[-1]  # the last positional argument
         arrived()
         return of_q.q, self.dkv
 
