@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -64,7 +65,10 @@ def silent_transport() -> Iterator[None]:
 
 
 def steps() -> list[dict[str, Any]]:
-    """Return the host microseconds of a step by strategy, and those of a whole pass on RANKS ranks, in a fresh process."""
+    """Return CPU microseconds by strategy, of a pass on RANKS ranks and of one step of it, from a fresh process.
+
+    A step is the difference between passes on RANKS and on FEW ranks. It contains torch's objects for the transfers (P2POps).
+    """
     return run_fresh(__name__, {})[0]
 
 
@@ -83,7 +87,7 @@ def rows_of() -> list[dict[str, Any]]:
             for name, work in _passes(strategy, ranks, group, q).items():
                 works[f"{strategy}, {name}, {ranks}"] = work
     with silent_transport(), torch.no_grad():
-        times = microseconds(works)
+        times = microseconds(works, clock=time.thread_time)  # the time of other processes is left out
     bare = {"forward": times["operations"], "backward": 2 * times["operations"]}
     rows = []
     for strategy in STRATEGIES:

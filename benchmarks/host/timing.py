@@ -15,25 +15,27 @@ ROUNDS, CALLS = 21, 40
 """Number of rounds in random order, and of consecutive calls: few enough for the GPU's queue, so that the host never waits."""
 
 
-def microseconds(works: Mapping[str, Work], calls: int = CALLS) -> dict[str, float]:
-    """Return the median host microseconds per call of each candidate, measured in turns."""
+def microseconds(
+    works: Mapping[str, Work], calls: int = CALLS, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
+    """Return the median host microseconds per call of each candidate, measured in turns by ``clock``."""
     order = random.Random(0)
     for work in works.values():
-        _once(work, 5)
-        _once(work, calls)
+        _once(work, 5, clock)
+        _once(work, calls, clock)
     measured: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(ROUNDS):
         for name in order.sample(sorted(works), len(works)):
-            measured[name].append(_once(works[name], calls))
+            measured[name].append(_once(works[name], calls, clock))
     return {name: statistics.median(times) for name, times in measured.items()}
 
 
-def _once(work: Work, calls: int) -> float:
+def _once(work: Work, calls: int, clock: Callable[[], float]) -> float:
     _wait()
-    began = time.perf_counter()
+    began = clock()
     for _ in range(calls):
         work()
-    taken = time.perf_counter() - began
+    taken = clock() - began
     _wait()
     return taken / calls * 1e6
 
