@@ -15,6 +15,8 @@ from .groups import rank_in
 from .step import Ring, Step
 from .transfer import LostRank
 
+NOT_PROFILED = nullcontext()
+
 
 class RingPass:
     """One pass over a ring, ``name`` "forward" or "backward": a context that adds the step to the error of a lost rank."""
@@ -39,7 +41,7 @@ class RingPass:
     def named(self, step: Step) -> AbstractContextManager[Any]:
         """Return a torch.profiler range for the current step, or a null context if no profiler runs."""
         if not profiler._is_profiler_enabled:  # a range costs microseconds even without a profiler
-            return nullcontext()
+            return NOT_PROFILED
         size = sum(x.nbytes for x in step.keys if x is not None)
         name = step_name(self._ring.plan, self._number, step.shift, size, rank_in(self._ring.group))
         return profiler.record_function(pass_name(name, self._name))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from .groups import Group, rank_in, ranks_of
 
@@ -29,18 +27,16 @@ class Transfer:
 
     def wait(self) -> Any:
         """Wait for the arriving arrays and return them. Raise LostRank, with the awaited ranks' names, if it fails."""
-        with self.watched():
+        try:
             for work in self.works:
                 work.wait()
+        except RuntimeError as error:
+            raise self.lost(error) from error
         return self._arriving
 
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        """Turn a RuntimeError inside the ``with`` into an error that names the ranks that this transfer waited for."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise lost(error, self._awaited(), self._group) from error
+    def lost(self, error: RuntimeError) -> LostRank:
+        """Return the error that names the ranks that this transfer waited for."""
+        return lost(error, self._awaited(), self._group)
 
 
 class LostRank(RuntimeError):
@@ -89,7 +85,8 @@ def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
     """Send ``arrays`` as ``send`` does, but around a ring of ``ranks`` consecutive ranks of the group."""
     if hop == 0:
         return Transfer(arrays, arrays)
-    return swap(*_both(arrays, lambda x: x.shape), hop, group, ranks)
+    sent = _contiguous(arrays)
+    return swap(sent, _alike(sent), hop, group, ranks)
 
 
 def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | None = None) -> Transfer:
@@ -99,8 +96,9 @@ def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | No
     ring if the group is divided into rings of consecutive ranks. None: one ring.
     """
     ranks = ranks_of(group) if ranks is None else ranks
-    place = rank_in(group) % ranks
-    first = rank_in(group) - place
+    rank = rank_in(group)
+    place = rank % ranks
+    first = rank - place
     to, from_ = first + (place + hop) % ranks, first + (place - hop) % ranks
     operations = [dist.P2POp(dist.isend, x, group=group, group_peer=to) for x in sent if x is not None]
     operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=from_) for x in arriving if x is not None]
@@ -126,7 +124,8 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
 
     This is an all-to-all of the n ranks from ``first`` on. All of them must make the same call. A rank's own slice is copied.
     """
-    rank, sent, arriving = rank_in(group), *_both(arrays, lambda x: x.shape)
+    rank, sent = rank_in(group), _contiguous(arrays)
+    arriving = _alike(sent)
     pairs = [(x, there) for x, there in zip(sent, arriving, strict=True) if x is not None and x.numel()]
     ranks = range(first, first + max((len(x) for x, _ in pairs), default=0))
     operations = []
@@ -143,23 +142,32 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
 def all_gather(arrays: Arrays, group: Group) -> Transfer:
     """Gather each array from all ranks by one all-gather, as [ranks ...] in rank order."""
     ranks = ranks_of(group)
-    sent, arriving = _both(arrays, lambda x: (ranks, *x.shape))
+    sent = _contiguous(arrays)
+    arriving: Arrays = tuple([x if x is None else x.new_empty(ranks, *x.shape) for x in sent])
     transfer = Transfer(arriving, sent, lambda: _others(range(ranks), group), group)
-    with transfer.watched():
+    try:
         for x, there in zip(sent, arriving, strict=True):
             if x is not None and x.numel():
                 transfer.works.append(dist.all_gather_into_tensor(there.flatten(0, 1), x, group=group, async_op=True))
+    except RuntimeError as error:
+        raise transfer.lost(error) from error
     return transfer
 
 
-def _both(arrays: Arrays, shape: Callable[[Tensor], tuple[int, ...]]) -> tuple[Arrays, Arrays]:
-    """Return contiguous ``arrays`` to send, and receive buffers of ``shape``. None stays None."""
-    sent = tuple(x if x is None else x.contiguous() for x in arrays)
-    return sent, tuple(x if x is None else x.new_empty(shape(x)) for x in sent)
+def _contiguous(arrays: Arrays) -> Arrays:
+    """Return the ``arrays`` as contiguous arrays to send. None stays None."""
+    return tuple([x if x is None else x.contiguous() for x in arrays])
+
+
+def _alike(arrays: Arrays) -> Arrays:
+    """Return receive buffers for arrays of the same shapes. None stays None."""
+    return tuple([x if x is None else torch.empty_like(x) for x in arrays])
 
 
 def _started(operations: list[dist.P2POp], transfer: Transfer) -> Transfer:
     """Start the ``operations`` in one batch, and return ``transfer`` with them as pending."""
-    with transfer.watched():  # gloo detects a lost connection here
+    try:
         transfer.works += dist.batch_isend_irecv(operations) if operations else []
+    except RuntimeError as error:  # gloo detects a lost connection here
+        raise transfer.lost(error) from error
     return transfer
