@@ -153,7 +153,7 @@ def test_an_objection_is_raised_everywhere_as_what_it_was(kind):
         agreement._conclude(heard)
     with (
         pytest.raises(kind, match=r"^rank 0: of rank 0$") as raised,
-        patch.multiple(agreement, ranks_of=lambda group: 2, _history=MagicMock(), _exchange=lambda *_: heard),
+        patch.multiple(agreement, ranks_of=lambda group: 2, history_of=MagicMock(), _exchange=lambda *_: heard),
         agreement.same_error(MagicMock()),
     ):
         raise kind("of rank 1")
@@ -261,7 +261,7 @@ def test_whoever_comes_after_the_others_gave_up_is_told_so(gloo):
 
 def one_comes_late(group):
     forget(group)
-    store = agreement._store(group)
+    store = agreement.store_of(group)
     if dist.get_rank():
         store.wait(["the first gave up"])
     try:
@@ -278,7 +278,7 @@ def test_calls_leave_no_keys_in_the_store(gloo):
 
 def keys_after_many_calls(group):
     extents = torch.tensor([[[0, 12]] * 6])
-    store = agreement._store(group)
+    store = agreement.store_of(group)
     ring_attention(**shards(), group=group, extents=extents)
     before = store.num_keys()
     for _ in range(20):

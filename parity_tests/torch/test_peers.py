@@ -8,6 +8,7 @@ import random
 import time
 import weakref
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -21,6 +22,7 @@ from ring_attn_core.problem.strategies import PEERS
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_torch import ring_attention
 from ring_attn_torch.ring import peers
+from ring_attn_torch.ring.rendezvous import Renumbered
 from ring_attn_torch.ring.strategies import push
 
 from ..support.cases import Case, check, check_same
@@ -166,3 +168,36 @@ def freed_and_broken(group: Any) -> tuple[bool, str]:
 def test_gpus_that_cannot_reach_each_other_are_refused(found):
     with patch.object(peers, "exchange", lambda *_: found), pytest.raises(ValueError, match="rank 1"):
         peers.check_access(None, torch.device("cpu"))
+
+
+def test_a_rendezvous_comes_off_if_some_ranks_have_met_in_a_smaller_group_before(gloo):
+    assert gloo(3, met_after_others) == [[[0, 1, 2]] * 2] * 3
+
+
+def met_after_others(group: Any) -> list[list[int]]:
+    """Return what two exchanges of torch's rendezvous gather, whose numbers are those of the process: rank 1 has had 7 before."""
+    renumbered = Renumbered(group, timedelta(seconds=60))
+    store = dist.PrefixStore("", renumbered)  # through C++, as torch calls it
+    had = 7 if dist.get_rank(group) == 1 else 0
+    return [gathered(store, group, number) for number in (had, had + 1)]
+
+
+def gathered(store: Any, group: Any, number: int) -> list[int]:
+    keys = [f"CUDASymmetricMemory/{number}/{rank}" for rank in range(dist.get_world_size(group))]
+    store.set(keys[dist.get_rank(group)], str(dist.get_rank(group)))
+    store.wait(keys)
+    return [int(store.get(key)) for key in keys]
+
+
+def test_a_rank_that_does_not_come_to_a_rendezvous_is_named(gloo):
+    said = gloo(2, waits_in_vain)[0]
+    assert "rank 0 lost the ring while it waited for rank 1, to map its memory" in said
+
+
+def waits_in_vain(group: Any) -> str:
+    store = Renumbered(group, timedelta(seconds=1))
+    if dist.get_rank(group):
+        return ""
+    with pytest.raises(RuntimeError) as failed:
+        store.wait(["CUDASymmetricMemory/0/1"])
+    return str(failed.value)

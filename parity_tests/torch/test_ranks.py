@@ -193,7 +193,7 @@ def test_a_rank_that_never_comes_is_named_after_the_timeout(gloo):
 
 def one_stays_away(group):
     if dist.get_rank() == 2:
-        agreement._history(group).next_call()
+        agreement.history_of(group).next_call()
         return "stayed away"
     with patch.object(agreement, "timeout", lambda *_: timedelta(seconds=2)):
         return check_ranks({"seed": 1}, group)

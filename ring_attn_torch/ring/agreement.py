@@ -61,7 +61,7 @@ class _History:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.era = _store(group).add(f"ring_attn/era/{rank_in(group)}", 1)
+        self.era = store_of(group).add(f"ring_attn/era/{rank_in(group)}", 1)
         self.calls = 0
         self.agreed: set[Problem | AgreedCall] = set()
         self.written: list[str] = []
@@ -95,7 +95,7 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> N
         if not each_time:
             _checked_alone.add(problem)
         return
-    history = _history(group)
+    history = history_of(group)
     call = history.next_call()
     if problem in history.agreed and not again and history.checked is None:
         return
@@ -109,7 +109,7 @@ def refuse(error: Exception, group: Group) -> NoReturn:
     """Write this rank's ``error`` to the group's store. Raise the error of the lowest failing rank, like all other ranks."""
     if group is None or ranks_of(group) == 1 or _capturing("cuda"):
         raise error
-    history, verdict = _history(group), {"error": type(error).__name__, "message": str(error)}
+    history, verdict = history_of(group), {"error": type(error).__name__, "message": str(error)}
     raise _first_error(_exchange(verdict, history.next_call(), group, GRACE, history.written)) or error from error
 
 
@@ -167,7 +167,7 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
     if ring is None or ranks_of(ring) == 1:
         yield
         return
-    history = _history(ring)
+    history = history_of(ring)
     if history.checked is not None:
         raise ValueError(
             "check_every_call is on already for this group: enter it once, outside of everything that it shall check"
@@ -187,7 +187,7 @@ def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, pa
     ``call``: the call's name, or a dict with the name (key "call") and other values; equal on all ranks. ``patience``: the time
     to wait, None for the group's timeout. Raise as ``agree`` does if a rank fails or makes another call or none.
     """
-    history = _history(group)
+    history = history_of(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
     verdict = {"problem": {"call": call} if isinstance(call, str) else call, "value": what}
     verdicts = _exchange(verdict, history.next_call(), group, patience, history.written)
@@ -201,13 +201,15 @@ def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
     return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
 
 
-def _history(group: dist.ProcessGroup) -> _History:
+def history_of(group: dist.ProcessGroup) -> _History:
+    """Return this rank's record of the group."""
     if group not in _histories:
         _histories[group] = _History(group)
     return _histories[group]
 
 
-def _store(group: dist.ProcessGroup) -> Any:
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the key-value store by which the group's ranks found each other."""
     return dist.distributed_c10d._get_process_group_store(group)
 
 
@@ -219,7 +221,7 @@ def _exchange(
     Once all ranks have written, delete the keys in ``written``, this rank's earlier verdicts. No rank needs them: a rank enters
     an exchange only after reading the previous one. So the store holds at most two keys per rank, unless a rank missed a call.
     """
-    store = _store(group)
+    store = store_of(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
     mine = keys[rank_in(group)]
     store.set(mine, json.dumps(verdict, default=_plain))

@@ -30,6 +30,7 @@ from ring_attn_core.plan.measured import host
 from ..attend.keys import Keys
 from .agreement import exchange, timeout
 from .groups import rank_in, ranks_of
+from .rendezvous import rendezvous
 
 FLAG_BYTES = 4096
 """Bytes of a buffer that hold its flags."""
@@ -70,13 +71,13 @@ class Peers:
         from torch.distributed import _symmetric_memory as symmetric
 
         self._buffer = symmetric.empty(size, dtype=torch.uint8, device=self.device)
-        self._handle = symmetric.rendezvous(self._buffer, group.group_name)
+        self._handle = rendezvous(self._buffer, group, patience := timeout(group, self.device.type))
         self._buffer[:FLAG_BYTES].zero_()
         self._flags_at = [self.bytes_of(rank, 0, FLAG_BYTES).data_ptr() for rank in range(self.ranks)]
         self.side = torch.cuda.Stream(self.device, priority=-1)
         self._ended: Any = None
         torch.cuda.synchronize(self.device)
-        watch = self._watch = Watch(weakref.ref(self), timeout(group, self.device.type))
+        watch = self._watch = Watch(weakref.ref(self), patience)
         weakref.finalize(self, watch.add, None)
 
     def begin(self) -> None:
