@@ -41,7 +41,8 @@ import os, sys
 import torch, torch.distributed as dist
 from datetime import timedelta
 from ring_attn_torch import ring_attention
-from ring_attn_torch.ring.strategies import pull
+from ring_attn_torch.ring.strategies.pull import PullPass
+from ring_attn_torch.ring.strategies.push import PushPass
 
 rank, ranks, strategy, step = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1], int(sys.argv[2])
 torch.cuda.set_device(rank)
@@ -50,15 +51,16 @@ q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_gra
 attend = lambda: ring_attention(q, q, q, strategy=strategy).float().sum().backward()
 attend()
 torch.cuda.synchronize()
-arrived, steps = pull.PullPass.deliver, []
+kind = {"pull": PullPass, "push": PushPass}[strategy]
+arrived, steps = kind.arrived, []
 
-def deliver(self, dkv, i):
+def dies(self, i):
     steps.append(i)
-    if rank == ranks - 1 and i == step:
+    if rank == ranks - 1 and len(steps) == step:
         os._exit(9)
-    arrived(self, dkv, i)
+    return arrived(self, i)
 
-pull.PullPass.deliver = deliver
+kind.arrived = dies
 if rank == ranks - 1 and step == 0:
     os._exit(9)
 attend()
@@ -83,9 +85,10 @@ def test_pull_and_push_are_exact_and_out_has_the_rings_bits(nccl, case, strategy
         assert (getattr(ours, name) == getattr(ring, name)).all(), name
 
 
+@pytest.mark.parametrize("ranks", sorted({2, max(GPUS, 2)}))
 @pytest.mark.parametrize("strategy", PEERS)
-def test_a_hundred_runs_with_random_delays_have_the_same_bits(nccl, strategy):
-    assert nccl(GPUS, repeated, strategy, 100) == [0] * GPUS
+def test_a_hundred_runs_with_random_delays_have_the_same_bits(nccl, strategy, ranks):
+    assert nccl(ranks, repeated, strategy, 100) == [0] * ranks
 
 
 def repeated(group: Any, strategy: str, times: int) -> int:
@@ -108,8 +111,13 @@ def repeated(group: Any, strategy: str, times: int) -> int:
 
 
 @pytest.mark.parametrize("strategy", PEERS)
-@pytest.mark.parametrize("step", range(min(GPUS, 3)))
+@pytest.mark.parametrize("step", [0, 1, GPUS - 1, GPUS, 2 * GPUS - 2] if GPUS > 2 else [0, 1, 2])
 def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, step, tmp_path):
+    """The last rank ends before the call, or at the ``step``-th arrival of keys.
+
+    There are GPUS - 1 arrivals in the forward and as many in the backward.
+    At the last arrival a survivor may have all that it needs from it, and ends well.
+    """
     (tmp_path / "kill.py").write_text(PROGRAM)
     port = str(20000 + os.getpid() % 20000 + 10 * step + PEERS.index(strategy))
     of = lambda rank: (
@@ -131,7 +139,8 @@ def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, st
         for rank in range(GPUS)
     ]
     said = [process.communicate(timeout=240)[1] for process in processes]
-    assert [process.returncode != 0 for process in processes] == [True] * GPUS, said
+    failed = [process.returncode != 0 for process in processes]
+    assert all(failed) if step < 2 * GPUS - 2 else any(failed[:-1]), said
     survivors = "".join(said[:-1])
     assert "lost the ring" in survivors or "did not come to the same call" in survivors, survivors
     assert time.monotonic() - began < 200
