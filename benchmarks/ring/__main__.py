@@ -2,10 +2,11 @@
 
     python -m benchmarks.ring [--framework torch jax] [--tokens 8192] [--heads 32] [--kv-heads 8] [--mask causal]
     python -m benchmarks.ring --strategy ring pull     only these strategies
+    python -m benchmarks.ring --mask documents --layout zigzag balanced
     python -m benchmarks.ring --table                  the calls of the stored result
     python -m benchmarks.ring --cpu 4 --tokens 256     on four CPU ranks, to see that it runs
 
-bfloat16, random normal, zigzag. ``tokens`` counts tokens of a GPU, and TFLOP/s those of a GPU: visible pairs only, a backward as
+bfloat16, random normal. ``tokens`` counts tokens of a GPU, and TFLOP/s those of a GPU: visible pairs only, a backward as
 2.5 forwards. All candidates of a call take turns in the same processes (support/turns.py); the slowest rank's time counts, and of
 the rounds the median. Each candidate's out is compared with the ring's before it is timed.
 
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 
 from ..support import harness
-from .problem import MASKS, TRAVELLING, Call, Problem
+from .problem import LAYOUTS, MASKS, TRAVELLING, Call, Problem
 
 TABLE = [
     Call(2048, 32, 8, "causal"),
@@ -56,6 +57,7 @@ if __name__ == "__main__":
         heads=32,
         kv_heads=8,
         mask={mask: mask == "causal" for mask in MASKS},
+        layout={layout: layout == "zigzag" for layout in LAYOUTS},
         strategy=[*TRAVELLING],
         table=False,
         no_peers=False,
@@ -63,5 +65,6 @@ if __name__ == "__main__":
         rounds=7,
         out="ring-h200-x2",
     )
-    asked = [Call(options.tokens, options.heads, options.kv_heads, mask) for mask in options.mask]
+    sizes = options.tokens, options.heads, options.kv_heads
+    asked = [Call(*sizes, mask, layout=layout) for mask in options.mask for layout in options.layout]
     harness.record(__doc__, options.out, "rows", rows(options, TABLE if options.table else asked))

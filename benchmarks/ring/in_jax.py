@@ -45,7 +45,8 @@ class Ring:
         call = work or self.call
         *inputs, dout = arrays
         strategy = TRAVELLING.get(name, "ring")
-        attend = partial(ring_attention, mask=call.band, layout=call.layout, strategy=strategy)
+        layout = call.layout_of(self.ranks) if work is None else "zigzag"
+        attend = partial(ring_attention, mask=call.band, layout=layout, strategy=strategy)
         extents = call.extents(self.ranks) if work is None else None
         if extents is None:
             ring = jax.shard_map(attend, mesh=mesh, in_specs=SEQ, out_specs=SEQ, check_vma=False)

@@ -74,7 +74,7 @@ def ours(rank: Rank, problem: Problem) -> None:
     given = (
         {} if extents is None else {"extents": torch.tensor([[extents[i] for i in here]], dtype=torch.int32, device=rank.device)}
     )
-    attend = partial(ring_attention, mask=call.band, layout=call.layout, **given)
+    attend = partial(ring_attention, mask=call.band, layout=call.layout_of(rank.ranks), **given)
     for name, strategy in problem.strategies(call, rank.ranks, rank.device.type == "cuda").items():
         rank.add(name, partial(attend, strategy=strategy), tensors)
     rank.add(STILL, partial(attend, strategy="ring"), tensors, alike=False)
@@ -82,7 +82,7 @@ def ours(rank: Rank, problem: Problem) -> None:
         rank.works[f"{STILL} {each}"] = without_transfers(rank.works[f"{STILL} {each}"])
     tokens = call.alone(rank.ranks)
     same = call._replace(tokens=tokens, mask="causal" if call.mask == "documents" else call.mask)
-    lone = partial(ring_attention, mask=same.band, layout=call.layout, group=rank.alone)
+    lone = partial(ring_attention, mask=same.band, group=rank.alone)
     rank.add(ALONE, lone, rank.tensors(tokens, rank.rank), same, alike=False)
 
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ring_attn_core import Band, RingPlan, causal, full, sliding_window
+from ring_attn_core.plan.balanced import BalancedLayout, balanced_layout
 from ring_attn_core.plan.two_level import TwoLevel
 from ring_attn_core.problem.strategies import PEERS, STRATEGIES, Strategy, objection
 
 MASKS = ("causal", "full", "window", "documents")
+LAYOUTS = ("zigzag", "balanced", "contiguous", "striped")
 TRAVELLING: dict[str, Strategy] = {
     name: TwoLevel(ranks=2) if name == "two_level" else name for name in STRATEGIES if name != "auto"
 }
@@ -36,9 +38,13 @@ class Call(NamedTuple):
         """Return the mask as a Band of positions."""
         return {"full": full(), "window": sliding_window(self.window)}.get(self.mask, causal())
 
+    def layout_of(self, ranks: int) -> str | BalancedLayout:
+        """Return the layout as ``ring_attention`` takes it."""
+        return balanced_layout(self.documents(ranks), ranks, mask=self.band) if self.layout == "balanced" else self.layout
+
     def plan(self, ranks: int) -> RingPlan:
         """Return the plan of the ring."""
-        return RingPlan(self.layout, self.band, ranks, self.tokens)
+        return RingPlan(self.layout_of(ranks), self.band, ranks, self.tokens)
 
     def documents(self, ranks: int) -> list[int]:
         """Return the lengths of the documents, which fill the sequence: log-normal, the same at every call."""
@@ -86,7 +92,9 @@ class Problem(NamedTuple):
 
     def strategies(self, call: Call, ranks: int, memory: bool) -> dict[str, Strategy]:
         """Return the chosen strategies that can run the call, by name. ``memory``: GPUs whose memory PyTorch shares."""
-        fits = lambda name: objection(TRAVELLING[name], ranks, call.heads, call.layout) is None and (memory or name not in PEERS)
+        fits = lambda name: (
+            objection(TRAVELLING[name], ranks, call.heads, call.layout_of(ranks)) is None and (memory or name not in PEERS)
+        )
         return {name: TRAVELLING[name] for name in self.strategy if fits(name)}
 
 
