@@ -13,6 +13,7 @@ below 0.93 of one launch.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from argparse import Namespace
 from collections.abc import Iterator
@@ -22,50 +23,39 @@ import numpy as np
 
 from ..support import harness
 from ..support.turns import take_turns
-from .launches import PASSES, Sizes, drawn, ranks_of
+from .launches import Sizes, drawn, ranks_of
 
 LAYOUTS = "balanced", "zigzag", "contiguous"
+WHOLE = "one launch"
+PRODUCTS = {"forward": 4.0, "backward": 10.0}
+"""Floating point operations of a visible pair for each column of a head, by pass."""
 
 
 def rows(options: Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each ring, layout and pass: the means over the batches, and all ranks' milliseconds."""
+    """Yield a row for each ring, batch, layout and pass."""
     sizes = Sizes(options.tokens, options.heads, options.kv_heads, options.dim, "cpu" if options.cpu else "cuda")
-    for ranks in options.ranks:
-        batches = []
-        for batch in range(options.batches):
-            documents = drawn(ranks * options.tokens, np.random.default_rng(batch))
-            found = {name: ranks_of(sizes, name, documents, ranks, options.steps == "seen") for name in options.layout}
-            found["one launch"] = ranks_of(sizes._replace(tokens=ranks * options.tokens), "contiguous", documents, 1)
-            works = {(name, i, p): rank.works[p] for name, of in found.items() for i, rank in enumerate(of) for p in rank.works}
-            seconds = take_turns({str(key): work for key, work in works.items()}, options.rounds)
-            batches.append(({name: [(rank.pairs, len(rank.steps)) for rank in of] for name, of in found.items()}, seconds))
-            del found, works  # and their memory
-        for name in options.layout:
-            for index, of_pass in enumerate(PASSES):
-                yield {"ranks": ranks, "layout": name, "pass": of_pass} | _row(batches, name, of_pass, 4.0 + 6 * index, sizes)
-
-
-def _row(batches: list[Any], name: str, of_pass: str, products: float, sizes: Sizes) -> dict[str, Any]:
-    """Return the ratios and rates of a layout. ``products``: floating point operations of a visible pair for each column."""
-    even, whole, rates, slowest, all_ms = [], [], [], [], []
-    for found, seconds in batches:
-        of = found[name]
-        times = [seconds[str((name, rank, of_pass))] for rank in range(len(of))]
-        flops = [products * sizes.heads * sizes.dim * pairs for pairs, _ in of]
-        even.append(max(times) / statistics.mean(times))
-        whole.append(seconds[str(("one launch", 0, of_pass))] / len(of) / max(times))
-        rates.append(statistics.mean(flops) / max(times) / 1e12)
-        slowest.append(flops[int(np.argmax(times))] / max(times) / 1e12)
-        all_ms.append([round(1e3 * x, 3) for x in times])
-    ratios = {"max/mean time": statistics.mean(even), "worst": max(even), "of one launch": statistics.mean(whole)}
-    means = {"TFLOP/s a GPU": rates, "TFLOP/s of the slowest rank": slowest}
-    steps = statistics.mean(count for found, _ in batches for _, count in found[name])
-    return {
-        "steps": round(steps, 2),
-        **{key: round(x, 3) for key, x in ratios.items()},
-        **{key: round(statistics.mean(x), 1) for key, x in means.items()},
-        "ms of ranks": all_ms,
-    }
+    for ranks, batch in itertools.product(options.ranks, range(options.batches)):
+        documents = drawn(ranks * options.tokens, np.random.default_rng(batch))
+        found = {name: ranks_of(sizes, name, documents, ranks, options.steps == "seen") for name in options.layout}
+        found[WHOLE] = ranks_of(sizes._replace(tokens=ranks * options.tokens), "contiguous", documents, 1)
+        works = {(name, i, p): rank.works[p] for name, of in found.items() for i, rank in enumerate(of) for p in rank.works}
+        seconds = take_turns({str(key): work for key, work in works.items()}, options.rounds)
+        for name, (of_pass, products) in itertools.product(options.layout, PRODUCTS.items()):
+            times = [seconds[str((name, rank, of_pass))] for rank in range(ranks)]
+            flops = [products * sizes.heads * sizes.dim * rank.pairs for rank in found[name]]
+            yield {
+                "ranks": ranks,
+                "batch": batch,
+                "layout": name,
+                "pass": of_pass,
+                "steps": statistics.mean(len(rank.steps) for rank in found[name]),
+                "max/mean time": round(max(times) / statistics.mean(times), 3),
+                "of one launch": round(seconds[str((WHOLE, 0, of_pass))] / ranks / max(times), 3),
+                "TFLOP/s a GPU": round(statistics.mean(flops) / max(times) / 1e12, 1),
+                "TFLOP/s of the slowest rank": round(flops[int(np.argmax(times))] / max(times) / 1e12, 1),
+                "ms of ranks": [round(1e3 * x, 3) for x in times],
+            }
+        del found, works  # and their memory
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from ring_attn_core.problem.options import Options
 from ring_attn_torch.attend.state import State
 from ring_attn_torch.call.prepare import Arrays, checked, checked_backward, problem_of
 
-PASSES = "forward", "backward"
-
 
 class Sizes(NamedTuple):
     """The sizes of a rank's call. ``tokens``: those of a shard."""
