@@ -1,4 +1,7 @@
-"""The framework-neutral part of ring-attn: runs, bands, layouts and the plan. It imports only the standard library."""
+"""The framework-neutral part of ring-attn: runs, bands, layouts, plans and kernels.
+
+It imports only the standard library, except that ``kernels`` imports triton, and ``reference`` and ``data`` numpy, on first use.
+"""
 
 from .layouts import LAYOUTS
 from .masks import MASKS, causal, full, sliding_window

@@ -39,9 +39,9 @@ class HostState:
             self._grow(row, tokens)
 
     def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
-        """Set ``reached`` to at least the lengths after a step that is about to write ``tokens``.
+        """Raise ``reached`` to the lengths that these requests will have after a step that writes ``tokens``.
 
-        ``reached`` stays increased if the step fails.
+        Call this method before the step. ``reached`` stays raised if the step fails.
         """
         for row, more in zip(rows, tokens, strict=True):
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)

@@ -5,14 +5,14 @@ lowest rank wins a tie. A rank fills its slots in order of position, so truncati
 rank. With counts (5, 3, 4) the next tokens go to
 
     slot      3    4    5    6
-    rank 0              4th  7th      new tokens come in order of slot index (the level), then of rank
+    rank 0              4th  7th      new tokens come in order of slot index, then of rank
     rank 1    1st  2nd  5th  8th
     rank 2         3rd  6th  9th
 
-because the rank with the fewest tokens has the next slot of the lowest index. So the append rank of a slot, the number
-of tokens appended before the one in slot ``slot_index`` of ``rank``, needs no loop over tokens:
+because the rank with the fewest tokens has the free slot of the lowest index. So the *append index* of a token, the number of
+tokens appended before it, follows from its rank and its slot, without a loop over tokens:
 
-    turn(rank, level) = sum over ranks r of max(0, level + [r < rank] - counts[r])
+    append_index(rank, slot) = sum over ranks r of max(0, slot + [r < rank] - counts[r])
 
 ``place`` is the reference, one token at a time; both frameworks run the arithmetic of ``append_indices`` on the device.
 """
@@ -43,7 +43,7 @@ def earlier(ranks: int) -> list[list[int]]:
 
 
 def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
-    """Return the append rank of each empty slot, [batch, ranks, slots]: how many new tokens come before the slot's token.
+    """Return the append index of each empty slot, [batch, ranks, slots]: how many new tokens come before the slot's token.
 
     ``counts`` [batch, ranks]: tokens that each rank holds. ``slot_indices`` [batch, ranks, slots]: slot indices, not less than
     the rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. Arrays of numpy, torch or jnp.

@@ -94,7 +94,7 @@ class Hulls:
         return DenseMaskArguments(full(), self.extents, self.key_extents) if both else None
 
     def _band(self, key_mask: Any) -> Band | None:
-        """Return a band whose intersection with ``key_mask`` is the mask, without limits if possible, else None."""
+        """Return a band that, combined with ``key_mask``, equals the mask, or None. Prefer a band without limits."""
         import numpy as np
 
         seeing, row = self.counts > 0, np.arange(self.counts.shape[1])

@@ -210,9 +210,10 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
 
 
 def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
-    """Return the caller's values as float64 arrays, with one value for each token of each rollout.
+    """Return ``values``, such as weights, as one float64 array for each rollout, with one value for each token.
 
-    ``yielded``: the values of each rollout, or None for 1.
+    ``values``: a number or an array for each rollout; None means 1 everywhere. ``what``: the expected values in words, for the
+    message of a ValueError.
     """
     import numpy as np
 

@@ -84,7 +84,7 @@ def as_before(ptx: str) -> str:
 
 
 def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[str, str]:
-    """Return the copied registers that only products read, each with the register that it copies."""
+    """Return the registers that hold a copy and that only products read, each with the register that it copies."""
     uses, in_products = Counter(_REGISTER.findall(ptx)), Counter(_REGISTER.findall("".join(_PRODUCT.findall(ptx))))
     moved = {register: operands[0] for register, (operation, operands) in definitions.items() if operation == "mov.b32"}
     return {

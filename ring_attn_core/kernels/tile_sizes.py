@@ -257,7 +257,7 @@ def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, begin: Any, end: Any, bloc
     """Return the key tiles [first, end) visible to queries ``m0 .. m1 - 1`` of a run, as ints or traced ints.
 
     ``lo <= i - j <= hi`` is the band in local indices. ``begin .. end - 1`` are the keys of the run that an extent, or the run's
-    length, allows. The first tile is not below the end if the queries see no key.
+    length, allows. If the queries see no key, the range is empty: first >= end.
     """
     first = clamp(m0 - hi, begin, end) // block_k
     last = -(-clamp(m1 - lo, begin, end) // block_k)

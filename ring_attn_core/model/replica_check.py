@@ -114,7 +114,7 @@ def digest(data: Any) -> str:
 
 
 def table_digest(table: Table) -> str:
-    """Return a digest of a table's replicas without their holders.
+    """Return a digest of a table's replicas without their owners.
 
     If the digests of all tables are equal, it is enough to check one table.
     """
@@ -124,7 +124,7 @@ def table_digest(table: Table) -> str:
 def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
     """Raise ValueError if copies of an entry differ or a table lacks an entry.
 
-    The message names each such entry and the holders of each content, and is the same for the same tables. ``tables``: one for
+    The message names each such entry and the owners of each content, and is the same for the same tables. ``tables``: one for
     each ``unit`` ("rank" or "process"), in order.
     """
     wrong, entries = differences(tables, unit), len({name for table in tables for name in table})
@@ -136,7 +136,7 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Describe each entry that differs and the holders of each content, in the order of the first table."""
+    """Describe each entry that differs and the owners of each content, in the order of the first table."""
     names = dict.fromkeys(name for table in tables for name in table)
     found = {name: _difference([table.get(name) for table in tables], unit) for name in names}
     return [name + text for name, text in found.items() if text]
@@ -159,7 +159,7 @@ def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[str, tuple[str, int]]]) -> dict[str, list[tuple[str, int]]]:
-    """Group (content, holder) ``pairs`` by content, and return the holders of each content."""
+    """Group (content, owner) ``pairs`` by content, and return the owners of each content."""
     groups: dict[str, list[tuple[str, int]]] = {}
     for content, owner in pairs:
         groups.setdefault(content, []).append(owner)
@@ -172,7 +172,7 @@ def _listed(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
 
 
 def owners(whose: Sequence[tuple[str, int]]) -> str:
-    """Return a list of holders in words, such as "ranks 0, 1, 3"."""
+    """Return a list of owners in words, such as "ranks 0, 1, 3"."""
     texts = []
     for unit in dict.fromkeys(unit for unit, _ in whose):
         numbers = [str(number) for each, number in whose if each == unit]

@@ -34,7 +34,7 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
 
 
 def pass_name(name: str, of: str) -> str:
-    """Return the ``name`` of a step in the pass ``of``, "forward" or "backward". The forward adds nothing."""
+    """Return the ``name`` of a step, with " backward" appended if the pass ``of`` is "backward" and not "forward"."""
     return name if of == "forward" else f"{name} {of}"
 
 

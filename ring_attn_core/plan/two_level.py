@@ -62,7 +62,7 @@ class InnerRing(NamedTuple):
 
     @property
     def gradient_hops(self) -> int:
-        """Return the number of hops that gradients make inside a host, including the last hop to their owner's place."""
+        """Return the number of hops that gradients make inside a host, including the last hop, to the place of their owner."""
         return len(self.inner) - 1 + (self.inner[-1] > 0)
 
 

@@ -24,7 +24,7 @@ class DecodeFeatures(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
-    """Return (out, lse) over the global cache in float64; in extended precision if q is float64.
+    """Return (out, lse) over the global cache in float64, or in extended precision if q is float64.
 
     Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h], with b batch, n queries, t slots, h/g query/kv
     heads, d/e head dim of q and k / of v. ``features``: see DecodeFeatures. Slots that no query sees have no effect.

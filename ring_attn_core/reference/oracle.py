@@ -52,7 +52,7 @@ class Features(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
-    """Return attention and its gradients in float64; in extended precision if q is float64.
+    """Return attention and its gradients in float64, or in extended precision if q is float64.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e], with b batch, s/t queries/keys, h/g query/kv heads, d/e head dim of q and k /
     of v. Query head h reads kv head h // (heads / kv_heads). ``features``: see Features.

@@ -40,7 +40,7 @@ class SummaryFeatures(NamedTuple):
 
 
 def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures) -> SummaryAttended:
-    """Return summary attention and its gradients in float64; in extended precision if q is float64.
+    """Return summary attention and its gradients in float64, or in extended precision if q is float64.
 
     Arrays are global, in the natural order of tokens.
     """

@@ -346,7 +346,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store out and lse of 64 queries that see no key of this shard; do nothing between the first and the last step."""
+    """Store out and lse of 64 queries that see no key of this shard; do nothing unless the step is the first or the last."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     if sizes.FIRST or sizes.LAST:
         i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))

@@ -105,9 +105,9 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, n0=0):
     """Load the keys of a step by TMA, and store their key mask and a flag, set if some elements are not finite.
 
     Mask and flag are loaded before the stage is free, to hide their latency. The flag concerns values in the forward, and keys in
-    the pass of dq. There are twice as many flags as stages, because consumers read the flag of a step after they release its
-    keys. Consumers read the flag before they release the keys of two steps later. ``n0``: local index of the first key, stored
-    beside the flag if there are intervals.
+    the pass of dq. Consumers read the flag of a step after they release its keys, but before they release the keys of two steps
+    later, so there are twice as many flags as stages. ``n0``: local index of the first key, stored beside the flag if there are
+    intervals.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES

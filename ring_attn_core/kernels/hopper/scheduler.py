@@ -211,9 +211,10 @@ def tile_at(t, tiles):
 
 
 class Place(NamedTuple):
-    """A position in the walk of a run: the index of the key tile.
+    """The position of a program in its walk over the key tiles of a run.
 
-    With intervals also ``left``, the number of tiles left in the current interval, and ``interval``, a pointer to the next one.
+    ``tile``: index of the current key tile. ``left``: number of tiles that remain in the current interval. ``interval``: pointer
+    to the next interval. Without intervals ``left`` and ``interval`` are 0.
     """
 
     tile: Any

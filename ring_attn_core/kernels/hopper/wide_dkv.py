@@ -11,7 +11,9 @@ Shapes     as in portable/backward_dkv.py; q, dout, k and v are read through TMA
 Program    one for each (tile of 64 keys, key head, batch row). It visits the queries that see these keys, in every query head of
            the group
 Pipeline   q and dout have STAGES stages. The next tile's score product is in flight beside dv, its product dp beside dk
-Extents    as in backward.py, and so are ALiBi and dropout, whose mask is the sign of p
+Extents    as in backward.py
+ALiBi      as in backward.py
+Dropout    as in backward.py: the sign of p holds the mask
 Tiles      BLOCK_Q, BLOCK_K, STAGES and IN_REGISTERS (products take k and v from registers) come from wide_launches.py
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """

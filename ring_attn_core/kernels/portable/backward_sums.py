@@ -36,7 +36,10 @@ def delta(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Compute and store lse in base 2, delta, and the factor of dout and delta, for one tile of tokens."""
+    """Store lse2, delta and, if there is a rest, ``factor`` of one tile of tokens: the module's formulas.
+
+    The other kernels multiply dout and delta by ``factor``.
+    """
     program = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_Q)
     head = program // tiles % H

@@ -251,9 +251,9 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return the first visible slot in first .. last - 1; without FORWARD, return the end of the last visible slots.
+    """Return the first visible slot in first .. last - 1; without FORWARD, return the index after the last visible slot.
 
-    Whole groups of SCAN slots are skipped, so the result may lie up to SCAN - 1 slots too early or, without FORWARD, too late.
+    Only whole groups of SCAN slots are skipped, so the range may keep up to SCAN - 1 invisible slots at its edge.
     """
     at = first if FORWARD else last
     unseen = first < last

@@ -127,7 +127,10 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def not_finite(call: RingCall, of_values: bool) -> Launch:
-    """Return the launch that flags spans of values, or else of keys, with elements that are not finite."""
+    """Return the launch that flags the spans in which some element of the keys, or of the values, is not finite.
+
+    ``of_values``: True for the values, False for the keys.
+    """
     both = call.head_dim + call.v_dim
     width = call.v_dim if of_values else call.head_dim
     arguments = {

@@ -168,7 +168,7 @@ def query_tiles(
     rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the query tiles that a key tile visits: tiles in its band with an extent that has one of its keys."""
+    """Compute and store the query tiles that a key tile visits: those in its band whose extents may contain one of its keys."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)
@@ -206,7 +206,7 @@ def not_finite(
     x_BTGD, not_finite_ptr, T,
     G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, COLUMN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Flag a span of keys, and of values, that has an element that is not finite."""
+    """Store 1 for a span of keys or values in which some element is not finite, else 0."""
     spans = tl.cdiv(T, SPAN * SPANS) * SPANS
     program = tl.program_id(0)
     span = program % spans

@@ -57,10 +57,10 @@ def load_row(rows_ptr, pair):
 
 @triton.jit
 def keys_seen(i, extents_ptr, batch, q_tokens, row):
-    """Return begin and end of the keys of a run that each query ``i`` sees.
+    """Return begin and end of the keys of a run that each query ``i`` sees, by the band and its extent (first, last).
 
         begin = max(0, i - hi, ceil((first - k_start) / stride))
-        end = min(k_len, i - lo + 1, ceil((end - k_start) / stride))
+        end   = min(k_len, i - lo + 1, ceil((last - k_start) / stride))        last: exclusive
 
     A query that is fully masked in this run, or is padding, has begin >= end.
     """
@@ -89,10 +89,10 @@ def keys_between(i, first, last, row):
 
 @triton.jit
 def seen_from(j, key_extents_ptr, batch, k_tokens, row):
-    """Return begin and end of the queries of a run that may see each key ``j`` by its key extent.
+    """Return begin and end of the queries of a run that may see each key ``j`` by its key extent (first, last).
 
-        begin = ceil((first - q_start) / stride)
-        end = ceil((end - q_start) / stride)
+        begin = max(0, ceil((first - q_start) / stride))
+        end   = min(q_len, ceil((last - q_start) / stride))        last: exclusive
 
     A key that no query may see, or that is padding, has begin >= end.
     """

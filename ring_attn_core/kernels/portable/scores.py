@@ -5,7 +5,7 @@
     s_ij = args.inner q_i . k_j + slope log2(e) (k_pos - q_pos)      without softcap
 
 Shapes     products, s and t [queries, keys] or [keys, queries]; i, j broadcast against them
-Precision  f32; tanh within 1e-7, ACCURATE to a rounding
+Precision  f32; tanh is within 1e-7, or within a rounding if ACCURATE
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def tanh(x, ACCURATE: tl.constexpr):
     """Return the hyperbolic tangent with an absolute error of at most 1e-7; ACCURATE limits the error to a rounding.
 
     A multiprocessor computes only 16 special functions per cycle. If eight scores are at most 0.625 in magnitude, as usual under
-    a softcap, a polynomial computes their tanh; else an exponential and a reciprocal do. ACCURATE holds near 0 too.
+    a softcap, a polynomial computes their tanh; else an exponential and a reciprocal do. With ACCURATE the error is relative,
+    so values near 0 are exact to a rounding too.
     """
     if ACCURATE:
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)
@@ -70,11 +71,10 @@ TANH_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 @triton.jit
 def scores(products, i, j, slope, row, args, ACCURATE: tl.constexpr):
-    """Return the scores in base 2, and t for the backward: the tanh in the scores, or without softcap the scaled products.
+    """Return the scores in base 2 and, for the backward, t: the tanh of softcap, or without softcap the scaled products.
 
-    ``products`` are q . k of a tile.
-    ``args.inner`` is scale log2(e); with softcap it is scale / softcap, and ``args.softcap`` is softcap log2(e). Both are rounded
-    once, on the host. ``slope`` is None without ALiBi.
+    ``products`` are q . k of a tile. ``args.inner`` is scale log2(e); with softcap it is scale / softcap, and ``args.softcap`` is
+    softcap log2(e). Both are rounded once, on the host. ``slope`` is None without ALiBi.
     """
     if args.softcap is None:
         s = products * args.inner
