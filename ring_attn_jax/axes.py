@@ -74,8 +74,8 @@ def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
 def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:
     """Mark all arrays as varying over ``axes`` and over each mesh axis that any of them varies over.
 
-    Call this before the custom_vjp, so that JAX sums the gradient of an array over an axis over which it was replicated. Without
-    effect under ``check_vma=False``.
+    Call this before the custom_vjp, so that JAX sums the gradient of an array over an axis over which it was replicated. Under
+    ``check_vma=False`` it has no effect.
     """
     union = frozenset().union(*(axes_of(x) for x in (*jax.tree.leaves(trees), *map(lax.axis_index, axes))))
     vary = lambda x: lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x

@@ -61,9 +61,10 @@ class RingInnerAttention(ScaledDotProductAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
-        """``window_size``: as VarlenAttention's, the numbers of tokens before and after the query; -1 is unlimited.
+        """The config of a RingInnerAttention.
 
-        ``layout``: that of the load balancer, for calls without documents. ``softcap``, ``strategy``: as in ring_attention.
+        ``window_size``: the numbers of tokens before and after the query, as VarlenAttention's; -1 is unlimited. ``layout``: the
+        layout of the load balancer, for calls without documents. ``softcap``, ``strategy``: as in ring_attention.
         """
 
         window_size: tuple[int, int] = (-1, 0)

@@ -55,8 +55,8 @@ class Backend(Protocol):
     ) -> tuple[jax.Array, Gradients]:
         """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns.
 
-        ``dq`` is None before the first step. Return dq and dk, dv: a gradient that is complete in q's dtype, an incomplete one in
-        the accumulation dtype.
+        ``dq`` is None before the first step. Return dq and the gradients of ``keys``. A gradient that is complete has q's dtype,
+        any other one the accumulation dtype.
         """
         ...
 

@@ -62,7 +62,7 @@ def _positions(runs: jax.Array, tokens: int) -> jax.Array:
 
 
 def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
-    """Return the least and the greatest first and end of the key positions that each query sees under ``band``, int32 [s 2].
+    """Return the bounds (least, most), int32 [s 2] each, to which ``band`` clamps each query's extent (first, end).
 
     ``at``: the position of each query.
     """

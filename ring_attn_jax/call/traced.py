@@ -55,9 +55,10 @@ class TracedLayout:
 
 
 def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[int, ...], axis_name: str | None) -> Any:
-    """Return ``options`` of contiguous shards and ``arrays`` with the positions, and with extents that hold the mask.
+    """Return ``options`` for contiguous shards, and ``arrays`` with the layout's positions and with extents that hold the mask.
 
-    ``shape``: that of q; a shard inside the ring ``axis_name``, or whole if that is None.
+    ``shape``: the shape of q, which is a shard of the ring ``axis_name``, or global if ``axis_name`` is None. Raise ValueError
+    if an argument does not fit the layout or is not supported with it.
     """
     ranks, local = layout.table.shape
     for name in ("length", "kv_length"):

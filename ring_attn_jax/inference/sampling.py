@@ -51,7 +51,7 @@ def sample(
 
 
 def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
-    """Return ``numbers`` as an array [batch]; None: 0, 1, ..."""
+    """Return ``numbers`` as an integer array [batch], a list reduced to its low 32 bits; None means 0, 1, and so on."""
     if numbers is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
     if isinstance(numbers, list | tuple) and not any(isinstance(x, Tracer) for x in numbers):

@@ -42,8 +42,8 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> MaskArguments:
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
-    Try the tightest interval around each query's visible keys, with a key mask that hides the keys that no query sees. No other
-    candidate can fit if these fail.
+    The extents are the tightest interval around each query's visible keys, and the key mask hides the keys that no query sees.
+    ``fits`` says for which queries these equal ``visible``; where they do not, no other extents and key mask do.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

@@ -73,7 +73,10 @@ class ContiguousRing(LayerRing):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerArguments:
-    """The constructor arguments of a layer. Unlike in a config they may be positional, None for a default, or a dtype."""
+    """The constructor arguments of a layer.
+
+    Unlike a config, it takes ``dim`` and ``heads`` by position, None for a default, and a dtype in place of its name.
+    """
 
     dim: int = field(kw_only=False)
     heads: int = field(kw_only=False)

@@ -65,11 +65,11 @@ class RingTransformer(nnx.Module):
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
     ``tied``: the head is the embedding. ``mlp_bias``: the maps of the MLP have biases. ``published``: the config's data for
-    ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are cast to it at use, so with
-    float32 weights and jnp.bfloat16 gradients and their sums over ranks stay float32. ``mlp_chunk``: the maximum number of a
-    rank's tokens that the MLP computes at a time, None for all. It limits the memory of the ``hidden`` features, and the backward
-    recomputes these once. If ``activations`` is not "keep", the backward recomputes them anyway, and no more often. The other
-    arguments are those of :class:`RingAttention`.
+    ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are cast to it at use, so
+    gradients of float32 weights, and their sums over ranks, are float32 even if it is jnp.bfloat16. ``mlp_chunk``: the maximum
+    number of a rank's tokens that the MLP computes at a time, None for all. It limits the memory of the ``hidden`` features,
+    which the backward then recomputes once, as it does anyway if ``activations`` is not "keep". The other arguments are those
+    of :class:`RingAttention`.
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
@@ -135,9 +135,9 @@ class RingTransformer(nnx.Module):
         ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`;
         ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape, or if a layer refuses an argument.
 
-        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: layer i, counted from 0, draws as
-        heads i * heads and up, independently of the other layers. ``dropout_offset``: as in ring_attention; (global index of the
-        first batch row, 0) if ranks hold different rows. With ``mesh`` it is set automatically.
+        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: the heads of layer i, counted from 0,
+        draw as heads ``i * heads`` and up, so layers drop independently. ``dropout_offset``: as in ring_attention; (global index
+        of the first batch row, 0) if ranks hold different rows. With ``mesh`` it is set automatically.
 
         With ``auto_shard``: ``ids`` are global, int [batch, tokens] in natural order. ``mask``, bool of the same shape, is False
         where a token is padding. The result is global logits [batch, tokens, vocab]. Positions, length and masks of shards are

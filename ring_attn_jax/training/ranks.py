@@ -85,8 +85,8 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 def _replicas(x: Any) -> list[Replica]:
     """Return this process's replicas of a value.
 
-    An array has one on each device whose part another device holds too. With several processes, an array that is wholly in this
-    process has one on each of its devices, since each process should hold the same array.
+    An array has a replica on each device whose part of the array another device holds too. With several processes, an array that
+    is wholly in this process has a replica on each of its devices, since each process should hold the same array.
     """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]

@@ -99,7 +99,10 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 
 
 class Empty(NamedTuple):
-    """A model without weights; for each file, a dict of the weights to read, our name to the file's name; their sharding."""
+    """A model without weights, the weights to read, and their sharding.
+
+    ``files``: for each file, a dict from the model's name of a weight to the file's name of it.
+    """
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]

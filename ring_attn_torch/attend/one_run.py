@@ -58,7 +58,7 @@ def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def _limits(runs: Runs, tokens: int, band: Band, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the least and the greatest first and end of the key positions that each query sees under ``band``, int32 [s 2]."""
+    """Return the bounds (least, most), int32 [s 2] each, to which ``band`` clamps each query's extent (first, end)."""
     at = _positions(runs, tokens, torch.device("cpu")).long()
     first = torch.zeros_like(at) if band.hi is None else at - band.hi
     end = torch.full_like(at, BEYOND) if band.lo is None else at - band.lo + 1

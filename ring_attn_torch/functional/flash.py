@@ -211,7 +211,11 @@ def _band(sides: tuple[int | None, int | None], offset: int) -> Band:
 
 
 def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
-    """Return cu_seqlens as int64. Raise ValueError if it does not fit a row of ``total`` tokens or documents of ``longest``."""
+    """Return cu_seqlens as int64, checked.
+
+    Raise ValueError if it does not begin with 0, decreases, ends after ``total``, the tokens of the row, or has a document of
+    more than ``longest`` tokens. ``of``: "q" or "k", for the message.
+    """
     name = f"cu_seqlens_{of}"
     ends = integers(name, cu_seqlens, "documents + 1")
     if not ends.shape[0]:

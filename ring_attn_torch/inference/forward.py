@@ -108,7 +108,7 @@ def _prompted(
 
 
 def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude ``function`` from torch.compile, because it updates the cache's host state and exchanges its arguments by ranks."""
+    """Exclude ``function`` from torch.compile: it updates the cache's host state, and ranks exchange its arguments."""
     if not torch.compiler.is_compiling():
         return function  # avoids the import of torch._dynamo, which takes a second
     return torch.compiler.disable(function, reason="decode_step and prefill_prompts run as they stand: call them outside")

@@ -50,7 +50,7 @@ def sample(
 
 
 def _numbers(numbers: Any, logits: Tensor) -> Tensor:
-    """Return the low 32 bits of ``numbers``, [batch] on the device of the logits; None: 0, 1, ..."""
+    """Return the low 32 bits of ``numbers`` as int64 [batch] on the logits' device; None means 0, 1, and so on."""
     if numbers is None:
         return torch.arange(len(logits), device=logits.device)
     return torch.as_tensor(number_words(numbers), device=logits.device).long() & WORD

@@ -38,7 +38,7 @@ class MultiheadAttention(MultiheadBase):
 
     Raise ValueError, which names the argument, on: ``need_weights=True``; an additive mask with numbers other than 0 and -inf; an
     ``attn_mask`` that differs between heads, is traced by torch.compile, or is neither a band nor one interval of keys per query
-    (keys hidden from all queries are allowed besides); ``is_causal=True`` beside an ``attn_mask`` that is not causal;
+    (it may also hide keys from all queries); ``is_causal=True`` beside an ``attn_mask`` that is not causal;
     ``add_bias_kv`` with dropout while training; ``dropout=1``; nested tensors, DTensors, inputs of several dtypes; anything that
     ring_attention refuses.
     """

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """Mark ``function`` like ``torch.compiler.assume_constant_result``, without its import of torch.compile (1 s)."""
+    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, but without the second that its import takes."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

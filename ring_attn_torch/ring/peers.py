@@ -81,9 +81,9 @@ class Peers:
         weakref.finalize(self, watch.add, None)
 
     def begin(self) -> None:
-        """Begin a pass on the current stream, after the pass before, which may have run on another stream.
+        """Begin a pass on the current stream, after the previous pass, which may have run on another stream.
 
-        Raise RuntimeError if the pass before ended with an error, because its flags were not raised.
+        Raise RuntimeError if the previous pass ended with an error, because it did not raise all its flags.
         """
         if self.running:
             raise RuntimeError(
@@ -93,7 +93,7 @@ class Peers:
         self.await_end()
 
     def await_end(self) -> None:
-        """Let the main stream wait for the end of the pass before."""
+        """Let the main stream wait for the end of the previous pass."""
         if self._ended is not None:
             torch.cuda.current_stream(self.device).wait_event(self._ended)
 

@@ -32,7 +32,7 @@ class RingPass:
             error.args = (f"{place_name(self._ring.plan, self._number)}, {self._name}: {error}",)
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yield the ``steps``, and count them: waiting for the keys of a step is a part of it."""
+        """Yield the ``steps`` and count them. The wait for a step's keys belongs to that step."""
         self._number = 1
         for step in steps:
             yield step

@@ -87,7 +87,10 @@ def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
 
 
 class _Last(torch.autograd.Function):
-    """The identity on a gradient ``x``. Autograd records that it depends on ``inputs``, and its backward raises RuntimeError."""
+    """The identity on a gradient ``x``, which makes autograd record that ``x`` depends on ``inputs``.
+
+    Its backward, the second derivative, raises RuntimeError.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *inputs: Tensor) -> Tensor:

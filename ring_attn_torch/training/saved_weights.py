@@ -104,7 +104,10 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 
 
 class Empty(NamedTuple):
-    """A model without weights and, for each file, a dict of the weights to read: our name to the file's name."""
+    """A model without weights, and the weights to read.
+
+    ``files``: for each file, a dict from the model's name of a weight to the file's name of it.
+    """
 
     model: RingTransformer
     files: dict[Path, dict[str, str]]

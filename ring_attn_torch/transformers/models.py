@@ -174,7 +174,10 @@ def check_cacheable(model: PreTrainedModel) -> None:
 
 
 def device_of(model: nn.Module) -> str:
-    """Return the type of the device that computes the model: "cpu" if it holds all weights. Sharded weights count by mesh."""
+    """Return the type of the device on which the model computes: "cpu" only if all weights are on CPUs.
+
+    A DTensor is on the devices of its mesh, even if its shard is offloaded to a CPU.
+    """
     kinds = {p.device_mesh.device_type if is_dtensor(p) else p.device.type for p in model.parameters()}
     return "cpu" if kinds == {"cpu"} else next(iter(kinds - {"cpu"}), "cpu")
 

@@ -74,8 +74,8 @@ def sequence_parallel(
             next token. If ``shift_labels`` are passed too, these are used, as already shifted.
         attention_mask [batch, length], 0 for padding, anywhere.
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
-            None: 0, 1, 2, ... A restart begins a new document, which sees none of the others; without an attention_mask every
-            jump does, as in transformers. Or cu_seq_lens_q, for a batch of one row.
+            None: 0, 1, 2, ... Where they restart, a new document begins, which sees no other document. Without an
+            attention_mask a document also begins where they skip, as in transformers. Or cu_seq_lens_q, for a batch of one row.
         visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
             and [tokens of images, dim] for each of the first layers.
         token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image, which see their whole image.

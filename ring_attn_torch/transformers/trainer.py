@@ -154,7 +154,10 @@ class RingTraining(Base):
         return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size, times the ring's ranks while the Trainer scales the loss by data parallel ranks."""
+        """Return the tensor parallel size, multiplied by the ring's ranks during the Trainer's loss.
+
+        The Trainer then counts each ring as one data parallel rank when it scales the loss.
+        """
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
 

@@ -73,8 +73,9 @@ def summary_attention(
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
             its block, which summaries must divide.
         key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
-            pooling. The logarithm above is then log(n / summaries), with the n unmasked keys of the block ("mean": log n, with
-            those of the summary's part); a summary of no key is masked. n is carried as one more column of the summaries' values.
+            pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
+            is log n, where n counts those of the summary's part. A summary with n = 0 is masked. The values of the summaries
+            carry n as one more column.
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 

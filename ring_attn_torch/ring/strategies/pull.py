@@ -102,7 +102,7 @@ class PullPass:
         return self._local[i % self.slots]
 
     def release(self, i: int) -> None:
-        """Allow another rank to fill the slot of step ``i`` again. Here the slots are this rank's own."""
+        """Do nothing: only this rank fills its slots. ``PushPass`` signals here that step ``i`` no longer needs its slot."""
 
     def deliver(self, dkv: Tensor, i: int) -> None:
         """Start to copy the gradients of step ``i`` into their owner's inbox."""

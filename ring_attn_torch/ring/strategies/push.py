@@ -1,13 +1,13 @@
 """The strategy "push": each rank copies its keys into the memory of the ranks that read them, by the copy engine of its GPU.
 
-A pass differs from that of "pull" in the way of the keys (the streams M and S, flags and numbers are those of ``pull.py``):
+A pass differs from that of "pull" in how the keys travel (the streams M and S, flags and numbers are those of ``pull.py``):
 
     1  M  raises BEGUN = n: its slots of keys and its inbox are empty
     2  S  before step i: waits for BEGUN = n of the reader, rank + shifts[i], copies the keys into one of its three slots, raises
           KEYS = (n, i) there; from the fourth step on it waits for KEY_ROOM = (n, i - 3) of the reader instead
     3  M  waits for KEYS = (n, i) and computes; then it raises KEY_ROOM = (n, i) at the rank that fills the slot next
 
-Nothing is copied on the reader, and a transfer begins without a request, so "push" suits short shards.
+The reader copies no keys, and a transfer begins without a request, so "push" suits short shards.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PushPass(PullPass):
         return self.peers.key_slot(self.rank, i % self.slots, self.own)
 
     def release(self, i: int) -> None:
-        """Tell the rank that fills the slot of step ``i`` next that the step is computed."""
+        """Signal that step ``i`` is computed to the rank that fills its slot next, if there is one."""
         following = i + self.slots
         if following < len(self.shifts):
             self.peers.raise_flag(self.owner(following), KEY_ROOM, self.rank, self.value(i))
