@@ -34,7 +34,7 @@ def batch(step: int, tokens: int) -> np.ndarray:
 
 
 def config(settings: DemoSettings) -> Config:
-    """Return the config of the training, which is that of ``ring-attn train``, with a constant learning rate."""
+    """Return the demo's training as a config of ``ring-attn train``, with a constant learning rate and without clipping."""
     plan = settings.plan
     return Config(
         steps=settings.steps,

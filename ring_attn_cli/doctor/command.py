@@ -40,7 +40,7 @@ def doctor(
 ) -> None:
     """Print versions, devices, and for each backend whether it runs on this machine or why not.
 
-    With --model, say if a class of transformers is exact over a ring, or refused.
+    With --model, say whether a class of transformers is exact over a ring or refused.
     """
     with errors_in_one_line():
         if measure and model is not None:

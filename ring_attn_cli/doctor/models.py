@@ -97,7 +97,7 @@ def classes() -> list[str]:
 
 
 def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
-    """Yield a verdict of each class; a class that kills the ranks, or takes longer than ``seconds``, costs them anew."""
+    """Yield a verdict of each class. Start new ranks after a class that kills them or takes longer than ``seconds``."""
     waiting = deque(names)
     while waiting:
         with Crews(STARTUP) as crews:
@@ -252,7 +252,7 @@ def _model(name: str) -> tuple[Any, Any]:
 
 
 def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
-    """Return logits and gradients of one call."""
+    """Return logits and gradients of one call. ``after``: called after the backward, to sum the gradients over ranks."""
     import torch
 
     from ring_attn_torch.transformers.models import own_positions
@@ -268,7 +268,10 @@ def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
 
 
 def _largest_error(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
-    """Return the largest relative error and its name. A gradient is measured by at least 1e-3 of the largest norm."""
+    """Return the largest relative error, ||got - expected|| / ||expected||, and the name of its array.
+
+    The divisor is at least 1e-3 of the largest gradient's norm, because some gradients are nearly zero.
+    """
     import torch
 
     norms = {name: x.double().norm().item() for name, x in expected.items()}

@@ -21,13 +21,16 @@ quiet GPUs (docs/strategies.md): noise below it does not limit them."""
 
 
 class Repeats:
-    """The greatest ``noise`` of all repeated measurements: how much longer one half of the repeats took than the other."""
+    """The greatest ``noise`` of all repeated measurements: by what share one half of the repeats took longer than the other."""
 
     def __init__(self) -> None:
         self.noise = 0.0
 
     def shortest(self, seconds: Sequence[float]) -> float:
-        """Return the shortest of at least two repeats. Compare the shortest of every second one with that of the others."""
+        """Return the shortest of at least two repeats, and update ``noise``.
+
+        The two halves are the repeats with even and with odd numbers, each represented by its shortest repeat.
+        """
         halves = min(seconds[::2]), min(seconds[1::2])
         self.noise = max(self.noise, max(halves) / min(halves) - 1)
         return min(halves)

@@ -202,7 +202,7 @@ def _visible(plan: RingPlan, queries: Axis, keys: Axis, a: int, b: int) -> bool:
 
 
 def _holders(axis: Axis) -> list[int]:
-    """Return the code of each cell's rank, 0 for padding."""
+    """Return each cell's colour code, as in ``_take``: that of the rank that holds the cell, or 0 for padding."""
     return [3 + 2 * (axis.ranks(cell)[0] % 16) if axis.cells[cell] else 0 for cell in range(len(axis.cells))]
 
 

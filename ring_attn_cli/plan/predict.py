@@ -84,7 +84,10 @@ def answer(prediction: PredictOptions) -> RenderableType:
 
 
 def machine_of(text: str) -> Machine:
-    """Return the built-in machine record named ``text``, or the record in that file. Raise ValueError if neither is there."""
+    """Return the built-in machine record named ``text``, or the record in the file at the path ``text``.
+
+    Raise ValueError if there is neither, or if the file does not hold a record.
+    """
     from ring_attn_core.files import read_bytes
     from ring_attn_core.plan.machine import BUILT_IN, Machine, built_in
 

@@ -23,7 +23,7 @@ PATIENCE = 1800.0
 
 @dataclass(frozen=True)
 class Program:
-    """This process's place among several of JAX. ``coordinator``: "auto", or the address of process 0."""
+    """This process's place in a JAX program of several processes. ``coordinator``: "auto", or the address of process 0."""
 
     coordinator: str
     processes: int | None = None

@@ -217,9 +217,10 @@ SCHEDULES: dict[str, Schedule] = {
 def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Callable[[int], float]:
     """Return the rate of each step, from 0, of schedules that follow each other.
 
-    Each table has a ``name`` and the schedule's arguments, and all but the last ``until``: the step at which the next begins and
-    counts from 0, as ``optax.join_schedules`` and torch's ``SequentialLR`` do. ``peak``: the rate that an argument without a
-    default takes. Raise ValueError if a name or an argument is unknown, missing or out of its range.
+    Each table has a ``name`` and the schedule's arguments. All but the last also have ``until``, the step at which the next
+    schedule begins. Each schedule counts its own steps from 0, as in ``optax.join_schedules`` and torch's ``SequentialLR``.
+    ``peak``: the run's learning rate, the default of each schedule's rate. Raise ValueError if a name or an argument is unknown,
+    missing or out of its range.
     """
     parts: list[tuple[int, Callable[[int], float]]] = []
     begin = 0
