@@ -1,7 +1,7 @@
 """Comparison of the replicas of named values between ranks, devices or processes, for ``check_ranks`` of both packages.
 
-A named value (an *entry*) is a weight, a seed or an argument. Each rank, device or process has a replica (a *copy*) of it. A
-record describes the copy: its kind, and its value or, for an array, a digest of its bytes.
+An *entry* is a named value: a weight, a seed or an argument. Each rank, device or process holds a replica of it. The record
+``Replica`` describes one replica: its kind, and its value or, for an array, a digest of its bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..runs import Band, Run
 from ..validation import in_words
 
 MOST_ENTRIES, MOST_CONTENTS, MOST_OWNERS = 8, 4, 8
-"""The most entries in a message, contents per entry, and holders per content; the message counts the rest."""
+"""The most entries in a message, contents per entry, and owners per content; the message counts the rest."""
 
 LONGEST = 48
 """The most characters of a value that a message quotes."""
@@ -24,10 +24,11 @@ PLAIN = "a number, str, bool, None, mask, Run or numpy array"
 
 
 class Replica(NamedTuple):
-    """A description of the replica of an entry on one ``owner``, such as ("rank", 2).
+    """A description of one replica of a named value.
 
-    ``kind``: type, dtype and shape in words, equal in all copies. ``part``: the shard, if the array is sharded on purpose, else
-    "". ``content``: a value or a digest, equal in all copies of one part.
+    ``owner``: the rank, device or process that holds it, such as ("rank", 2). ``kind``: type, dtype and shape in words. ``part``:
+    the name of the shard, if the array is sharded on purpose, else "". ``content``: the value, or a digest of it. All replicas of
+    a value must have equal kinds, and those with the same part equal contents.
     """
 
     owner: tuple[str, int]
@@ -37,7 +38,7 @@ class Replica(NamedTuple):
 
 
 Table = Mapping[str, Sequence[Replica]]
-"""The copies of each entry in one process, by the entry's name."""
+"""The replicas of each entry in one process, by the entry's name."""
 
 
 def tables_from_json(tables: Iterable[Any]) -> list[Table]:
@@ -122,7 +123,7 @@ def table_digest(table: Table) -> str:
 
 
 def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
-    """Raise ValueError if copies of an entry differ or a table lacks an entry.
+    """Raise ValueError if replicas of an entry differ or a table lacks an entry.
 
     The message names each such entry and the owners of each content, and is the same for the same tables. ``tables``: one for
     each ``unit`` ("rank" or "process"), in order.
@@ -143,7 +144,7 @@ def differences(tables: Sequence[Table], unit: str) -> list[str]:
 
 
 def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
-    """Describe the differences between an entry's copies, in words that follow its name; "" if the copies are equal."""
+    """Describe the differences between an entry's replicas, in words that follow its name; "" if they are equal."""
     replicas = [replica for each in by_rank for replica in each or ()]
     kinds = _grouped((replica.kind, replica.owner) for replica in replicas)
     absent = [(unit, i) for i, each in enumerate(by_rank) if each is None]

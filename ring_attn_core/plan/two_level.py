@@ -83,7 +83,7 @@ class TwoLevelPlan(RingPlan):
     def inner_rings(self) -> tuple[InnerRing, ...]:
         """Return the inner rings that contain a step at which some rank may see a key.
 
-        The ring on the own host's keys is first.
+        The first inner ring is the one in which each host computes on its own keys.
         """
         n = self.host_ranks
         needed = {

@@ -110,11 +110,12 @@ class KVCache(Requests):
         return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
     def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> DecodeStep:
-        """Return a DecodeStep: positions and slots for ``tokens`` more tokens of every request, replicated on every rank.
+        """Return a DecodeStep: positions and slots for ``tokens`` more tokens of each request.
 
-        ``valid`` bool [requests, tokens], the same on every rank: True for real tokens; None: all. ``rows``: the requests, an int
-        or several; None: all. Raise ValueError if the tokens do not fit. Only the device knows the number of ``valid``
-        tokens. The host assumes that all are real, and reads their true number only if all would not fit.
+        Every rank computes q, k and v of all these tokens, and one rank caches each token. ``valid`` bool [requests, tokens], the
+        same on every rank: True for real tokens; None: all. ``rows``: the requests, an int or several; None: all. Raise
+        ValueError if the tokens do not fit. The number of ``valid`` tokens is on the device, so the host first assumes that all
+        are real, and reads the number only if all would not fit.
         """
         of = self._requests(rows)
 
