@@ -118,7 +118,8 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
 def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
     """Return two lines: the document that fills most of each cell of positions, and the rank that holds most of the cell.
 
-    ``what``: the heading of the first line."""
+    ``what``: the heading of the first line.
+    """
     from rich.text import Text
 
     held = plan.seq_local * len(plan.runs)
