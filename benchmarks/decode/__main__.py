@@ -1,13 +1,13 @@
 """How long does a step of decoding take, against reading the cache once, and against what the field runs?
 
-    python -m benchmarks.decode --part gpu          one GPU: a step, by candidate, over the copy bandwidth of the same run
+    python -m benchmarks.decode --part gpu          one GPU: the time of a step, by candidate, and its ratio to that of the copy
     python -m benchmarks.decode --part tiles        one GPU: other tiles and splits than the chosen ones
     python -m benchmarks.decode --part host         one GPU: the host time of a step
     python -m benchmarks.decode --part cpu          one thread of a CPU, beside torch's own attention
 
-The copy bandwidth is that of ``y.copy_(x)`` over 2 GiB, in bytes read and written. A step reads keys, values and positions once.
-All candidates take turns (support/turns.py). First, each is compared with ours; it is left out if it differs by more than 2 % or
-is not installed.
+A step must read keys, values and positions once. "The copy" takes as long as moving these bytes at the rate of ``y.copy_(x)`` over
+2 GiB, read and written, in the same run. All candidates take turns (support/turns.py). First, each candidate's result is compared
+with ours. A candidate that differs by more than 2 %, or that is not installed, is left out.
 
 Prediction and measurements: results/README.md.
 """

@@ -78,7 +78,7 @@ class Rank:
         return total
 
     def backward(self) -> Any:
-        """Launch the backward of all steps, each on gradients that arrived, but for the first."""
+        """Launch the backward of all steps. Each but the first adds to the gradients ``arrived``."""
         dtotal, dq, dkv = State(self.dout, torch.zeros_like(self.total.lse)), None, None
         of_q = self.backends[1].backward_inputs(self.q, self.keys, self.steps[0][0], self.score, self.total, dtotal)
         for rows, last in self.steps:

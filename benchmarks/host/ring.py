@@ -18,7 +18,7 @@ TOKENS = 1024
 
 
 class Problem(NamedTuple):
-    """The settings of the measurement: there are no fields, because a step of the ring has none."""
+    """The settings of the measurement, which are none: ``run_ranks`` passes such a record to every rank."""
 
 
 def ring() -> list[dict[str, Any]]:

@@ -73,7 +73,7 @@ def steps() -> list[dict[str, Any]]:
 
 
 def rows_of() -> list[dict[str, Any]]:
-    """Return the same in this process, which becomes one rank of RANKS that exist in name only."""
+    """Return the rows of ``steps``, measured in this process as one rank of a fake process group of RANKS ranks."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend "fake"
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)

@@ -8,9 +8,10 @@ devices. The loss of each step and its gradient norm before clipping are compare
 tied head, AdamW's does not. Entries of results/steps.json for other dtypes are kept. Takes about 15 minutes on 2 idle cores.
 
 Legend:
-  losses, norms: the largest relative difference from one process over all steps; bars: 1e-9 in float64, 1e-5 for SGD in float32,
-  and for AdamW in float32 twice what it makes, the most of four draws, if every first weight is one unit in the last place up or
-  down; moved: weights that PyTorch has trained, in JAX and back
+  losses, norms: the largest relative difference from one process over all steps;
+  bars: 1e-9 in float64, 1e-5 for SGD in float32. For AdamW in float32 twice the difference that one process makes if each initial
+  weight is moved one unit in the last place up or down, the largest of four draws;
+  moved: weights that PyTorch has trained, loaded into JAX and back into PyTorch
 """
 
 from __future__ import annotations

@@ -169,8 +169,10 @@ BLIND: tuple[tuple[Band, str], ...] = ((full(), "layer 0 has the mask"), (Band(-
 
 
 def check_each(generate: Callable[..., list[list[int]]]) -> list[list[list[int]]]:
-    """Assert that requests with different numbers of new tokens equal calls with one number. Return the greedy and drawn
-    tokens."""
+    """Assert that a call with a number of new tokens for each request equals calls with one number for all.
+
+    Return the greedy tokens and the drawn ones.
+    """
     answers = []
     for options in ({}, DRAW):
         got = generate(FULL, EACH, **options)

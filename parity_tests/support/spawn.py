@@ -35,9 +35,9 @@ groups: dict[int, Any] = {}
 
 
 class Ranks:
-    """A pool: ``ranks(n, function, *arguments)`` runs ``function(group, *arguments)`` on the first n processes and returns n
-    results.
+    """A pool of processes.
 
+    ``ranks(n, function, *arguments)`` runs ``function(group, *arguments)`` on the first n processes and returns n results.
     ``function`` must be importable (a module-level function of a test file); ``group`` is the process group of those n. An
     argument of type PerRank is unpacked: each rank gets its own. An exception on a rank is raised here, with its traceback as a
     note; ``ranks.outcomes`` returns exceptions instead. ``environment``: variables that the processes set first.

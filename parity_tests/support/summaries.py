@@ -19,8 +19,7 @@ from .models import BATCH, LAYER, LENGTH, Arrays, rotate
 
 @dataclass(frozen=True)
 class SummaryCase:
-    """One problem. ``masked``: a key mask that masks about every fourth key, and whole blocks. ``more``: padding tokens of each
-    rank."""
+    """One problem. ``masked``: with a key mask, of about every fourth key and of whole blocks. ``more``: padding tokens per rank."""
 
     ranks: int = 4
     block: int = 4
@@ -213,8 +212,10 @@ def summary_weights() -> Arrays:
 
 
 def summary_layer(weights: Arrays, x: np.ndarray, dout: np.ndarray, dtype: str | None = None) -> Arrays:
-    """Return out, dx and every weight's gradient of SummaryAttention: exact in float64, or as one device computes it in
-    ``dtype``."""
+    """Return out, dx and every weight's gradient of SummaryAttention.
+
+    They are exact, in float64, or with a ``dtype`` as one device computes them in it.
+    """
     working = np.float64 if dtype is None else np.dtype(dtype)
     weights, x, dout = {name: w.astype(working) for name, w in weights.items()}, x.astype(working), dout.astype(working)
     where = np.arange(LENGTH)
