@@ -5,8 +5,8 @@
     python -m benchmarks.decode --part host         one GPU: the host time of a step
     python -m benchmarks.decode --part cpu          one thread of a CPU, beside torch's own attention
 
-A step must read keys, values and positions once. "The copy" takes as long as moving these bytes at the rate of ``y.copy_(x)`` over
-2 GiB, read and written, in the same run. All candidates take turns (support/turns.py). First, each candidate's result is compared
+A step must read keys, values and positions once. "The copy" is the time to move these bytes at the rate of ``y.copy_(x)`` over 2
+GiB, read and written, in the same run. All candidates take turns (support/turns.py). First, each candidate's result is compared
 with ours. A candidate that differs by more than 2 %, or that is not installed, is left out.
 
 Prediction and measurements: results/README.md.

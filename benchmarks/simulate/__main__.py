@@ -5,7 +5,7 @@
 Nothing is measured here and no GPU is needed. The first table compares the model (``ring_attn_core/plan/cost.py``, the one that
 ``strategy="auto"`` uses) with the measured points of two H200s. The machine's record was fitted to those marked in the column
 "fitted". The second table extrapolates to causal zigzag calls of 32/8 heads of 128 on hosts of 8 GPUs: efficiency is the time of
-the products alone over the predicted time of forward and backward; memory is what a strategy holds besides the arrays of its rank.
+the products alone over the predicted time of forward and backward; memory is what a strategy holds besides a rank's own arrays.
 
 Found (against results/ring-h200-x2.json):
   Forward and backward together are within 10 % of 40 of the 44 points that were not fitted, the worst at +9.7 %. The other four

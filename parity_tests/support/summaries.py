@@ -19,7 +19,7 @@ from .models import BATCH, LAYER, LENGTH, Arrays, rotate
 
 @dataclass(frozen=True)
 class SummaryCase:
-    """One problem. ``masked``: with a key mask, of about every fourth key and of whole blocks. ``more``: padding tokens per rank."""
+    """One problem. ``masked``: a key mask masks about every fourth key, and whole blocks. ``more``: padding tokens per rank."""
 
     ranks: int = 4
     block: int = 4
