@@ -75,7 +75,7 @@ def cut(keys: Keys, first: jax.Array, tokens: int) -> Keys:
 def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
     """Return keys shaped like ``like`` that hold each (first token, keys) of ``parts`` at its first token.
 
-    All other keys are 0 and masked.
+    All other keys are 0, and masked if ``like`` has a key mask.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]
