@@ -62,7 +62,8 @@ def balanced_layout(
     from a document's length in tokens to the cost of one of its pairs, by default 1. Short documents cost more if they fill tiles
     badly.
 
-    Neighbouring short documents of together at most an eighth of a shard (but 512 to 2,048 tokens) are assigned as one.
+    Neighbouring short documents are assigned as one if together they are at most one chunk: an eighth of a shard, but at least
+    512 tokens (or a whole shard, if that is shorter) and at most 2,048.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes 0.4 ms for 8 ranks of 8,192 tokens,
     and 7 ms for 64 ranks and two million tokens. Raise ValueError if an argument is invalid, or if the documents do not fit into
