@@ -98,7 +98,7 @@ def _one(result: VariantResult) -> Table:
 
 
 def _cost(result: VariantResult) -> tuple[str, str]:
-    """Return the median time in ms and the peak memory in MiB, as text, with a * if it is not that of one run."""
+    """Return the median time in ms and the peak memory in MiB, as text. A * marks a peak of the whole process, not of one run."""
     memory = "-" if result.peak_bytes is None else f"{result.peak_bytes / 2**20:.1f}{'*' * (result.peak_of != 'run')}"
     return f"{result.median_seconds * 1e3:.4g}", memory
 

@@ -114,7 +114,11 @@ def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
 
 
 class CheckRow(NamedTuple):
-    """The checks of one array: by framework, against the exact result and one device; and between two frameworks."""
+    """The checks of one array's error.
+
+    ``exact``, ``one_device``: by framework, against the exact result and against the same array on one device. ``frameworks``:
+    between the two frameworks.
+    """
 
     name: str
     exact: dict[str, Check]

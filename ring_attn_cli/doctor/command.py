@@ -77,7 +77,7 @@ def _check_unused(option: str, used: bool, others: dict[str, object]) -> None:
 
 
 def _check_needed(option: str, given: bool, others: dict[str, object]) -> None:
-    """Raise ValueError if an option is given that means nothing without ``option``."""
+    """Raise ValueError if one of the options ``others`` is passed without ``option``, on which they depend."""
     unused = [name for name, value in others.items() if value is not None]
     if unused and not given:
         raise ValueError(f"{', '.join(unused)} without {option} would change nothing: add {option}, or leave out {unused[0]}")

@@ -30,9 +30,9 @@ class HostState:
         return not any(self.lengths)
 
     def appended(self, rows: Iterable[int], tokens: int) -> None:
-        """Increase the length bounds of these requests by ``tokens``, and mark the counts as unknown.
+        """Increase the length bounds of the requests ``rows`` by ``tokens``, and mark ``counts`` as unknown.
 
-        Call this method for a step that places tokens on the device.
+        For a step whose tokens are placed by the device: the host does not learn which rank each token goes to.
         """
         self.counts = None
         for row in rows:

@@ -1,8 +1,8 @@
-"""Packing: documents are concatenated and cut into packed rows (*contexts*) of equal length.
+"""Packing: documents are concatenated and cut into packed rows of equal length.
 
 Four documents of 5, 2, 8 and 4 tokens in rows of 6, with documents as letters; the last row is dropped or padded:
 
-    context 0   A A A A A B     context 1   B C C C C C     context 2   C C C D D D     context 3   D . . . . .
+    row 0   A A A A A B     row 1   B C C C C C     row 2   C C C D D D     row 3   D . . . . .
 
 Each token is in one row, and only the last row of an epoch has padding. A document that is cut continues in the next row, which a
 shuffled epoch may put into another batch. So attention treats each *piece*, the span of a document in one row, as a separate

@@ -1,4 +1,7 @@
-"""A reader of documents' tokens that detects changed files. numpy is imported on first use."""
+"""A reader of documents' tokens that detects changed files and counts the bytes that a rank reads.
+
+It reads only the tokens of this rank's shard. numpy is imported on first use.
+"""
 
 from __future__ import annotations
 

@@ -135,7 +135,10 @@ def wait_value(stream: int, address: int, value: int) -> None:
 
 
 def allow_queries_during_capture() -> None:
-    """Let this thread query events while another thread captures a CUDA graph, which would end the capture otherwise."""
+    """Let this thread query events while another thread captures a CUDA graph.
+
+    By default such a query would invalidate the capture.
+    """
     mode = ctypes.c_int(CAPTURE_RELAXED)
     check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
 

@@ -1,4 +1,7 @@
-"""The messages and bytes that a rank sends in a call, by strategy, computed from the plan; tests compare them with real sends."""
+"""The messages and bytes that a rank sends (with "pull" reads) in a call, by strategy, computed from the plan.
+
+Tests compare them with real sends. The bytes of a dataset that a rank reads from files are counted in ``data/reader.py``.
+"""
 
 from __future__ import annotations
 

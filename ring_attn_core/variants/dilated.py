@@ -286,7 +286,7 @@ class FoldedBatches:
         return tuple(sorted(shifts))
 
     def options(self, options: Options) -> Options:
-        """Return the options of the inner ring attention, whose batch holds the folded groups of tokens."""
+        """Return the options of the pattern's ring attention, whose batch rows are the folded batches."""
         length = self.length // self.dilation if self.aligned and self.length % self.dilation == 0 else None
         steps = self.steps if self.needs_extents else None
         return replace(options, mask=self.band, length=length, kv_length=None, steps=steps)

@@ -77,7 +77,8 @@ def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
 class TracedRuns:
     """The backend of a layout whose positions are traced (``score.positions``): it converts each step for ``backend``.
 
-    The plan is that of contiguous shards, whose rows say which ranks a step joins; the extents hold the mask.
+    The plan is that of contiguous shards: the starts in its rows tell which ranks' positions a step needs. The extents hold the
+    mask.
     """
 
     backend: Backend
@@ -113,7 +114,10 @@ class TracedRuns:
 
 
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
-    """Return keys, the row and score of a step with extents and key extents in local indices."""
+    """Return the step's keys, row and score, with extents and key extents converted from positions to local indices.
+
+    The positions of both shards come from the table ``score.positions``.
+    """
     assert score.positions is not None and score.extents is not None
     at, table = Row(*rows[0, 0]), score.positions
     own: Any = lambda start, tokens: table[start + jnp.arange(tokens, dtype=jnp.int32)]

@@ -59,9 +59,9 @@ def document_extents(
 def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array, "rows length 2"]:
     """Return the extents of a prefix-LM: token p sees [0, max(prefix, p + 1)). Use them with ``mask=full()``.
 
-    The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of first tokens that all
-    queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError unless 0 <= prefix <=
-    length; a traced prefix is not checked.
+    The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of leading tokens that
+    all queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError unless 0 <= prefix
+    <= length; a traced prefix is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))

@@ -117,7 +117,10 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
 
 
 def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable[..., Any]:
-    """Return ``on_rank(weights, cache, inputs)`` -> (replicated result, cache), mapped over the mesh, for global arrays."""
+    """Apply ``jax.shard_map`` to ``on_rank(weights, cache, inputs)`` -> (result, cache).
+
+    Weights, inputs and result are replicated; the cache has its own specs.
+    """
     return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
 

@@ -26,10 +26,10 @@ Caller = Callable[..., jax.Array]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return the function that runs the blocks, or None if the blocks run directly.
+    """Return the ``Caller`` that runs a block under the checkpoint policy of ``activations``, or None.
 
-    ``activations``: "keep", "recompute" or "offload". Return None for "keep". Raise ValueError if ``activations`` has another
-    value, or if it is "offload" and the device cannot address pinned host memory.
+    ``activations``: "keep" gives None. With "recompute" the saved arrays stay on the device, with "offload" they go to pinned host
+    memory. Raise ValueError if it has another value, or if the device cannot address the memory that "offload" needs.
     """
     check_activations(activations)
     if activations == "keep":

@@ -1,4 +1,4 @@
-"""The cross-entropy loss over all labels of all ranks."""
+"""The cross-entropy loss over all labels of all ranks: one rank's sum, in chunks, is in ``cross_entropy.py``."""
 
 from __future__ import annotations
 

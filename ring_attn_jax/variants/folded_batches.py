@@ -83,7 +83,10 @@ def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
 
 
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
-    """Compute dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for fully masked queries."""
+    """Return the gradients dout_i and dlse_i of each pattern, 0 for fully masked queries.
+
+    With alpha_i of the module: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse).
+    """
     (outs, lses), rank = residuals
     dout, dlse = cotangents
     lses, heads = [lse[..., None] for lse in lses], _heads(places)

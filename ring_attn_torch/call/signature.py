@@ -110,8 +110,8 @@ def ring_attention(
     Raise ValueError, the same on every rank and before any tensor is sent, if inputs do not fit. Also raise it if the ranks make
     different calls and no rank has run its call before. Raise RuntimeError after the group's timeout if a rank does not reach the
     call. Ranks do not compare a call that they have run before, because each comparison costs an exchange. So later differences
-    between ranks are not detected: causal on one rank and full on another give wrong numbers, a skipped call shifts all later
-    calls, and shards of other sizes hang or end a gloo process. ``check_every_call`` finds such differences.
+    between ranks are not detected: with causal on one rank and full on another results are wrong, after a skipped call all later
+    calls are paired wrongly, and with different shard sizes gloo hangs or ends the process. ``check_every_call`` finds these.
 
     No second derivative, no forward mode, no torch.func.grad. The call is an op of torch.library, so it works under
     torch.compile(fullgraph=True) and selective checkpointing (the op to save is ``torch.ops.ring_attn.forward.default``);

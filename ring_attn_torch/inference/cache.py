@@ -85,8 +85,8 @@ class KVCache(Requests):
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
         A float8 cache divides each value by the scale of its layer and kv head, and clamps it to the largest float8 number.
-        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the least powers of two that hold the
-        values of the first step that advances.
+        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two with which
+        the values of the first step that advances fit float8.
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
         ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
@@ -197,8 +197,8 @@ class KVCache(Requests):
         """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes those that it holds.
 
         Raise ValueError if shapes or dtypes do not fit, if k or v requires a gradient, if the step is of another cache, or if the
-        cache has changed since the step was made. Every rank raises the error if any of them makes such a call for the first
-        time.
+        cache has changed since the step was made. The first time any rank makes a call with these shapes and dtypes, all ranks
+        exchange their errors and raise the same one; later only a rank with an error raises.
         """
         (k_shape, k_dtype), (v_shape, v_dtype) = _kind(k), _kind(v)
         shapes, dtypes = (k_shape, v_shape), (k_dtype, v_dtype)

@@ -92,8 +92,8 @@ class DecodeLoop:
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay the captured step, and count its tokens in the host state.
 
-        The host state counts a token for each request that is below its limit, even if it has drawn a stop id: to read that would
-        wait for the device.
+        The host state counts a token for each request below its limit, even if the request has drawn a stop id, because reading
+        whether it has would wait for the device.
         """
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)

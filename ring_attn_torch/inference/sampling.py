@@ -40,7 +40,7 @@ def sample(
     positions. If a logit is NaN, the token is arbitrary and nothing is raised. Not differentiable.
 
     Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
-    temperature 0, or if ``positions`` is missing above it.
+    temperature 0, or if ``positions`` is missing at a higher one.
     """
     parameters = Sampling(temperature, top_k, top_p, seed).parameters
     check_drawn(logits, parameters, requests, positions)

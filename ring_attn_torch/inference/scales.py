@@ -39,11 +39,13 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
 def of_first(
     k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
 ) -> None:
-    """Set the scales [kv_heads] of a layer to the least powers of two that hold the first values written on any rank.
+    """Set a layer's scales [kv_heads] to the smallest powers of two with which ``new``, its first k and v, fit float8.
 
-    Scales that are set stay, unless the cache is empty (``nothing``, 0-d bool), since a step that did not advance may have set
-    them. The host reads no value, so that a CUDA graph may capture this. Multiplying float8 by a power of two is exact in the
-    other dtypes.
+    The largest values of all ranks count.
+
+    ``nothing`` (0-d bool): True if the cache is empty. Then scales that are already set are replaced, since a step that did not
+    advance may have set them; otherwise they stay. The host reads no value, so that a CUDA graph may capture this. Multiplying
+    float8 by a power of two is exact in the other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])

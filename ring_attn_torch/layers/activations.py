@@ -16,10 +16,10 @@ Caller = Callable[..., Tensor]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return the function that runs the blocks of one forward pass, or None if the blocks run directly.
+    """Return the ``Caller`` that runs the blocks of one forward pass as ``activations`` demands, or None.
 
-    ``activations``: "keep", "recompute" or "offload". Return None for "keep" and while gradients are disabled. Raise ValueError
-    if ``activations`` has another value.
+    ``activations``: "keep" gives None, as does any value while gradients are disabled. With "recompute" the saved tensors stay on
+    the device, with "offload" they go to host memory. Raise ValueError if it has another value.
     """
     check_activations(activations)
     if activations == "keep" or not torch.is_grad_enabled():

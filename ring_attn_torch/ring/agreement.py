@@ -153,10 +153,10 @@ def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
     """Compare each ``ring_attention`` call inside the ``with`` between all ranks of the group.
 
-    Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it. So they
-    do not notice if each of them repeats a different earlier call. Then another mask gives wrong numbers, a skipped call shifts
-    all later calls, and shards of other sizes hang or end a gloo process. Inside the ``with`` all ranks raise the same ValueError
-    before any tensor is sent. The message names the difference. A rank that makes too few calls is detected when it leaves.
+    Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it, so they
+    do not notice if each repeats a different earlier call: with different masks results are wrong, after a skipped call all later
+    calls are paired wrongly, and with different shard sizes gloo hangs or ends the process. Inside the ``with`` all ranks raise
+    the same ValueError, naming the difference, before any tensor is sent. A missing call is detected when its rank leaves.
 
     Every rank of the group must enter. Raise RuntimeError after the group's timeout if a rank does not enter or reach a call.
 

@@ -34,7 +34,7 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
     """Add the loss over all ranks' labels to the ``output`` of a call. With ``gather_logits`` make its logits global.
 
-    ``factor``: the factor of the loss's gradient. Raise ValueError if the head returns one result per row.
+    ``factor``: the backward multiplies the gradient of the loss by it. Raise ValueError if the head returns one result per row.
     """
     fields = dict(output) if isinstance(output, ModelOutput) else None
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
@@ -80,8 +80,8 @@ def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
     """Return the output of trl's head with global fields per token, in natural order, and the loss over all ranks' labels.
 
     The fields have ``length - 1`` tokens if the call passed labels, ``length`` if it passed shift_labels, as on one device.
-    ``factor``: the factor of the loss's gradient. The gradient through the fields, summed over the ranks, is that of one device
-    times the number of ranks, as for global logits.
+    ``factor``: the backward multiplies the gradient of the loss by it. The gradient through the fields, summed over the ranks, is
+    that of one device times the number of ranks, as for global logits.
     """
     assert batch.labels is not None
     ring, end = batch.ring, batch.length - 1 if batch.shifted else batch.length

@@ -3,6 +3,9 @@
 ``RingTraining`` enters ``sequence_parallel`` for training and evaluation, gives all ranks of a ring the same rows, and counts
 rows and labels once per ring. It multiplies the gradient of the model's loss by the number of ranks, because DDP and FSDP divide
 by it.
+
+accelerate sees a device mesh in which the ranks of a ring are one axis, so it deals rows to rings, not to ranks. Its own context
+parallelism, which would shard the rows again, is switched off.
 """
 
 from __future__ import annotations

@@ -83,7 +83,10 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        """Compute dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), 0 for fully masked queries."""
+        """Return the gradients dout_i and dlse_i of each pattern, 0 for fully masked queries.
+
+        With alpha_i of the module: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse).
+        """
         places, rank = ctx.places, ctx.rank
         *results, sums = ctx.saved_tensors
         outs, lses = results[: len(places)], results[len(places) :]

@@ -68,9 +68,9 @@ def key_bounds(call: RingCall, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch:
-    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys by key extents.
+    """Return the launch that lists, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys that key extents allow.
 
-    ``whole``: distinguish tiles that need no mask.
+    The list holds intervals of key tiles. ``whole``: mark the intervals whose tiles need no mask.
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
