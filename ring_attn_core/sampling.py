@@ -112,10 +112,9 @@ def number_words(numbers: Any) -> Any:
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
     """Return 32 random bits for each (request, position, token) triple.
 
-    ``philox``: the keyword arguments ``multiply`` and ``word`` of ``philox4x32``.
-
-    The arguments are integers below 2^32 that broadcast. The Philox key of a (request, position) pair is one word, so the
-    probability that any two of n pairs share a key is about n^2 / 2^33.
+    ``philox``: the arguments ``multiply`` and ``word`` of ``philox4x32``. All others are integers below 2^32 that broadcast. The
+    Philox key of a (request, position) pair is one word, so the probability that any two of n pairs share a key is about n^2 /
+    2^33.
     """
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]

@@ -179,7 +179,9 @@ class WideConfig:
 
 
 def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
-    """Return the tiles of the two-pass Hopper backward for padded heads of 64, 128, 192 or 256, and a shard's tokens.
+    """Return the tiles of the two-pass Hopper backward for padded heads of 64, 128, 192 or 256.
+
+    ``tokens``: number of keys in a shard.
 
     Measured on one H200 with bf16 and a causal mask. Q/K heads means Q query heads and K key heads. With 16/16 heads, head_dim
     192, v_dim 128 and 16,384 tokens, the backward reaches 511 TFLOP/s, or 448 if products read k and v from shared memory. With

@@ -158,9 +158,9 @@ MOST_KNOWN = 4096
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors``, once per combination of devices and layouts.
+    """Run ``check_tensors`` once per combination of devices and memory layouts, but at every call with ALiBi slopes.
 
-    The tensors must not be nested tensors or Tensor subclasses.
+    Only slopes may fail later, by requiring a gradient. The tensors must not be nested tensors or Tensor subclasses.
     """
     group = group_of(group_name)
     known = _alone if group is None else _on.setdefault(group, set())

@@ -197,8 +197,8 @@ class KVCache(Requests):
         """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes those that it holds.
 
         Raise ValueError if shapes or dtypes do not fit, if k or v requires a gradient, if the step is of another cache, or if the
-        cache has changed since the step was made. The first time any rank makes a call with these shapes and dtypes, all ranks
-        exchange their errors and raise the same one; later only a rank with an error raises.
+        cache has changed since the step was made. At the first call with this layer, these shapes and dtypes the ranks exchange
+        errors, and all raise the same one; later only a rank with an error raises.
         """
         (k_shape, k_dtype), (v_shape, v_dtype) = _kind(k), _kind(v)
         shapes, dtypes = (k_shape, v_shape), (k_dtype, v_dtype)

@@ -57,7 +57,10 @@ class Evidence:
         return self.part(name, right, of), right
 
     def error(self, name: str, right: np.ndarray | None = None) -> float:
-        """Return the relative error of result ``name`` against ``right`` (all or the first heads), by default the truth."""
+        """Return the relative error of the measured array ``name`` against ``right``, by default the truth.
+
+        If ``right`` has fewer rows or heads, only the first ones of the measured array count.
+        """
         right = self.truth.exact[name] if right is None else right
         return relative_error(self.part(name, right), right)
 
