@@ -117,8 +117,8 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def record(timings: Sequence[Timings], network: float) -> Machine:
     """Return the record of a machine from the times of its ranks: each number is that of the slowest rank.
 
-    ``network``: bytes a second to another host, which one host cannot measure. The state of a query is read and written in
-    float32.
+    ``network``: bytes a second to another host, which one host cannot measure. ``forward_state`` is not measured: it is the time
+    to read and write out and lse of a query in float32, at the measured speed of copies.
     """
     return slowest([_of_rank(each, len(timings), network) for each in timings])
 

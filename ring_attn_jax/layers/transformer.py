@@ -81,7 +81,7 @@ class RingTransformer(nnx.Module):
 
     ``activations``: the arrays that a block saves for its backward. "keep": the arrays that XLA chooses. "recompute": the block's
     input and attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same arrays, in
-    host memory of the kind pinned_host. Then compute the gradient inside jax.jit.
+    host memory of the kind pinned_host; the gradient must then be computed inside jax.jit.
 
     JAX sums the gradients of replicated weights over the ranks by itself. If the axes of ``mesh`` are Explicit, as those of
     jax.make_mesh are, call ``jax.set_mesh(mesh)`` before the constructor. Raise ValueError if sizes do not fit or a number is
