@@ -1,4 +1,7 @@
-"""The cross-entropy loss over all labels of all ranks: one rank's sum, in chunks, is in ``cross_entropy.py``."""
+"""The cross-entropy loss over all labels of all ranks.
+
+``cross_entropy.py`` computes one rank's sum, a chunk of tokens at a time.
+"""
 
 from __future__ import annotations
 

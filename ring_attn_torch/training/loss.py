@@ -1,4 +1,7 @@
-"""The cross-entropy loss over all labels of all ranks: one rank's sum, in chunks, is in ``cross_entropy.py``."""
+"""The cross-entropy loss over all labels of all ranks.
+
+``cross_entropy.py`` computes one rank's sum, a chunk of tokens at a time.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +80,7 @@ def loss(
 
 
 def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | None, dtype: torch.dtype) -> Labels:
-    """Return the labels [b s] and their weights, flattened, as a Labels record. ``dtype``: that of the loss, for the weights."""
+    """Return the labels [b s] and their weights, flattened, as a Labels record. ``dtype``: the dtype of weights and loss."""
     flat = labels.flatten().long()  # unsigned dtypes cannot hold ignore_index
     if weights is not None:
         weights = weights.detach().flatten().to(flat.device, dtype).masked_fill(flat == ignore_index, 0)

@@ -102,10 +102,10 @@ def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: dict[str, dict[str, str]]) -> States:
-    """Return the states, with zeros added for each DTensor state that other ranks have and this rank lacks.
+    """Return the states, with zeros added for the states of each DTensor that has states on other ranks only.
 
     ``wanted``: the dtypes of all states that exist on any rank. A checkpoint needs the shards of all ranks to assemble a state.
-    A plain tensor needs no zeros: it is a replica, and one rank's replica is enough.
+    A plain tensor, such as any ``step``, needs no zeros: it is a replica, and one rank's replica is enough.
     """
     named = parameters_by_name(model, optimizer)
     added = {}
