@@ -49,7 +49,7 @@ class VariantResult:
 
     @property
     def peak_of(self) -> str:
-        """Return "process" in JAX on GPUs, whose peak is that of the process so far, else "run"."""
+        """Return "process" if ``peak_bytes`` is the peak of the process so far, as in JAX on GPUs, else "run"."""
         return "process" if self.framework == "jax" and self.case.device != "cpu" else "run"
 
     @property

@@ -55,7 +55,7 @@ class PackedPlan(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the number of keys that ranks see of other ranks, divided by the number of keys that a ring sends."""
+        """Return how many keys of other ranks the ranks see, summed, divided by the number of keys that a ring sends."""
         ranks = len(self.runs)
         return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
 

@@ -28,7 +28,7 @@ META = ("spec", "axis_name")
 
 @dataclass(frozen=True, eq=False)
 class Requests:
-    """The arrays of a :class:`KVCache`, which describes each of them, and the methods that change its requests between steps."""
+    """The arrays of a cache, described in :class:`KVCache`, and the operations on its requests between steps."""
 
     k: jax.Array
     v: jax.Array

@@ -41,7 +41,7 @@ def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Arra
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
-    """Return a layer's scales [kv_heads]. Replace each 0 by the smallest power of two with which all ranks' values fit float8.
+    """Return a layer's scales [kv_heads]. Replace each 0 by the smallest power of two that fits all ranks' values into float8.
 
     ``nothing`` (0-d bool): True if the cache is empty. Then scales that are already set are replaced, since a step that did not
     advance may have set them; otherwise they stay. Multiplying float8 by a power of two is exact in the other dtypes.

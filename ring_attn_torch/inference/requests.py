@@ -30,7 +30,7 @@ VERSIONS = count()
 
 @dataclass(eq=False)
 class Requests:
-    """The arrays of a :class:`KVCache`, which describes each of them, and the methods that change its requests between steps.
+    """The arrays of a cache, described in :class:`KVCache`, and the operations on its requests between steps.
 
     ``host_state``: the lengths and counts that the host knows without reading the device.
     """

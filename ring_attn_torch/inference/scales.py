@@ -39,9 +39,9 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
 def of_first(
     k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
 ) -> None:
-    """Set a layer's scales [kv_heads] to the smallest powers of two with which ``new``, its first k and v, fit float8.
+    """Set a layer's scales [kv_heads] to the smallest powers of two that fit ``new``, its first k and v, into float8.
 
-    The largest values of all ranks count.
+    The values of all ranks must fit.
 
     ``nothing`` (0-d bool): True if the cache is empty. Then scales that are already set are replaced, since a step that did not
     advance may have set them; otherwise they stay. The host reads no value, so that a CUDA graph may capture this. Multiplying

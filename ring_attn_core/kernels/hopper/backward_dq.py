@@ -64,7 +64,7 @@ def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
-    """Return the number of key tiles that add to a query tile before the program's tile, and the number of all that add to it."""
+    """Return how many key tiles add to a query tile before the program's key tile does, and how many add to it in all."""
     turn = 0
     turns = 0
     for k_run in range(sizes.K_RUNS):
