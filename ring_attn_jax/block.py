@@ -92,9 +92,9 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A side that sees no key, with out 0 and lse -inf, changes nothing. A float32 lse is rounded at its own size, so out is within
-    ``2^-24 |lse| |out_A - out_B|`` of the exact merge: 6e-4 of the difference at 1e4. :func:`ring_attention` carries the rounding
-    error from step to step. Raise ValueError if an argument is not such a pair.
+    A pair that sees no key, with out 0 and lse -inf, changes nothing. A float32 lse has a rounding error of up to
+    ``2^-24 |lse|``, so out is within ``2^-24 |lse| |out_A - out_B|`` of the exact merge: 6e-4 of the difference at an lse of 1e4.
+    :func:`ring_attention` carries the rounding error from step to step. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))

@@ -90,7 +90,7 @@ def measured(framework: str, ranks: int, gpus: bool) -> list[Timings]:
 
 
 def table(framework: str, machine: Machine, timings: Sequence[Timings]) -> RenderableType:
-    """Return a record as a table, in units that people read."""
+    """Return a table of a machine's record and measured rates, in units such as TFLOP/s and GB/s."""
     from rich.table import Table
 
     found = Table(

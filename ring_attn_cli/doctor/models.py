@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 RANKS, TOKENS, VOCAB, SEED = 2, 37, 99, 0
 EXACT = 1e-4
-"""Largest relative error, of logits and of each weight's gradient, that is rounding in float32; a key too many is 1e-2."""
+"""Bound of the relative error of logits and of each weight's gradient. It allows float32 rounding; one wrong key gives 1e-2."""
 LARGEST = 50_000_000
-"""Most weights of a tiny model; a larger one means that its config has sizes by names that SIZES lacks."""
+"""Most weights of a tiny model. A larger model has a size whose name is not in SIZES."""
 STARTUP = 300.0
 OWN_CODE = "computes attention in its own code"
 VERDICTS = {
@@ -49,13 +49,13 @@ SIZES = {
 }
 LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"]
 NEEDED = ("vocab_size", "n_routed_experts", "num_experts_per_tok")
-"""Sizes that some configs leave None, with which their models cannot be made."""
+"""Sizes that are set even if a config leaves them None, because the model cannot be made then."""
 KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_heads": "swa_num_attention_heads"}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """One class's result: a key of VERDICTS, its words, and the largest relative error where it was computed."""
+    """The result of one class: a key of VERDICTS, details in words, and the largest relative error, None if not computed."""
 
     model: str
     verdict: str
@@ -88,7 +88,7 @@ def run(model: str, seconds: float, console: Console, json_file: Path | None, ta
 
 
 def classes() -> list[str]:
-    """Return the names of transformers' causal and masked classes."""
+    """Return the names of transformers' causal and masked language models."""
     from transformers.models.auto import modeling_auto as auto
 
     mappings = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -115,7 +115,7 @@ def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
 
 
 def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
-    """Return docs/tested_models.md."""
+    """Return the text of docs/tested_models.md."""
     found = list(found)
     counts = Counter(each.verdict for each in found)
     release = f"transformers {record['transformers']}, on {record['date']}, in float32"
@@ -162,7 +162,7 @@ def work(parent: Parent, rank: int, store: str) -> None:
 
 
 def tiny(kind: Any, causal: bool) -> Any:
-    """Return a config of class ``kind`` with the sizes of SIZES and a layer of each kind."""
+    """Return a config of class ``kind`` with the sizes of SIZES and at least one layer of each type."""
     default = vars(kind())
     sizes: dict[str, Any] = {
         name: size
@@ -231,7 +231,7 @@ def _verdict(name: str) -> Verdict:
 
 
 def _model(name: str) -> tuple[Any, Any]:
-    """Return a model without dropout, the same on every rank, with weights that make the scores differ, and tokens."""
+    """Return a model in eval mode and token ids, both the same on every rank. The weights are large enough that scores differ."""
     import torch
     import transformers
 

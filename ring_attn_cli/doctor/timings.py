@@ -16,8 +16,8 @@ FITTED, NARROW = 128, 64
 
 
 NOISE = 0.1
-"""The largest difference between repeats of a measurement that needs no warning. It is the error of predictions from a record of
-quiet GPUs (docs/strategies.md): noise below it does not limit them."""
+"""The largest relative difference between repeats that causes no warning. Predictions from records of idle GPUs have an error of
+the same size (docs/strategies.md), so smaller noise does not matter."""
 
 
 class Repeats:

@@ -45,9 +45,9 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
 
-    The agent of torchrun keeps one store for all restarts. A restarted process may find the addresses of dead ones there, and
-    then waits for them. So the keys of each restart get a prefix. Agents count restarts one by one, so raise ValueError if there
-    are several of them.
+    The agent of torchrun keeps one store for all restarts. A restarted process may find the addresses of ended processes there,
+    and then waits for them. So the keys get the number of the restart as a prefix. Each host's agent counts its own restarts, so
+    raise ValueError if the processes run on several hosts.
     """
     timeout = timedelta(minutes=30)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

@@ -82,7 +82,7 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.yielded = 0
-        """The number of the batch at which an iteration begins, and of the one that the latest iteration yields next."""
+        """The numbers of two batches: an iteration begins at ``start``; the latest iteration yields ``yielded`` next."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches ``start + offset``, ``start + offset + every``, and so on, to the end."""

@@ -4,10 +4,10 @@ The cache is a folder, by default ``.ring-attn`` in the folder of the data, with
 
     <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is the
                        hash of ids, names and lengths, so equal contents share a file
-    <key>.json         the index: where each document lies in it. The key is a hash of the tokenizer's file, ``end``, the column
-                       of rows, and the names, sizes and times of the files, so a second start reads no file. If the time of
-                       change of a file differs from the index (it was copied, or its size and time were set back), the file
-                       is read and compared
+    <key>.json         the index: where each document lies in the tokens. The key is a hash of the tokenizer's file, ``end``, the
+                       column of rows, and the names, sizes and times of the files, so a second start reads no file. If a
+                       file's time of change (ctime) differs from the index, because it was copied or its size and time were
+                       set back, the file is read and compared
 
 Both are written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
 an index are always complete. If several processes start at once, one locks the folder and tokenises while the others wait; the

@@ -24,14 +24,14 @@ from ..masks import full
 from ..runs import Band
 
 BLOCK = 2**24
-"""Pairs of a block of queries and all keys, computed at once."""
+"""Number of (query, key) pairs that are tested at once: a block of queries with all keys."""
 
 
 NEITHER = (
     "is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query and one interval of "
     "queries for each key: split it into such masks, and merge the results of ring_attention with return_lse=True"
 )
-"""The end of the error about a mask without parts."""
+"""The end of the error about a mask that no arguments express."""
 
 
 class DenseMaskArguments(NamedTuple):

@@ -32,7 +32,7 @@ class ShardSpan(NamedTuple):
     count: int
     stride: int
     labelled: int
-    """Number of tokens with a label, which is the token after each: all, or all but the last if it ends the piece."""
+    """Number of tokens with a label, their next token: all tokens, or all but the last if the last ends the piece."""
 
 
 def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:

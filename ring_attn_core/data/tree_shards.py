@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 Span = Sequence[int]
-"""(row, first token, step, number of tokens, end, path position of the first token). The step also counts path positions."""
+"""(row, first token, step, number of tokens, end, path position of the first token). Tokens and positions advance by step."""
 
 AGAIN = "pass the same tree to shard_batch on every rank, and its key_extents and positions unchanged to the model"
 

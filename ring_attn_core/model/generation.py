@@ -87,7 +87,7 @@ class Generation:
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:
-        """Return (first position, tokens of each prompt) of each chunk; a prompt that ended before the chunk has 0 tokens."""
+        """Return (first position, number of tokens of each prompt) of each chunk: 0 for a prompt that ended before."""
         longest = max(self.lengths)
         size = min(self.chunk or longest, longest)
         return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]

@@ -22,7 +22,7 @@ from .config import TransformerConfig
 GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 STEP = 1024
-"""Tokens; the result of ``longest`` is a multiple of this."""
+"""Number of tokens of which the result of ``longest`` is a multiple."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,7 +33,7 @@ from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments, PairCost, count_inside
 
 LEAST_CHUNK, MOST_CHUNK = 512, 2048
-"""Bounds of the total tokens up to which neighbouring short documents are assigned as one: fewer runs, at the same balance."""
+"""Bounds of a chunk, in tokens: the neighbouring short documents of a chunk are assigned as one. Chunks save runs."""
 
 SNAP = 64
 """Largest number of tokens by which a cut may move to the edge of a document."""

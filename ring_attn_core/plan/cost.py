@@ -23,7 +23,7 @@ GATHERED, EXCHANGED = 1.12, 1.50
 """The factors of the backward kernels' time on joined keys, and on joined keys and queries: measured on two H200s."""
 
 EXTENTS = 3.9
-"""The factor of a backward step's time besides its products if queries have extents: measured on two H200s."""
+"""The factor by which extents of queries lengthen a backward step without its products: measured on two H200s."""
 
 SLICE, EXCHANGE = 13, 6
 """Numbers of launches by which PyTorch places a slice, and reorders arrays around an exchange; they take time on the host."""

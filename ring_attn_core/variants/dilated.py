@@ -125,11 +125,11 @@ def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
 
 
 class HeadSelection(NamedTuple):
-    """The heads of an array that a pattern uses (kept heads), and their head groups.
+    """The heads of an array that a pattern uses (kept heads), and the head groups that hold them.
 
-    Take heads ``first`` to ``end`` (exclusive). Repeat each head ``repeat`` times. Drop the first ``skip`` of these heads; the
-    next ``selected`` heads are the kept heads. There are ``spread * together`` groups. Kept head j becomes head ``j // spread``
-    in each of ``together`` consecutive groups, of which the first is group ``j % spread * together``.
+    Take heads ``first`` to ``end`` (exclusive), and repeat each ``repeat`` times in place. Drop the first ``skip`` of the result;
+    the next ``selected`` heads are the kept heads. The groups form ``spread`` sets of ``together`` consecutive groups. The kept
+    heads go to the sets in turn: kept head j goes to set ``j % spread``, and is head ``j // spread`` of each group of the set.
     """
 
     first: int

@@ -1,4 +1,4 @@
-"""The arrays that travel between ranks: k and v packed in one array, the key mask as bits, and the key extents."""
+"""The arrays that travel between ranks: k and v in one array or two, the key mask as bits, and the key extents."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def ring_attention(
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
-    in float32, natural log, differentiable. A query that sees no key: out 0, lse -inf (or its sink), zero gradients.
+    in float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink) and zero gradients.
 
     Raise ValueError at trace time if inputs do not fit; the message says what to do. Differentiable once, in reverse mode. out
     and lse carry the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring

@@ -44,7 +44,7 @@ def generated(
 
 
 def _chunks(generation: Generation) -> list[tuple[int, list[int], int]]:
-    """Return (start, tokens of each prompt, padded size) of each chunk of the prompts."""
+    """Return (first position, number of tokens of each prompt, padded size) of each chunk of the prompts."""
     return [(start, lengths, bucket(max(lengths))) for start, lengths in generation.chunks()]
 
 

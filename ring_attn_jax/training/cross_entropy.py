@@ -4,7 +4,7 @@
     dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
 A label outside the vocabulary makes the total and its gradient NaN, because traced values cannot raise. Each float32 array as
-wide as the vocabulary holds one chunk of tokens; if logits are passed, XLA fuses most of such arrays away.
+wide as the vocabulary holds one chunk of tokens; if logits are passed, XLA fuses most of these arrays away.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
 The backward recomputes logits from hidden states. Each float32 array as wide as the vocabulary holds one chunk of tokens; if
-logits are passed, XLA fuses most of such arrays away.
+logits are passed, XLA fuses most of these arrays away.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def _dlogits(
     dvalues: tuple[jax.Array, ...],
     settings: LogProbSettings,
 ) -> jax.Array:
-    """Return the gradient of the logits in at least float32: 0 at ignored labels, NaN at labels outside the vocabulary."""
+    """Return the cotangent of the logits in at least float32: 0 at ignored labels, NaN at labels outside the vocabulary."""
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     logp = logits.astype(lse.dtype) - lse[..., None]
     p = jnp.exp(logp)

@@ -79,6 +79,6 @@ def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) ->
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower 32 bits of the product. int64 wraps around, so no bit of the 64 is lost."""
+    """Return the upper and lower 32 bits of the product. The product wraps around in int64, but keeps all 64 bits."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

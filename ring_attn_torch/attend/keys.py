@@ -1,4 +1,4 @@
-"""The tensors that travel between ranks: k and v packed in one array, the key mask as bits, and the key extents."""
+"""The tensors that travel between ranks: k and v in one tensor or two, the key mask as bits, and the key extents."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Requests:
     version: int = field(init=False)
     """A number unique to each state of each cache. A step with another version is refused."""
     scaled: set[int] = field(init=False)
-    """The layers whose scales are set: all without float8 or with the caller's scales, else those of advanced steps."""
+    """The layers whose scales are set. All are, unless a float8 cache sets them itself in the first step that advances."""
 
     def __post_init__(self) -> None:
         self.host_state = HostState(self.spec)

@@ -17,7 +17,7 @@ from .agreement import exchange, same_error
 from .groups import Group, rank_in
 
 MEASURED = ("cuda",)
-"""The kinds of device whose records are read. On CPUs "auto" is the ring: tests do not depend on a file of the user."""
+"""The kinds of device whose records are read. On CPUs "auto" takes the ring, so that no test depends on a user's file."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 

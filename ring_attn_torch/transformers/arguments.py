@@ -51,7 +51,7 @@ UNSPLIT = ("deepstack_features", "per_layer_inputs")
 
 
 class CheckedArguments(NamedTuple):
-    """The checked arguments of a call: all that are not None by name, the input tensor, the cache and the dropout seed."""
+    """The checked arguments of a call: by name, all that are not None; the input tensor, the cache and the dropout seed."""
 
     by_name: dict[str, Any]
     tokens: Tensor

@@ -128,7 +128,7 @@ class RunningCall(ABC):
 
 _running: ContextVar[RunningCall | None] = ContextVar("ring_attn_model_call", default=None)
 _traced = threading.local()
-"""The running call of each thread for code under torch.compile, which torch 2.13 and older cannot read from a ContextVar."""
+"""The running call of each thread, for torch.compile: up to torch 2.13 it cannot trace the read of a ContextVar."""
 
 
 @contextmanager

@@ -42,15 +42,16 @@ class RingTraining(Base):
 
     It takes the Trainer's arguments, and ``group``, ``layout``, ``loss_chunk`` of :func:`sequence_parallel`. Without ``group``
     the ring is the cp axis of ``TrainingArguments(parallelism_config=...)`` if that has one, else the ring of ``enable``, else
-    all ranks. A ring of fewer ranks must be of consecutive ranks; each ring then has its own rows, like a data parallel rank.
+    all ranks. A ring that does not hold all ranks must hold consecutive ones; each ring then gets its own rows, like a data
+    parallel rank.
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and batches are
     counted per ring. Losses, gradients and the gradient norm are those of a Trainer with one data parallel process in place of
-    each ring: the loss is divided by the number of labels of all rings and all accumulated batches. A penalty that a
-    ``compute_loss`` adds to the loss of the model counts once: DDP and FSDP average gradients over the ranks, and only the
-    gradient of the model's own loss is multiplied by the ring's number of ranks to compensate. ``evaluate`` and ``predict``
-    return global logits and labels in natural order, with metrics of the whole batch, on every rank. trl's SFTTrainer trains with
-    its plain loss, without its metrics of entropy and accuracy, which need logits.
+    each ring: the loss is divided by the number of labels of all rings and all accumulated batches. DDP and FSDP average
+    gradients over the ranks. To compensate, the gradient of the model's own loss is multiplied by the ring's number of ranks. A
+    penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts once. ``evaluate`` and ``predict`` return
+    global logits and labels in natural order, and metrics of the global batch, on every rank. trl's SFTTrainer trains with the
+    model's plain loss, and omits its metrics of entropy and accuracy, which need logits.
 
     Raise ValueError, naming the argument, if one is not supported.
     """

@@ -90,7 +90,7 @@ def alone(e: Evidence) -> Iterator[str]:
 
 
 def finite_fill(e: Evidence) -> Iterator[str]:
-    """Test whether masked scores were filled with a finite number in place of -inf; the out of other queries is then right."""
+    """Test whether masked scores are a finite number, not -inf: only fully masked queries then have a wrong out."""
     sees = np.isfinite(e.truth.exact["lse"])
     got, right = e.pair("out")
     if relative_error(got[sees], right[sees]) <= 4 * e.truth.bounds["out"] and e.is_mean_of_values(~sees[0].any(-1)):

@@ -3,7 +3,7 @@
     scout       lse2, delta, visible keys of step 0 | of step 1 | ...                    ahead of the producer
     producer    k, v | q of step 0 | dout of step 0 | q of step 1 | ...                  by TMA, each as soon as its stage is free
 
-The scout finds the query tiles that the program visits. For each it stores lse2, delta and the number of the tile's first query;
+The scout finds the query tiles that the program visits. For each it stores lse2, delta and the index of the tile's first query;
 with extents it also stores the visible keys of each query in a word. It reads global memory, so it works ahead of the producer,
 which then issues a load as soon as the consumers release a stage (barriers.py). TMA cannot read lse2 and delta, because they are
 not aligned to 16 bytes. The scout subtracts the ALiBi bias of queries from lse2.
@@ -31,19 +31,19 @@ from .parts import bring_parts, expect_parts
 from .register_layouts import here, matrix, rows_by_lines
 
 STEPS = gl.constexpr(4)
-"""Number of query tiles whose numbers are in shared memory: those that consumers read, and those that the scout found ahead."""
+"""Number of query tiles whose ``Steps`` are in shared memory: those that consumers read, and those that the scout found ahead."""
 
 WHOLE = gl.constexpr(1 << 30)
-"""Flag in the number of a tile's first query: each of its queries sees each key of the program, so no score needs a mask."""
+"""Flag in ``first_query``: each query of the tile sees each key of the program, so no score needs a mask."""
 
 MASKED_ROWS = gl.constexpr(1 << 29)
-"""Flag in the number of a tile's first query: some query of the tile is fully masked."""
+"""Flag in ``first_query``: some query of the tile is fully masked."""
 
 
 class Steps(NamedTuple):
-    """The numbers of STEPS query tiles in shared memory, and the mbarriers of the scout and the producer.
+    """The data of STEPS query tiles in shared memory, and the mbarriers of the scout and the producer.
 
-    ``first_query``: number of a tile's first query, with its flags. ``lse2``, ``delta``: f32, one for each query. ``seen``: the
+    ``first_query``: index of a tile's first query, with flags. ``lse2``, ``delta``: f32, one for each query. ``seen``: the
     words of ``seen_of_tile``, a placeholder without extents. ``full``: the scout has stored a step. ``free``: consumers have
     read it.
     """
@@ -90,7 +90,7 @@ def allocate_steps(args, sizes: gl.constexpr):
 
 @gluon.jit
 def scout(args, shared, work, sizes: gl.constexpr):
-    """Find the query tiles that the program visits, and store the numbers of each."""
+    """Find the query tiles that the program visits, and store the ``Steps`` of each."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     steps = shared.steps
     if work.steps > 0:

@@ -196,7 +196,7 @@ def hopper_wide_dkv(
 
 @gluon.jit
 def sum_values(args, shared, work, sizes: gl.constexpr):
-    """Compute dv of the keys, and pass p of each query tile to ``sum_keys`` through shared memory."""
+    """Compute dv of the keys, and send p of each query tile to ``sum_keys`` through shared memory."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
     dv = zeros_of_parts(sizes.BLOCK_K, sizes.BLOCK_E, sizes.TAIL_E)
@@ -253,9 +253,9 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
 def visit_queries(
     step, s, dv, k, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Add one query tile to dv and pass on its p; return the next step, the next tile's scores, and dv.
+    """Add one query tile to dv and send its p to ``sum_keys``; return the next step, the next tile's k q^T, and dv.
 
-    ``s`` is this tile's k q^T. After the last tile, the scores of the last tile are computed again and not used.
+    ``s`` is this tile's k q^T. The last tile has no next one: it returns its own k q^T again, which is not used.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
@@ -304,7 +304,7 @@ def visit_queries(
 
 @gluon.jit
 def sum_keys(args, shared, work, sizes: gl.constexpr):
-    """Compute dk of the keys from the p that ``sum_values`` passes."""
+    """Compute dk of the keys from the p that ``sum_values`` sends."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)

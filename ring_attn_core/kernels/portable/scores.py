@@ -23,7 +23,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def tanh(x, ACCURATE: tl.constexpr):
-    """Return the hyperbolic tangent with an absolute error of at most 1e-7; ACCURATE limits the error to a rounding.
+    """Return tanh with an absolute error of at most 1e-7, or with ACCURATE a relative error of a few roundings, also near 0.
 
     A multiprocessor computes only 16 special functions per cycle. If eight scores are at most 0.625 in magnitude, as usual under
     a softcap, a polynomial computes their tanh; else an exponential and a reciprocal do. With ACCURATE the error is relative,

@@ -57,7 +57,7 @@ class Slices:
 
 
 class OwnerStep:
-    """A ``Step`` whose gradients go straight to the owner of the keys, who adds those of all ranks in step order.
+    """A ``Step`` whose gradients go straight to the owner of the keys, which adds those of all ranks in step order.
 
     ``before``: the previous step; None: the keys are this rank's own.
     """
