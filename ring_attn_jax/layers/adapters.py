@@ -46,9 +46,9 @@ def attention_fn(
     The function takes all arguments that the modules of flax 0.12.2 to 0.12.12 pass:
         - ``is_causal``: as ``mask=causal()``, in global positions.
         - ``mask``, broadcasting against [batch..., heads, queries, keys], in the order of the arrays: padding, causal, windows or
-          documents. In general it must be the same for all heads, and one interval of keys for each query, besides keys hidden
-          from all queries. Any other mask is refused. Under jit its values are unknown, so each query that does not fit gets
-          NaN. A query that sees no key gets 0; flax takes the mean of all values.
+          documents. It must be the same for all heads, and let each query see one interval of keys, apart from keys hidden from
+          all queries. Any other mask is refused. Under jit its values are unknown, so each query that does not fit gets NaN. A
+          query that sees no key gets 0; flax takes the mean of all values.
         - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh; flax drops other probabilities.
           ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,

@@ -3,7 +3,7 @@
 Each rank holds the keys and values of a part of the tokens. A prompt, or a chunk of a prompt, is sharded like a batch without a
 cache: ``prefill`` attends over the ring, and ``last_tokens`` gathers the hidden states whose logits are requested. At most
 ``FEW`` new tokens are computed in full by every rank; each layer appends their keys and values to the cache, and
-``tree_attention_decode`` merges the ranks' attention to their parts. transformers' own code then draws the same token on all.
+``tree_attention_decode`` merges the ranks' attention to their parts. transformers then draws the same token on all ranks.
 """
 
 from __future__ import annotations
