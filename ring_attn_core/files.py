@@ -110,7 +110,7 @@ def read_at(file: OpenFile, offset: int, count: int) -> bytes:
 
 
 def sample(file: OpenFile, samples: int = SAMPLES) -> str:
-    """Return a SHA-256 digest of a file's size and of ``samples`` blocks of BLOCK bytes, spread evenly over the file.
+    """Return 128 bits of the SHA-256 of a file's size and of ``samples`` blocks of BLOCK bytes, spread evenly over the file.
 
     A file that is not larger than these blocks is digested whole.
     """

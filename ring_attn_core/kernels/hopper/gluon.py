@@ -1,4 +1,4 @@
-"""Gluon (Triton's language of explicit layouts): names that differ between Triton 3.6, 3.7 and 3.9, and its host side."""
+"""Gluon, Triton's language of explicit layouts: functions that differ between Triton's releases, and layouts for the host."""
 
 from __future__ import annotations
 
