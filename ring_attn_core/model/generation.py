@@ -188,7 +188,7 @@ def bucket(tokens: int) -> int:
 
 
 def local_tokens(layout: str, ranks: int, lengths: Sequence[int]) -> int:
-    """Return the number of tokens per rank, padding included, of a chunk with ``lengths`` tokens of the prompts."""
+    """Return a rank's number of tokens, padding included, of a chunk. ``lengths``: tokens of each prompt in the chunk."""
     return padded_local(layout, ranks, max(lengths))
 
 

@@ -39,7 +39,7 @@ def pass_name(name: str, of: str) -> str:
 
 
 def place_name(plan: RingPlan, number: int) -> str:
-    """Return the place of a pass among its steps: "ring step 2 of 4", with "before" if ``number`` is 0, "after" beyond the last."""
+    """Return the place of a pass among its steps: "ring step 2 of 4", "before ..." for ``number`` 0, or "after ..."."""
     of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
     count = sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts)
     where = "before " if number < 1 else "after " if number > count else ""

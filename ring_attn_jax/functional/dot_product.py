@@ -57,10 +57,10 @@ def dot_product_attention(
     ``query_seq_lengths``, ``key_value_seq_lengths``: int ``[batch]``, tokens of each row, counted over all ranks.
 
     ``mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, broadcasting
-    against [batch, heads, length, kv_length]. It may be a band, or an intersection of one interval of keys for each query, one
-    interval of queries for each key, and unused keys: padding, documents, a prefix, a prefix tree. It is the same for all heads.
-    A mask that is an argument of jit has no values while it is traced, so it is not checked: if the mask has another form for a
-    query, that query's out is NaN.
+    against [batch, heads, length, kv_length]. It must be the same for all heads. Apart from unused keys (padding), it must be a
+    band, or the intersection of one interval of keys for each query and one interval of queries for each key (documents, a
+    prefix, a prefix tree). A mask that is an argument of jit has no values while it is traced, so it is not checked: if the mask
+    has another form for a query, that query's out is NaN.
 
     ``implementation``: None chooses the backend, "xla" is plain JAX. ``return_residual``: also return lse, in key's dtype and
     without a gradient, as in JAX. ``axis_name``: the mesh axis of the ring; None is one device, without a mesh. ``layout``,

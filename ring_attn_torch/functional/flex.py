@@ -46,8 +46,8 @@ def flex_attention(
     ``block_mask``: a BlockMask of the global sequence in natural order, made by ``create_block_mask(mask_mod, B, H, length,
     kv_length)``, the same on every rank. Its mask_mod is evaluated at every pair of tokens, once: the result is cached until the
     BlockMask dies or a tensor or number that the function reads changes. A function that reads other objects is evaluated at each
-    call. The mask must be the same for all heads (batch rows may differ), and a band or an intersection of one interval of keys
-    for each query, one interval of queries for each key, and unused keys.
+    call. The mask must be the same for all heads (batch rows may differ). Apart from unused keys, which no query sees, it must be
+    a band, or the intersection of one interval of keys for each query and one interval of queries for each key.
 
     ``score_mod``: ``functional.softcap(cap)``, ``functional.alibi(slopes)``, or a function whose traced graph equals theirs.
     ``scale``, ``enable_gqa``: as in torch. ``group``, ``layout``, ``length``, ``kv_length``: as in :func:`ring_attention`.

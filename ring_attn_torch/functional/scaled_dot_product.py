@@ -42,11 +42,11 @@ def scaled_dot_product_attention(
     if the lengths differ (top left). ``enable_gqa``: query head h reads key head ``h // (heads / kv_heads)``.
 
     ``attn_mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, or floats of
-    0 and -inf, broadcasting against [batch, heads, length, kv_length]. It may be a band (causal, a window), or an intersection of
-    one interval of keys for each query, one interval of queries for each key, and unused keys: padding, documents, a prefix, a
-    prefix tree. It is the same for all heads. Its values are read on the host; for long sequences pass ``is_causal``, or call
-    :func:`ring_attention` with extents. Masks of ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left`` become
-    bands without being read. A query that sees no key has out 0.
+    0 and -inf, broadcasting against [batch, heads, length, kv_length]. It must be the same for all heads. Apart from unused
+    keys (padding), it must be a band (causal, a window), or the intersection of one interval of keys for each query and one
+    interval of queries for each key (documents, a prefix, a prefix tree). Its values are read on the host; for long sequences
+    pass ``is_causal``, or call :func:`ring_attention` with extents. Masks of ``torch.nn.attention.bias.causal_lower_right`` and
+    ``causal_upper_left`` become bands without being read. A query that sees no key has out 0.
 
     ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops other probabilities than torch.
     ``group``, ``layout``, ``length``, ``kv_length``: as in ring_attention.

@@ -60,7 +60,7 @@ class Fold(torch.autograd.Function):
 class Mix(torch.autograd.Function):
     """The autograd function of ``mixed``.
 
-    It saves the folded batches and their sums but not out, because the backward computes <dout, out> from these.
+    It saves the folded batches and the sums over the patterns, but not out: the backward computes <dout, out> from these.
     """
 
     @staticmethod
