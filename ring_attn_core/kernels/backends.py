@@ -224,7 +224,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
         if chosen in VENDORS and anywhere:
             raise ValueError(f'backend={chosen!r} cannot run this: the lse of a block has no gradient there. backend="auto" can')
         if chosen in ("blockwise", *VENDORS):
-            expected = automatic and not failed and problem.capability >= OLDEST_GPU  # a kernel, without a warning so far
+            expected = automatic and not failed and problem.capability >= OLDEST_GPU  # a kernel, and no warning was given
             if expected and (reason := _balanced(problem) or broken_triton()) is not None:
                 warnings.warn(f"triton: {reason}. backend={chosen!r} runs this instead, slower", stacklevel=2)
             return None

@@ -72,7 +72,7 @@ class BoundLaunch:
             values[place] = named[name].data_ptr()
         for place, name, encoded in descriptors:
             values[place] = encoded[named[name].data_ptr()]
-        memory = self._free.pop() if self._free else self._memory()  # threads that start at the same time get one each
+        memory = self._free.pop() if self._free else self._memory()  # one for each concurrent start
         self._layout.pack_into(memory.buffer, memory.begin, *values)
         start(self._kernel, self._grid, stream, memory)
         self._free.append(memory)

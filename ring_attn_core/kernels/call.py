@@ -115,7 +115,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
     names = {array.name for array in problem.arrays}
     one_run = plan.band_of_one_run is not None
     if one_run:
-        names |= {"extents"}  # which hold the mask, converted to local indices
+        names |= {"extents"}  # these hold the mask too, in local indices
     if 0 in problem.q_shape:
         names -= {"dropout_seed"}  # an empty q has no probabilities to drop
     return RingCall(

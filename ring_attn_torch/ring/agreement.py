@@ -226,12 +226,12 @@ def _exchange(
     mine = keys[rank_in(group)]
     store.set(mine, json.dumps(verdict, default=_plain))
     if _all_there(store, keys, patience):
-        with suppress(RuntimeError):  # some stores of other libraries cannot delete
+        with suppress(RuntimeError):  # stores of some other libraries cannot delete keys
             for key in written:
                 store.delete_key(key)
         written.clear()
     else:
-        store.set(mine, json.dumps(verdict | {"gave_up": True}, default=_plain))  # for a rank that comes later
+        store.set(mine, json.dumps(verdict | {"gave_up": True}, default=_plain))  # read by a rank that comes later
         keys = [key if store.check([key]) else None for key in keys]
     written.append(mine)
     return [json.loads(store.get(key)) if key else None for key in keys]

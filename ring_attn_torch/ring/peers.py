@@ -203,7 +203,7 @@ class Watch(threading.Thread):
         peers = self._peers()
         if peers is None:
             return
-        threading.Timer(LAST_WORDS, os._exit, (1,)).start()  # should the GPU not answer
+        threading.Timer(LAST_WORDS, os._exit, (1,)).start()  # in case the GPU does not answer
         late = peers.late(number)
         names = ", ".join(f"rank {rank}" for rank in late)
         who = f"{names}, which did not come to it" if late else "a rank that came to it and then stopped"

@@ -264,7 +264,7 @@ def consumer(args, shared, work, sizes: gl.constexpr):
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
                     whole_last = gl.where(some_unseen, tiles.whole_first, tiles.whole_last)
-                    for part in range(2):  # from the last queries to the first: tiles with a mask, without one, with one again
+                    for part in range(2):  # from last to first: tiles that need a mask, tiles that need none, tiles that need one
                         above = gl.where(part == 0, tiles.last, tiles.whole_first)
                         for t in range(above - gl.where(part == 0, whole_last, tiles.first)):
                             m0 = (above - 1 - t) * BLOCK_Q
@@ -374,7 +374,7 @@ def visit_queries(
     if args.softcap is not None:
         p *= factor
     half = gl.convert_layout(half, P_LAYOUT, assert_trivial=True)
-    more = step < work.steps - 1  # after the last tile its scores are computed again, and not used
+    more = step < work.steps - 1  # the last tile computes its own scores again, which are not used
     around = more & (stage == STAGES - 1)
     following = gl.where(around, 0, stage + more.to(gl.int32))
     following_phase = phase ^ around.to(gl.int32)

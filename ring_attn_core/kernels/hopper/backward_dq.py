@@ -164,7 +164,7 @@ def hopper_dq(
     head = program // (Q_RUNS * tiles) % H
     batch = program // (Q_RUNS * tiles) // H
     row, d = tl.arange(0, BLOCK_Q)[:, None], tl.arange(0, BLOCK_D)[None, :]
-    half = row // 64 + d // 64  # of 64 queries or of 64 columns
+    half = row // 64 + d // 64  # a half is 64 queries or 64 columns
     r, c = row % 64, d % 64
     thread = r // 16 * 32 + r % 8 * 4 + c % 8 // 2
     at = half * 4096 + c // 8 * 512 + thread * 4 + r // 8 % 2 * 2 + c % 2

@@ -168,7 +168,7 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
                     q_full = shared.q_full.index(stage)
                     bring_queries(sources.q, at, q_full, shared.q, stage, clean, cleaned, number, shared, sizes.TAIL_D)
                     out_stage = step % OUT_STAGES
-                    if step >= OUT_STAGES:  # consumers read the numbers of a step before they release its dout
+                    if step >= OUT_STAGES:  # consumers read a step's ``Steps`` before they release its dout
                         acquire(DOUT_READ + out_stage, 2)
                         mbarrier.arrive(steps.free.index((step - OUT_STAGES) % STEPS), count=1)
                     out_full = shared.dout_full.index(out_stage)
@@ -178,7 +178,7 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
                     if not clean:
                         cleaned += 2
                     step += 1
-        for left in range(gl.maximum(step - STAGES, 0), step):  # no named barrier may stay partly arrived at
+        for left in range(gl.maximum(step - STAGES, 0), step):  # a program must not end between arrivals and their sync
             acquire(Q_READ + left % STAGES, 2)
         for left in range(gl.maximum(step - OUT_STAGES, 0), step):
             acquire(DOUT_READ + left % OUT_STAGES, 2)

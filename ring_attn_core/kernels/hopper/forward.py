@@ -284,7 +284,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
             loads += 1
         else:
             leave(shared, args, work, sizes, GROUP)
-            if sizes.BLOCK_D + sizes.TAIL_D > 128:  # out passed through the memory of q
+            if sizes.BLOCK_D + sizes.TAIL_D > 128:  # ``leave`` stored out by way of q's shared memory
                 fence_async_shared()
             release(WORK_READ, sizes.GROUPS)
         taken += 1
@@ -313,7 +313,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
     products = multiply_keys(q, shared, step % STAGES, sizes)
     s = scores_under_key_mask(products, q, 0, step % STAGES, shared, args, sizes)
     release(K_FREE + step % STAGES, sizes.GROUPS)
-    # Not earlier: bar.arrive does not wait for loads in flight, but the instructions that use them do.
+    # Release only now: bar.arrive does not wait for loads in flight, but the instructions above, which use the loads, did.
     release(WORK_READ, sizes.GROUPS)
     OWN: gl.constexpr = sizes.Q_IN_REGISTERS and (args.extents is None or sizes.K_RUNS == 1)  # q and its extents are in registers
     if OWN:
@@ -338,7 +338,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
     release(V_FREE + (end - 1) % STAGES, sizes.GROUPS)
     finish(acc, m, l, i, before, shared, args, work, sizes, GROUP)
-    if sizes.BLOCK_D + sizes.TAIL_D > 128:  # out passed through the memory of q
+    if sizes.BLOCK_D + sizes.TAIL_D > 128:  # ``finish`` stored out by way of q's shared memory
         fence_async_shared()
         release(Q_FREE + GROUP, 1)
     return end
@@ -387,7 +387,7 @@ def visit_keys(
     acc = multiply_values(acc, p, shared, step - 1, sizes)
     s = scores_under_key_mask(products, q, 1, stage, shared, args, sizes)
     release(K_FREE + stage, sizes.GROUPS)
-    if args.key_mask is not None:  # already complete; the wait ends a basic block, or ptxas releases the keys after the softmax
+    if args.key_mask is not None:  # ends a basic block; otherwise ptxas releases the keys after the softmax
         mbarrier.wait(shared.v_full.index((step - 1) % STAGES), (step - 1) // STAGES & 1)
     weights, m, decay = softmax_step(s, m, run, n0, i, args, work, sizes, MASKED)
     l = l * decay + row_sum(weights)

@@ -143,7 +143,7 @@ def work_of(ticket, args, sizes: gl.constexpr):
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
     before = ticket // (args.together * tiles) * args.together
-    heads = gl.maximum(gl.minimum(args.together, args.total // tiles - before), 1)  # 0 after the last tile
+    heads = gl.maximum(gl.minimum(args.together, args.total // tiles - before), 1)  # the minimum is 0 after the last tile
     within = ticket - before * tiles
     tile = tiles - 1 - within // heads
     head = before + within % heads

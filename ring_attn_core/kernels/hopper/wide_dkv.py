@@ -232,7 +232,7 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
                     whole_last = gl.where(some_unseen, tiles.whole_first, tiles.whole_last)
-                    for part in range(2):  # from the last queries to the first: tiles with a mask, without one, with one again
+                    for part in range(2):  # from last to first: tiles that need a mask, tiles that need none, tiles that need one
                         above = gl.where(part == 0, tiles.last, tiles.whole_first)
                         for t in range(above - gl.where(part == 0, whole_last, tiles.first)):
                             m0 = (above - 1 - t) * BLOCK_Q
@@ -240,7 +240,7 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
                         for t in range(gl.where(part == 0, whole_last - tiles.whole_first, 0)):
                             m0 = (whole_last - 1 - t) * BLOCK_Q
                             step, s, dv = visit_queries(step, s, dv, k, m0, run, args, shared, work, sizes, False)
-    sync(P_READ, among_consumers(2), 4)  # k and v have been read: they take dk and dv on their way
+    sync(P_READ, among_consumers(2), 4)  # k and v have been read; their memory now serves to store dk and dv
     dv_in = args.dk_in if args.dv_in is None else args.dv_in
     dv_to = args.dk if args.dv is None else args.dv
     factor = 1.0

@@ -211,7 +211,7 @@ def hopper_wide_dq(
         not_finite = allocate_numbers(2 * STAGES)
     if intervals_ptr is not None:
         first_key = allocate_numbers(2 * STAGES)
-    if extents_ptr is not None and IN_REGISTERS:  # beside tiles of 256 columns there is no room
+    if extents_ptr is not None and IN_REGISTERS:  # no room in shared memory beside tiles of 256 columns
         extents = gl.allocate_shared_memory(gl.int32, [2 * GROUPS, 64], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     if key_mask_BT is not None:
         key_mask = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_K], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -280,12 +280,12 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
             step, dq = sum_of_keys(step, dq, loads, shared, args, work, sizes, GROUP)
             loads += 1
         if not sizes.IN_REGISTERS:
-            work = announced(taken, shared)  # once more: during the products its fields would take registers
+            work = announced(taken, shared)  # read again: held during the products, it would take registers
         out = tile_of(shared.out, GROUP, sizes.TAIL_D)
         finish(dq.main, out.main, 0, args, work, sizes, GROUP)
         if sizes.TAIL_D > 0:
             finish(dq.tail, out.tail, sizes.BLOCK_D, args, work, sizes, GROUP)
-        if not sizes.IN_REGISTERS:  # dq passed through the memory of q
+        if not sizes.IN_REGISTERS:  # ``finish`` stored dq by way of q's shared memory
             fence_async_shared()
             if work.tiles > 0:
                 release(Q_FREE + GROUP, 1)
@@ -315,7 +315,7 @@ def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP:
         n0 = tile_at(0, run.tiles) * sizes.BLOCK_K
         step, dq = visit_keys(step, dq, queries, run, n0, shared, args, work, sizes, True, GROUP)
         if args.extents is None or sizes.K_RUNS == 1:
-            release(Q_FREE + GROUP, 1)  # all that lies in shared memory has been used, so its loads have ended
+            release(Q_FREE + GROUP, 1)  # all loads of these arrays have ended, because their values were used
         release(WORK_READ, sizes.GROUPS)
     for number in range(work.first_run, sizes.K_RUNS):
         done = 0

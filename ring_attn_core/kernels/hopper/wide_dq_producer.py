@@ -53,7 +53,7 @@ def producer(sources, args, shared, sizes: gl.constexpr):
         work = work_of(take(args), args, sizes)
         acquire(WORK_READ, sizes.GROUPS)
         announce(work, shared)
-    # No named barrier may stay partly arrived at.
+    # A program must not end between the arrivals at a named barrier and its sync.
     acquire(WORK_READ, sizes.GROUPS)
     if loads > 0:
         for each in gl.static_range(sizes.GROUPS):

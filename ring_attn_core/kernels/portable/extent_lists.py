@@ -95,7 +95,7 @@ def intervals(
     row = load_row(rows_ptr, tile // q_tiles * K_RUNS + k_run)
     m0 = tile % q_tiles * BLOCK_Q
     m1 = tl.minimum(m0 + BLOCK_Q, row.q_len)
-    m1 = tl.where(m0 < row.k_len + row.hi, m1, m0)  # beyond that, only padding lies within the band: key tiles leave it out
+    m1 = tl.where(m0 < row.k_len + row.hi, m1, m0)  # queries from there on have only padding in their band
     tiles = tiles_in_band(m0, m1, row.lo, row.hi, row.k_len, BLOCK_K)
     if extents_ptr is not None:
         i = m0 + tl.arange(0, BLOCK_Q)
@@ -125,7 +125,7 @@ def intervals(
             partly = count
     if begun > INTERVALS:
         count, partly, begun = highest - lowest, highest - lowest, 1
-        tl.debug_barrier()  # the stores below overwrite those above
+        tl.debug_barrier()  # orders the stores above before those below, which overwrite them
         tl.store(to + HEADER, lowest)
         tl.store(to + HEADER + 1, highest)
     tl.store(to, count)

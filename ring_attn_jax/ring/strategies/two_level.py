@@ -97,7 +97,7 @@ class TwoLevelStep(RingStep):
         inside = partial(send_inside, ranks=plan.host_ranks, axis=ring.axis, members=plan.ranks)
         hop = inner[number + 1] - inner[number] if number + 1 < len(inner) else 0
         self.keys, self.travelling = keys, None if before is None else before.travelling
-        self.shift = inner_ring.outer * plan.host_ranks + inner[number]  # of place 0, since that of this rank is traced
+        self.shift = inner_ring.outer * plan.host_ranks + inner[number]  # of the host's first rank: this rank is traced
         self.rows = rows(ring, plan.shift(lax.axis_index(ring.axis), inner_ring.outer, inner[number]))
         self.last = not hop and not inner_ring.crossing
         self.next_keys = inside(keys, hop) if hop else keys

@@ -61,7 +61,7 @@ class HeadExchange(OneWay):
             b, t, heads, width = dkv.shape
             dkv = summed(jnp.moveaxis(dkv.reshape(b, t, heads // head_split.copies, head_split.copies, width), 3, 0))
         dsinks = of_q.sinks
-        if dsinks is not None:  # of the heads of this rank, and 0 for all others
+        if dsinks is not None:  # add zeros for the heads of other ranks
             mine = jnp.arange(head_split.heads) // head_split.q_local == place
             dsinks = jnp.where(mine, jnp.tile(dsinks, head_split.ranks), 0)
         return dq, dkv, dsinks

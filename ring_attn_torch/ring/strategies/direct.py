@@ -31,7 +31,7 @@ class Direct(OneWay):
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
-        connect(ring.group, keys.kv.device)  # a rank may have nothing to send at the first shift
+        connect(ring.group, keys.kv.device)  # because a rank may have nothing to send at the first shift
         step = DirectStep(keys, None, ring, 0)
         for _, shift in pairwise(ring.plan.shifts):
             arriving = Slices(keys, ring, shift)

@@ -56,7 +56,7 @@ class HeadExchange(OneWay):
         if head_split.copies > 1:
             dkv = summed(dkv.unflatten(2, (head_split.kv_heads, head_split.copies)).movedim(3, 0).contiguous())
         dsinks = of_q.sinks
-        if dsinks is not None:  # of the heads of this rank, and 0 for all others
+        if dsinks is not None:  # add zeros for the heads of other ranks
             dsinks = torch.nn.functional.pad(
                 dsinks, (place * head_split.q_local, (head_split.ranks - place - 1) * head_split.q_local)
             )
