@@ -14,7 +14,7 @@ from .step import Ring, Step
 
 
 class RingPass:
-    """One pass over a ring, ``name`` "forward" or "backward". As a context it does nothing; in PyTorch it names lost ranks."""
+    """One pass over a ring, ``name`` "forward" or "backward". PyTorch's context names lost ranks; this one does nothing."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0
