@@ -64,12 +64,12 @@ class RingTransformer(nn.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
-    ``tied``: the head is the embedding. ``mlp_bias``: the MLP's linear maps have biases. ``published``: the data that ``load_llama`` keeps for
-    ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are cast to it at use, so
-    gradients of float32 weights, and their sums over ranks, are float32 even if it is torch.bfloat16. ``mlp_chunk``: the maximum
-    number of a rank's tokens that the MLP computes at a time, None for all. It limits the memory of the ``hidden`` features,
-    which the backward then recomputes once, as it does anyway if ``activations`` is not "keep". The other arguments are those
-    of :class:`RingAttention`.
+    ``tied``: the head is the embedding. ``mlp_bias``: the MLP's linear maps have biases. ``published``: the data that
+    ``load_llama`` keeps for ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are
+    cast to it at use, so gradients of float32 weights, and their sums over ranks, are float32 even if it is torch.bfloat16.
+    ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a time, None for all. It limits the memory of
+    the ``hidden`` features, which the backward then recomputes once, as it does anyway if ``activations`` is not "keep". The
+    other arguments are those of :class:`RingAttention`.
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
