@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_torch import ring_attention
 from ring_attn_torch.ring import agreement
+from ring_attn_torch.ring.groups import store_of
 
 RANKS = 4
 
@@ -261,7 +262,7 @@ def test_whoever_comes_after_the_others_gave_up_is_told_so(gloo):
 
 def one_comes_late(group):
     forget(group)
-    store = agreement.store_of(group)
+    store = store_of(group)
     if dist.get_rank():
         store.wait(["the first gave up"])
     try:
@@ -278,7 +279,7 @@ def test_calls_leave_no_keys_in_the_store(gloo):
 
 def keys_after_many_calls(group):
     extents = torch.tensor([[[0, 12]] * 6])
-    store = agreement.store_of(group)
+    store = store_of(group)
     ring_attention(**shards(), group=group, extents=extents)
     before = store.num_keys()
     for _ in range(20):

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.validation import in_words, is_integer
 
-from .groups import Group, group_name, group_of, rank_in, ranks_of
+from .groups import Group, group_name, group_of, rank_in, ranks_of, store_of
 
 GRACE = timedelta(seconds=5)
 """The longest time that a rank with an error waits for the error of a lower rank."""
@@ -206,11 +206,6 @@ def history_of(group: dist.ProcessGroup) -> _History:
     if group not in _histories:
         _histories[group] = _History(group)
     return _histories[group]
-
-
-def store_of(group: dist.ProcessGroup) -> Any:
-    """Return the key-value store by which the group's ranks found each other."""
-    return dist.distributed_c10d._get_process_group_store(group)
 
 
 def _exchange(

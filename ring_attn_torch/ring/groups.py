@@ -93,3 +93,8 @@ def rank_in(group: Group) -> int:
 
 def ranks_of(group: Group) -> int:
     return 1 if group is None else group.size()
+
+
+def store_of(group: dist.ProcessGroup) -> Any:
+    """Return the key-value store by which the group's ranks found each other."""
+    return dist.distributed_c10d._get_process_group_store(group)

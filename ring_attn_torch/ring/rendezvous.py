@@ -17,8 +17,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import history_of, store_of
-from .groups import rank_in, ranks_of
+from .agreement import history_of
+from .groups import rank_in, ranks_of, store_of
 from .transfer import lost
 
 
