@@ -37,6 +37,7 @@ ONLY_IN_TORCH = {
     "check_every_call": "in JAX all ranks run one program, so none can make another call",
     "ring/groups.py": "process groups and device meshes",
     "ring/peers.py": "memory that GPUs share, which JAX leaves to XLA",
+    "ring/rendezvous.py": "the exchange by which ranks map that memory",
     "ring/strategies/pull.py": "likewise",
     "ring/strategies/push.py": "likewise",
     "MultiheadAttention": "the module of torch.nn; flax's modules take an attention_fn",

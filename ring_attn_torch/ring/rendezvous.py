@@ -1,6 +1,6 @@
 """The rendezvous by which the ranks of a group map each other's symmetric memory.
 
-torch numbers the exchanges of a rendezvous by a counter of the process, not of the group (``StoreExchange`` in torch's
+PyTorch numbers the exchanges of a rendezvous by a counter of the process, not of the group (``StoreExchange`` in its
 CUDASymmetricMemoryUtils.hpp, 2.11 to 2.13). If some ranks of a group have met in a smaller group before, their numbers are ahead,
 and every rank waits for keys that no rank writes. So each rendezvous here has a store that renames the keys: it numbers the
 exchanges from 0.
