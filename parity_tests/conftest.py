@@ -14,6 +14,7 @@ from .support.timings import Timings
 from .support.warm import CACHE, QUICK
 
 EIGHT = "--xla_force_host_platform_device_count=8"
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of two workers wait for each other longer than small products take
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # a GPU is shared with PyTorch and with other processes
 if QUICK:
     os.environ.update(CACHE | os.environ)
