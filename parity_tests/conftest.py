@@ -89,6 +89,17 @@ def gloo():
 
 
 @pytest.fixture(scope="session")
+def interpreter():
+    """Such a pool of four, where Triton interprets its kernels."""
+    pytest.importorskip("triton")
+    from .support.spawn import Ranks
+
+    pool = Ranks(environment={"TRITON_INTERPRET": "1"}, most=4)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def four():
     """Such a pool of four, each of which has made the models of transformers, so that none comes late to another's first call."""
     pytest.importorskip("torch")

@@ -1,7 +1,7 @@
 """A pool of processes that run functions of tests: started once, reused, one thread each, on gloo by default.
 
 They are forked from a server that has imported PyTorch, so they start in hundredths of a second and share its memory. A pool with
-its own environment spawns them, because the server's imports may have read the variables already.
+its own environment spawns them if the server may have imported transformers, and so Triton, which has read its variables then.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -71,7 +72,8 @@ class Ranks:
     def _start(self) -> None:
         if self._processes:
             return
-        context = multiprocessing.get_context("spawn") if self._environment else warm.context("torch")
+        late = self._environment and "parity_tests.torch.hugging_face" in sys.modules
+        context = multiprocessing.get_context("spawn") if late else warm.context("torch")
         self._folder = tempfile.TemporaryDirectory(prefix="ring-attn-")
         store = os.path.join(self._folder.name, "store")
         for rank in range(self._most):

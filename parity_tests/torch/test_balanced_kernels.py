@@ -7,10 +7,9 @@ import pytest
 from ..support.balanced import KERNEL_CASES
 from ..support.cases import check
 from ..support.selection import first
-from .test_kernels import interpreter, run
+from .test_kernels import run
 
 pytest.importorskip("triton")
-__all__ = ["interpreter"]  # the fixture
 
 
 @pytest.mark.parametrize("case", first(KERNEL_CASES, 2, 6), ids=str)

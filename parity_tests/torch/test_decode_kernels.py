@@ -24,18 +24,10 @@ from ring_attn_torch.inference import decode as inference
 
 from ..support.decode import FEATURES, Problem, Shape
 from ..support.selection import first
-from ..support.spawn import Ranks
 from .decode import Pair, on_rank
 from .test_kernels import as_on_a_gpu
 
 pytest.importorskip("triton")
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    pool = Ranks(environment={"TRITON_INTERPRET": "1"}, most=2)
-    yield pool
-    pool.close()
 
 
 @contextmanager

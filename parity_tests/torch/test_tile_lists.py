@@ -17,26 +17,20 @@ from ring_attn_core.runs import Row
 
 from ..support.compilation import PLAIN
 from ..support.selection import first
-from ..support.spawn import Ranks
+from .test_kernels import as_on_a_gpu
 
 Q, K = 8, 4
 """Queries and keys of a tile, so that short rows have many."""
-
-
-@pytest.fixture(scope="module")
-def interpreter():
-    pool = Ranks(environment={"TRITON_INTERPRET": "1"}, most=1)
-    yield pool
-    pool.close()
 
 
 def lists(_: Any, call: Any, arrays: dict[str, np.ndarray], whole: bool) -> tuple[np.ndarray, np.ndarray]:
     from ring_attn_torch.attend.launch import launch
 
     array_names = {name: torch.from_numpy(x) for name, x in arrays.items()}
-    (array_names["key_bounds"],) = launch(extent_launches.key_bounds(call, K), array_names)
-    (array_names["intervals"],) = launch(extent_launches.intervals(call, Q, K, whole), array_names)
-    (of_keys,) = launch(extent_launches.query_tiles(call, Q, K), array_names)
+    with as_on_a_gpu():
+        (array_names["key_bounds"],) = launch(extent_launches.key_bounds(call, K), array_names)
+        (array_names["intervals"],) = launch(extent_launches.intervals(call, Q, K, whole), array_names)
+        (of_keys,) = launch(extent_launches.query_tiles(call, Q, K), array_names)
     return array_names["intervals"].numpy(), of_keys.numpy()
 
 
@@ -112,7 +106,8 @@ def test_lists_hold_the_tiles_that_some_query_sees_and_key_tiles_meet_their_turn
 def ranges(_: Any, call: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
     from ring_attn_torch.attend.launch import launch
 
-    (found,) = launch(extent_launches.key_ranges(call), {name: torch.from_numpy(x) for name, x in arrays.items()})
+    with as_on_a_gpu():
+        (found,) = launch(extent_launches.key_ranges(call), {name: torch.from_numpy(x) for name, x in arrays.items()})
     return found.numpy()
 
 
