@@ -83,14 +83,15 @@ SHORT_OF_REGISTERS = "backward 64", ("softcap", "everything")
 STACK_BY_CHANCE, RELOADS_BY_CHANCE = 8, 1
 """ptxas orders instructions by the table of source lines too: one PTX with other line numbers (3.6, dropout) had 4 for 3."""
 
-OFTEN = r"\w+ (64, 1 runs.*|128, 2 runs(, extents|, dropout_seed)?|128, middle step|.*everything)"
+OFTEN = r"\w+ (64, 1 runs|128, 2 runs, extents|128, middle step|.*everything)|backward (64, 1 runs.*|128, 2 runs, dropout_seed)"
 QUICK = ("forward 128, 1 runs", "backward 128, 1 runs")
 
 
 def compiled_in(name: str) -> Any:
     """Return a launch's name as a test's parameter: one launch without features of each kernel is in every run.
 
-    Each feature is in test-all on heads of 64 with one run, those that take most registers on 128 with two, too.
+    Test-all has all features at once in both passes, and each of the backward, which loses registers to one, on heads of 64 with
+    one run; those that take most registers are on 128 with two, too.
     """
     marks = pytest.mark.exhaustive if re.fullmatch(OFTEN, name) else pytest.mark.full
     return pytest.param(name, marks=() if name in QUICK else marks)
@@ -135,14 +136,12 @@ def test_what_newer_tritons_have_undone_is_undone_in_every_product():
 
 
 WIDTHS = {
-    (256, 256): {},
+    (256, 256): {"packed": True},
     (192, 128): {},
-    (192, 192): {"packed": True},
-    (128, 64): {"q_runs": 2, "k_runs": 2},
+    (128, 64): {"q_runs": 2, "k_runs": 2, "array_names": frozenset({"key_mask", "alibi_slopes"}), "softcap": 30.0},
     (136, 136): {"array_names": frozenset({"extents"}), "zero_masked": True, "fully_masked": True},
-    (256, 128): {"array_names": frozenset({"key_mask", "alibi_slopes"}), "softcap": 30.0},
 }
-"""Heads whose backward takes two passes, with a feature of the call each."""
+"""Heads whose backward takes two passes, with features of the call."""
 
 
 @pytest.mark.parametrize(
@@ -164,16 +163,10 @@ def test_tiles_of_wide_heads_compile():
         check_compiled(steps.forward(replace(HOPPER, head_dim=head_dim, v_dim=v_dim), False, False))
 
 
-@pytest.mark.parametrize(
-    ("first", "last", "runs"),
-    [
-        (False, False, 1),
-        *(pytest.param(*each, marks=pytest.mark.exhaustive) for each in [(False, False, 2), (False, True, 1), (True, False, 1)]),
-    ],
-)
-def test_the_hopper_forward_reads_and_writes_its_state_at_constant_distances(first, last, runs):
+@pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_the_hopper_forward_reads_and_writes_its_state_at_constant_distances(runs):
     """With an address for every element the loads wait for registers: the state then cost 7 % of a causal launch, not 3."""
-    kernel = compiled(steps.forward(replace(HOPPER, q_runs=runs, k_runs=runs), first, last), 90)
+    kernel = compiled(steps.forward(replace(HOPPER, q_runs=runs, k_runs=runs), False, False), 90)
     at = re.findall(r"(?:LDG|STG)\.E\.64 .*?\[R\d+\.64(\+-?0x\w+)?\]", sass(kernel))
     assert len(at) >= 64
     assert sum(not distance for distance in at) <= len(at) / 8
@@ -254,9 +247,9 @@ def test_key_extents_become_intervals_of_tiles_in_every_pass():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("array_names", [frozenset({"key_extents"}), frozenset({"key_extents", "extents"})], ids=len)
-def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, array_names):
+@pytest.mark.parametrize(("dim", "others"), [(64, set()), (128, {"extents"}), (256, {"extents"})])
+def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, others):
+    array_names = frozenset({"key_extents", *others})
     call = replace(
         HOPPER, array_names=array_names, zero_masked=True, fully_masked=True, head_dim=dim, v_dim=dim, q_runs=2, k_runs=2
     )
@@ -266,8 +259,7 @@ def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(d
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("place", [(True, False), (False, False)])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("packed", "place"), [(False, (True, False)), (True, (False, False))])
 def test_the_hopper_backward_compiles_in_every_step_of_a_ring(packed, place):
     call = replace(
         HOPPER,
