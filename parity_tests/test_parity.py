@@ -14,6 +14,7 @@ pytest.importorskip("torch")
 from .jax import ring as on_jax
 from .support.cases import CHOSEN, REST, SPECIAL, Case
 from .support.combinations import COMBINATIONS
+from .support.selection import one_in
 from .torch import ring as on_torch
 
 
@@ -28,9 +29,9 @@ def test_frameworks_agree_on_cross_attention_padding_and_odd_sizes(gloo, case, r
     record_property("worst", agree(gloo, case, quick=False))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [case for case in COMBINATIONS if case.dtype == "float32"], ids=str)
+@pytest.mark.parametrize("case", [each for each in one_in(3, COMBINATIONS) if each.values[0].dtype == "float32"], ids=str)
 def test_frameworks_agree_on_features_together(gloo, case, record_property):
+    """Those that the tests of the ring have computed in either framework."""
     record_property("worst", agree(gloo, case))
 
 

@@ -123,9 +123,9 @@ def test_a_cache_that_cannot_be_written_is_named_once(monkeypatch, tmp_path):
     for cached in (compile._find_cache, compile._compiled):
         cached.cache_clear()
     with pytest.warns(UserWarning, match="Triton cannot write its cache, .*file/cache .*TRITON_CACHE_DIR") as said:
-        call = runnable(on_a_gpu("auto"))
+        call = runnable(on_a_gpu("triton"))
     assert len(said) == 1
-    assert call is not None and call.hopper
+    assert call is not None
 
 
 @pytest.mark.parametrize(

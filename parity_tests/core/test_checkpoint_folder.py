@@ -80,10 +80,10 @@ def test_a_rename_of_a_folder_that_a_kill_cuts_short_leaves_nothing_complete(tmp
         shutil.copy(self / "a.safetensors", target)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "rename", cut_short)
-    with pytest.raises(KeyboardInterrupt):
-        saved(checkpoints, 2)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "rename", cut_short)
+        with pytest.raises(KeyboardInterrupt):
+            saved(checkpoints, 2)
     assert checkpoints.steps() == [1]
     saved(checkpoints, 2, "again")
     assert checkpoints.steps() == [1, 2]

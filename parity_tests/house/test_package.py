@@ -99,11 +99,13 @@ def empty(dist, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "env" / "bin"
 
 
+@pytest.mark.exhaustive
 def test_the_core_works_from_the_wheel_alone(empty: Path, tmp_path: Path):
     program = "from ring_attn_core import RingPlan, causal; print(RingPlan('zigzag', causal(), 4, 4).balance)"
     assert run(empty / "python", "-c", program, folder=tmp_path).stdout == "1.0\n"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("package", ["jax", "torch"])
 def test_a_package_without_its_framework_names_the_extra(empty: Path, tmp_path: Path, package: str):
     done = run(empty / "python", "-c", f"import ring_attn_{package}", folder=tmp_path)
@@ -112,6 +114,7 @@ def test_a_package_without_its_framework_names_the_extra(empty: Path, tmp_path: 
     )
 
 
+@pytest.mark.exhaustive
 def test_the_package_for_hugging_face_names_its_extra(tmp_path: Path):
     pytest.importorskip("torch")
     program = (
@@ -122,6 +125,7 @@ def test_the_package_for_hugging_face_names_its_extra(tmp_path: Path):
     )
 
 
+@pytest.mark.exhaustive
 def test_the_command_names_its_extra(empty: Path, tmp_path: Path):
     done = run(empty / "ring-attn", "plan", folder=tmp_path)
     assert done.returncode != 0

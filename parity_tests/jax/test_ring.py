@@ -84,8 +84,7 @@ def test_nan_that_nobody_may_see_changes_no_bit(case):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "ranks"), [("zigzag", 1), ("zigzag", 3), ("striped", 2), ("contiguous", 8)])
 def test_dropout_keeps_the_same_set_on_every_ring(layout, ranks):
     case = one_hot(Case(layout, full(), ranks, v_dim=37, dropout_rate=0.3))
     check_kept(case, natural(case, dropped(case, mesh_of(ranks), case.seed)))

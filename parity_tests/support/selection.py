@@ -26,5 +26,12 @@ def first(values: Iterable[Any], count: int = 1, most: int | None = None, others
     return [pytest.param(*each, marks=marks[(i >= count) + (i >= max(count, most))]) for i, each in enumerate(parameters)]
 
 
+def one_of_each(n: int, values: Iterable[Any]) -> list[Any]:
+    """Return parameters of a test: one of each ``n`` in a row runs always, in turn another; the others in ``make test-all``."""
+    return [
+        pytest.param(*each, marks=() if i % n == i // n % n else pytest.mark.exhaustive) for i, each in enumerate(_tuples(values))
+    ]
+
+
 def _tuples(values: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [value if isinstance(value, tuple) else (value,) for value in values]
