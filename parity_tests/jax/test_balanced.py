@@ -179,7 +179,7 @@ def test_a_model_in_a_traced_layout_computes_what_one_rank_does():
     shard_of = partial(shard_batch, jnp.asarray(ids), documents=jnp.asarray(documents))
     whole, shard = shard_of("contiguous", 1), shard_of("balanced", 4)
     assert shard.layout is not None
-    alone = model(mesh_of(1))(whole.ids, whole.positions, extents=whole.extents)
+    alone = nnx.jit(lambda model: model(whole.ids, whole.positions, extents=whole.extents))(model(mesh_of(1)))
     call = lambda model, ids, extents, layout: model(ids, None, layout.length, extents=extents, layout=layout)
     dealt, table = shard.layout, TracedLayout.of(shard.layout)
     static = nnx.jit(lambda model, ids, extents: call(model, ids, extents, dealt))

@@ -156,8 +156,8 @@ def test_dropout_keeps_the_set_of_the_truth(interpreter, layout):
 
 def test_a_tile_that_lies_in_two_spans_of_the_key_mask_looks_at_both(interpreter):
     """Where keys are hidden is noted by spans of 64, and the second run of a shard begins at its key 72."""
-    case = Case(mask=MASKS["full"], ranks=1, length=144, batch=1, heads=1, kv_heads=1, key_mask="random")
-    case = case.given(key_mask=np.arange(144)[None] < 128)
+    case = Case(mask=MASKS["full"], ranks=2, kv_length=288, batch=1, heads=1, kv_heads=1, key_mask="random")
+    case = case.given(key_mask=np.arange(288)[None] < 272)
     check(case, run(interpreter, case))
 
 
