@@ -127,6 +127,18 @@ def test_steps_are_the_same_on_four_ranks_of_either_framework_and_on_one(gloo, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
+def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: str, gloo, tmp_path: Path):
+    zigzag, balanced = (config_of(tmp_path, name, 2, 6) for name in ("zigzag", "balanced"))
+    balanced = replace(balanced, ring=replace(balanced.ring, layout="balanced"))
+    for config in (zigzag, balanced):
+        in_jax(config) if framework == "jax" else gloo(2, on_ranks, config)
+    assert len(numbers(zigzag)["losses"]) == 6
+    assert_close(numbers(balanced), numbers(zigzag))
+    assert_close(weights(balanced), weights(zigzag))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", first(["torch", "jax"]))
 def test_a_run_that_was_stopped_goes_on_to_the_same_bits(framework: str, gloo, tmp_path: Path):
     whole, stopped = (of_rows(config_of(tmp_path, name, 1, 7)) for name in ("whole", "stopped"))
     work = in_jax if framework == "jax" else lambda config, stop=0: gloo(1, on_ranks, config, stop)

@@ -92,6 +92,10 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
             "data.length = 1023 cannot be split by 4 ranks in the layout 'zigzag': make it a multiple of 8",
         ),
         ("[ring]\nlayout = 'spiral'", "unknown layout 'spiral'"),
+        (
+            "[data]\nlength = 1022\n[ring]\nlayout = 'balanced'",
+            "data.length = 1022 cannot be split by 4 ranks in the layout 'balanced': make it a multiple of 4",
+        ),
         ("init_from = 'there'\n[model]\ndim = 4", "init_from = 'there' says what the model is, and so does [model]"),
         ("init_from = 'nowhere'", "init_from = 'nowhere' is no folder with a config.json: pass one"),
         ("init_from = 'before'", "init_from = 'before' is no folder with a config.json: did you mean 'before/weights'?"),

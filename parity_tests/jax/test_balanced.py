@@ -108,15 +108,18 @@ def test_documents_that_jax_traces_are_refused():
         jax.jit(lambda x: shard_batch(x, "balanced", 2, documents=x)[0])(jnp.zeros((1, 8), jnp.int32))
 
 
-@partial(jax.jit, static_argnames=("mask", "strategy"), compiler_options=QUICK if jax.default_backend() == "cpu" else None)
-def of_traced(arrays: Any, features: dict[str, Any], layout: TracedLayout, mask: Any, strategy: Any = "auto") -> Any:
+@partial(
+    jax.jit,
+    static_argnames=("mask", "strategy", "dropout_rate"),
+    compiler_options=QUICK if jax.default_backend() == "cpu" else None,
+)
+def of_traced(arrays: Any, features: dict[str, Any], layout: TracedLayout, dropout_seed: Any, **options: Any) -> Any:
     """Return out, lse and the gradients of q, k and v in a traced layout, and out at padding."""
     put = lambda x: to_layout(x, layout, layout.ranks)
     q, k, v, dout, dlse = map(put, arrays)
-    sinks = {name: x for name, x in features.items() if name == "sinks"}
-    given: Any = (
-        {name: put(x) for name, x in features.items() if name not in sinks} | {"mask": mask, "strategy": strategy} | sinks
-    )
+    of_heads = "sinks", "alibi_slopes"
+    given: Any = {name: x if name in of_heads else put(x) for name, x in features.items()}
+    given |= options | {"dropout_seed": dropout_seed}
     call = partial(sharded_ring_attention, mesh=mesh_of(layout.ranks), layout=layout, return_lse=True, **given)
     results, vjp = jax.vjp(call, q, k, v)
     padding = layout.table.reshape(-1) >= layout.length
@@ -125,9 +128,10 @@ def of_traced(arrays: Any, features: dict[str, Any], layout: TracedLayout, mask:
 
 
 TRACED: list[dict[str, Any]] = [
-    {"mask": causal(), "key_mask": "random"},
+    {"mask": causal(), "key_mask": "random", "alibi": True, "dropout_rate": 0.3},
     {"mask": sliding_window(9), "extents": "documents", "sinks": True, "strategy": TwoLevel(ranks=2)},
     {"mask": sliding_window(7, 3), "key_extents": "tree", "strategy": "two_way"},
+    {"mask": causal(), "extents": "documents", "key_extents": "any", "alibi": True, "dropout_rate": 0.3},
 ]
 
 
@@ -138,7 +142,9 @@ def test_a_traced_layout_is_exact_and_other_documents_do_not_compile_anew(option
         case = Case(balanced_layout(documents, 4, seq_local=17), length=61, **options)
         assert isinstance(case.layout, BalancedLayout)
         arrays = case.arrays.values()
-        results, of_padding = of_traced([*arrays], case.features, TracedLayout.of(case.layout), case.mask, case.strategy)
+        static = {"mask": case.mask, "strategy": case.strategy, "dropout_rate": case.dropout_rate or None}
+        seed = case.seed if case.dropout_rate else None
+        results, of_padding = of_traced([*arrays], case.features, TracedLayout.of(case.layout), seed, **static)
         for name, mine in zip(("out", "lse", "dq", "dk", "dv"), results, strict=True):
             assert relative_error(np.asarray(mine), getattr(case.expected, name)) <= computed_bound(case, name), name
         assert (np.asarray(of_padding) == 0).all()
@@ -151,7 +157,7 @@ def test_a_traced_layout_is_exact_and_other_documents_do_not_compile_anew(option
     [
         ({"strategy": "gather"}, "strategy='gather' does not run a TracedLayout"),
         ({"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens"),
-        ({"alibi_slopes": jnp.ones(4)}, "alibi_slopes counts positions along runs"),
+        ({"alibi_slopes": jnp.ones(4), "backend": "triton"}, "alibi_slopes counts positions along runs"),
         (
             {"layout": TracedLayout.of(balanced_layout((40,), 2))},
             "a shard of this layout has 20 tokens on each",

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 from ring_attn_core import layouts
+from ring_attn_core.data.settings import BALANCED
 from ring_attn_core.model.checks import LARGEST
 
 from .schedules import schedule
@@ -81,6 +82,11 @@ class RingConfig:
     activations: str = "keep"
     chunk: int = 4096
 
+    @property
+    def model_layout(self) -> str:
+        """Return the layout with which the model is constructed; calls of the model pass a balanced layout themselves."""
+        return "contiguous" if self.layout == BALANCED else self.layout
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
@@ -140,7 +146,7 @@ class Config:
             if not getattr(self.optimizer, name) > 0:
                 raise ValueError(f"optimizer.{name} must be more than 0, got {getattr(self.optimizer, name)}")
         self._check_schedule()
-        unit = self.ring.ranks * layouts.slots(self.ring.layout)
+        unit = self.ring.ranks * (1 if self.ring.layout == BALANCED else layouts.slots(self.ring.layout))
         if self.data.length % unit:
             raise ValueError(
                 f"data.length = {self.data.length} cannot be split by {self.ring.ranks} ranks in the layout "

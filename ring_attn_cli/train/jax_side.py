@@ -24,6 +24,7 @@ from ring_attn_jax import (
     RingTransformer,
     SequenceShardedDataset,
     Shard,
+    TracedLayout,
     check_ranks,
     count_labels,
     from_numpy,
@@ -107,12 +108,13 @@ def mesh_of(config: Config) -> Mesh:
 
 
 class Batch(NamedTuple):
-    """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order."""
+    """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order; a layout if it is balanced."""
 
     ids: Any
     labels: Any
     positions: Any
     extents: Any
+    layout: TracedLayout | None
 
 
 class StaticArguments(NamedTuple):
@@ -141,7 +143,7 @@ class JaxTrainer:
     def _made(self) -> RingTransformer:
         """Load the model of ``init_from``, or make one with the same initial weights as in PyTorch."""
         of, folder = self._config.ring, self._config.init_from
-        how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
+        how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
         if folder is not None:
             arguments = dict(self._config.model)
@@ -181,20 +183,19 @@ class JaxTrainer:
         unit = 1 if sys.platform == "darwin" else 1024
         return RunDevices(device.device_kind, self._mesh.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
-    def _how(self, shard: Shard) -> StaticArguments:
-        return StaticArguments(self._mesh, self._config.ring.chunk, shard.length, self._config.rows)
+    def _how(self, of: Shard) -> StaticArguments:
+        return StaticArguments(self._mesh, self._config.ring.chunk, of.length, self._config.rows)
 
     def _placed(self, microbatches: list[Shard]) -> Batch:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
-        there = NamedSharding(self._mesh, PartitionSpec(None, *AXES))
 
-        def placed(name: str) -> jax.Array | None:
-            if getattr(microbatches[0], name) is None:  # text of one document has no extents
-                return None
-            whole = np.stack([np.asarray(getattr(shard, name)) for shard in microbatches])
-            return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
+        def placed(spec: PartitionSpec, *leaves: Any) -> jax.Array:
+            whole = np.stack(list(map(np.asarray, leaves)))
+            return jax.make_array_from_callback(whole.shape, NamedSharding(self._mesh, spec), lambda index: whole[index])
 
-        return Batch(*map(placed, Batch._fields))
+        layouts = [None if shard.layout is None else TracedLayout.of(shard.layout) for shard in microbatches]
+        tokens: Any = jax.tree.map(partial(placed, PartitionSpec(None, *AXES)), *[shard[:4] for shard in microbatches])
+        return Batch._make([*tokens, jax.tree.map(partial(placed, PartitionSpec()), *layouts)])
 
 
 class JaxSide(JaxTrainer):
@@ -255,8 +256,7 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArgu
 
     def objective(weights: Any, number: jax.Array, microbatch: Batch) -> jax.Array:
         whole = nnx.merge(structure, weights)
-        drawn = seed if model.config.dropout_rate else None
-        hidden = _hidden(whole, microbatch, how, drawn, number * how.rows)
+        hidden = _hidden(whole, microbatch, how, seed if model.config.dropout_rate else None, number * how.rows)
         return (_loss(whole, hidden, microbatch.labels, how) / total).astype(kind)
 
     def add(sums: Any, each: tuple[jax.Array, Batch]) -> tuple[Any, None]:
@@ -271,7 +271,7 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArgu
 
 @partial(nnx.jit, static_argnames=("ends", "how"))
 def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: StaticArguments) -> tuple[jax.Array, jax.Array]:
-    one = Batch(*(x[0] for x in batch))
+    one = jax.tree.map(lambda x: x[0], batch)
     hidden, before = _hidden(model, one, how), one.positions - one.extents[..., 0]
     sums, counts = [], []
     for begin, end in zip((0, *ends), ends, strict=False):
@@ -283,15 +283,15 @@ def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: St
 
 @partial(nnx.jit, static_argnames=("how",))
 def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: StaticArguments) -> jax.Array:
-    hidden = _hidden(model, Batch(*(x[0] for x in batch)), how)[where]
+    hidden = _hidden(model, jax.tree.map(lambda x: x[0], batch), how)[where]
     best = (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
     return jax.lax.with_sharding_constraint(best, NamedSharding(how.mesh, PartitionSpec()))  # replicated for all processes
 
 
 def _hidden(model: RingTransformer, batch: Batch, how: StaticArguments, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
     """Return the input of the head. With a ``seed``, apply dropout with it and with the row index within the step."""
-    inputs = batch.ids, batch.positions, how.length
-    return model(*inputs, extents=batch.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
+    inputs, masks = (batch.ids, batch.positions, how.length), {"extents": batch.extents, "layout": batch.layout}
+    return model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
 
 def _loss(model: RingTransformer, hidden: jax.Array, labels: jax.Array, how: StaticArguments) -> jax.Array:

@@ -125,7 +125,7 @@ class TorchTrainer:
     def _made(self) -> RingTransformer:
         """Load the model of ``init_from``, or make one with the same initial weights as in JAX."""
         of, folder = self._config.ring, self._config.init_from
-        how: dict[str, Any] = {"layout": of.layout, "backend": of.backend, "strategy": of.strategy}
+        how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}
         with self._places.device:
             if folder is not None:
@@ -205,7 +205,8 @@ class TorchTrainer:
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
         seed = None if step is None or not self.config.dropout_rate else self._config.seed + step
         inputs = shard.ids, shard.positions, shard.length
-        return self._model(*inputs, extents=shard.extents, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
+        masks: dict[str, Any] = {"extents": shard.extents, "layout": shard.layout}
+        return self._model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """Return the loss summed over the labels of all ranks, computed in chunks of tokens."""

@@ -42,13 +42,14 @@ class Candidate:
 def _balanced(problem: Problem) -> str | None:
     """Return why kernels, which take each shard of a balanced layout as one run, cannot run a problem, or None if they can."""
     layout = problem.options.layout
-    if not isinstance(layout, BalancedLayout):
+    if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
         return None
     if counted := {"alibi_slopes", "dropout_seed"}.intersection(array.name for array in problem.arrays):
         return f"{min(counted)} counts positions along runs, and those of a balanced layout are of any length"
     if problem.steps.q_shards * problem.steps.k_shards > 1:
         return f'strategy="{problem.strategy}" joins shards, and in a balanced layout these are not in order of position'
-    return None if layout.ascends else "the runs of a rank are not in order of position: make the layout with balanced_layout"
+    ordered = isinstance(layout, str) or layout.ascends
+    return None if ordered else "the runs of a rank are not in order of position: make the layout with balanced_layout"
 
 
 def _triton(problem: Problem) -> str | None:
@@ -264,8 +265,7 @@ def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
     """Return every launch of the pass ``name``."""
     from . import steps
 
-    of = {"forward": steps.of_forward, "backward": steps.of_backward}[name]
-    return list(of(call, len(problem.steps.shifts)))
+    return list({"forward": steps.of_forward, "backward": steps.of_backward}[name](call, len(problem.steps.shifts)))
 
 
 def _left_to_portable(problem: Problem) -> frozenset[str]:

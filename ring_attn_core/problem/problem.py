@@ -25,8 +25,8 @@ class Problem:
     ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
     ``arrays``: the optional arrays of the call, in the order of the signature. ``capability``: compute capability of the NVIDIA
     GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
-    descriptors. ``machine``: the machine's record for the cost model, None if it was not measured. ``host_ranks``: number of
-    consecutive ranks on each host, 0 if unknown.
+    descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX. ``machine``: the machine's record for the cost
+    model, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown.
     """
 
     q_shape: tuple[int, ...]
@@ -40,6 +40,7 @@ class Problem:
     capability: int = 0
     framework: str = "jax"
     tma: bool = True
+    traced_layout: bool = False
     machine: Machine | None = None
     host_ranks: int = 0
 

@@ -124,4 +124,5 @@ def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple
     q_pos, k_pos = own(at.q_start, q.shape[1]), own(at.k_start, keys.kv.shape[1])
     row = jnp.stack(at._replace(q_start=at.q_base, k_start=at.k_base))[None, None]
     of_keys = None if keys.extents is None else _local(q_pos, keys.extents)
-    return keys._replace(extents=of_keys), row, replace(score, extents=_local(k_pos, score.extents))
+    score = replace(score, extents=_local(k_pos, score.extents), step_positions=(q_pos, k_pos))
+    return keys._replace(extents=of_keys), row, score

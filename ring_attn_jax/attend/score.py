@@ -13,7 +13,7 @@ from .dropout import DropoutState
 @partial(
     jax.tree_util.register_dataclass,
     meta_fields=["scale", "softcap", "dropout_rate"],
-    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed", "positions"],
+    data_fields=["extents", "sinks", "alibi_slopes", "dropout_seed", "positions", "step_positions"],
 )
 @dataclass(frozen=True)
 class Score:
@@ -34,3 +34,5 @@ class Score:
     dropout_seed: DropoutState | None = None
     positions: jax.Array | None = None
     """int32 [ranks * s]: the position of each token of a traced layout, in layout order; that of padding is ``BEYOND``."""
+    step_positions: tuple[jax.Array, jax.Array] | None = None
+    """int32 [s] and [t]: the positions of the queries and keys of a step, if its rows count local indices."""

@@ -55,6 +55,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
         described(arrays._replace(dropout_seed=None, positions=None)._asdict()) + of_seed,
         capability(),
         tma=makes_descriptors(),
+        traced_layout=arrays.positions is not None,
     )
 
 

@@ -69,11 +69,6 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
             f"a shard of this layout has {local} tokens on each of {ranks} ranks, got {shape[1]} in q: shard with to_layout, by "
             "this layout"
         )
-    for name in ("alibi_slopes", "dropout_seed"):
-        if getattr(arrays, name) is not None:
-            raise ValueError(
-                f"{name} counts positions along runs, and those of a TracedLayout are not known: pass a BalancedLayout"
-            )
     if (name := name_of(options.strategy)) not in ("ring", "two_way", "two_level"):
         raise ValueError(
             f'strategy={name!r} does not run a TracedLayout: pass "ring", "two_way" or TwoLevel, or a BalancedLayout'
