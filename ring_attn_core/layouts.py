@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from numbers import Integral
+from typing import Any
 
 from .runs import Run
 from .validation import in_words, is_integer
@@ -92,17 +93,21 @@ def named(layout: object) -> Layout:
     return LAYOUTS[layout]
 
 
-def gathered_length(shape: tuple[int, ...], layout: str, ranks: int, length: object) -> int:
-    """Return the global number of tokens: ``length``, or ``ranks`` times the tokens of a shard if ``length`` is None.
+def gathered_length(shape: tuple[int, ...], layout: Any, ranks: int, length: object) -> int:
+    """Return the global number of tokens: ``length``, or if it is None all tokens of the shards or those of a balanced layout.
 
-    ``shape``: the shape of a shard, [batch, tokens, ...].
+    ``shape``: the shape of a shard, [batch, tokens, ...]. ``layout``: a name, a BalancedLayout or a TracedLayout.
 
     Raise ValueError if ``shape`` has fewer than 2 dimensions, or if its token dimension is not the shard size for ``length``.
     """
     if len(shape) < 2:
         raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")
-    held = shape[1] * ranks if length is None else length
-    local = padded_local(layout, ranks, held)  # type: ignore[arg-type]
+    if balanced := hasattr(layout, "seq_local"):
+        held = layout.length if length is None else length
+        layout.check(ranks, held)
+    else:
+        held = shape[1] * ranks if length is None else length
+    local = layout.seq_local if balanced else padded_local(layout, ranks, held)  # type: ignore[arg-type]
     if local != shape[1]:
         raise ValueError(
             f"x holds {shape[1]} tokens, and of length={held} over {ranks} ranks in {layout} a shard has {local}: pass the "

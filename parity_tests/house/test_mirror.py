@@ -53,6 +53,7 @@ ONLY_IN_TORCH = {
     "transformers/__init__.py": "Hugging Face's models are PyTorch's",
     "transformers/arguments.py": "the same",
     "transformers/attention.py": "the same",
+    "transformers/balanced.py": "the same",
     "transformers/cache.py": "the same",
     "transformers/loss.py": "the same",
     "transformers/masks.py": "the same",

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ring_attn_jax import from_layout, gather, gather_token, to_layout
+from ring_attn_jax import TracedLayout, from_layout, gather, gather_token, to_layout
 
-from ..support.gathered import LENGTH, ROWS, sequence
+from ..support.gathered import DEALT, LENGTH, ROWS, sequence
 from .models import REPLICATED
 from .ring import SEQ, mesh_of
 
 FIRST = PartitionSpec("seq")
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (4, "zigzag"), (4, "striped")])
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [(1, "zigzag"), (2, "contiguous"), (4, "zigzag"), (4, "striped"), (3, DEALT), (3, TracedLayout.of(DEALT))],
+)
 def test_every_rank_gets_the_whole_and_its_shard_the_sum_of_the_cotangents(ranks, layout):
     """Each rank multiplies the whole by a cotangent of its own; what padding holds is NaN, and may not matter."""
     x, dwhole, dtoken = sequence(ranks)

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
+from ring_attn_core.plan.balanced import balanced_layout
+
 LENGTH = 13
 ROWS = np.array([12, 3, -1])
 """A position for each row; no rank holds the last one, which does not count from the end."""
+
+
+DEALT = balanced_layout((2, 6, 1, 4), 3, seq_local=5)
+"""A layout of LENGTH tokens and 2 of padding over three ranks."""
 
 
 def sequence(ranks: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

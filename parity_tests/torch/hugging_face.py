@@ -259,9 +259,10 @@ def over_a_ring(group: Any, cases: list[Case]) -> list[Outcome]:
 
 def _one(group: Any, case: Case) -> Outcome:
     model, given = make(case.model, case.dtype, "ring"), batch(case)
-    with computing(case.dtype), hf.sequence_parallel(model, group, case.layout):
+    balanced = case.layout == "balanced"  # which only a call knows
+    with computing(case.dtype), hf.sequence_parallel(model, group, case.layout, gather_logits=balanced):
         output = model(**given)
-        result = gather(result_of(output), group=group, layout=case.layout, length=LENGTH)
+        result = result_of(output) if balanced else gather(result_of(output), group=group, layout=case.layout, length=LENGTH)
         if "labels" in given:
             output.loss.backward()
             loss = output.loss

@@ -121,7 +121,7 @@ def test_another_list_of_documents_on_one_rank_is_refused_on_all(gloo):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: gather(x[..., None], layout=OF_TWO), "a balanced layout follows from documents"),
+        (lambda x: gather(x[..., None], layout=OF_TWO), "this layout deals 32 tokens to 2 ranks, got 32 tokens and 1 ranks"),
         (lambda x: to_layout(x, OF_TWO, 2), "this layout deals 32 tokens to 2 ranks, got 9 tokens"),
         (lambda x: shard_batch(x, "balanced", 2, tree=([-1], [9])), "deals documents, and a tree was given"),
         (lambda x: shard_batch(x, "balanced", 2, documents=torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 0]])), "must not decrease"),

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
 from ring_attn_torch import from_layout, gather, gather_token, to_layout
 
-from ..support.gathered import LENGTH, ROWS, sequence
+from ..support.gathered import DEALT, LENGTH, ROWS, sequence
 from ..support.spawn import PerRank
 from .models import Group, rank_in, ranks_of
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (4, "zigzag"), (4, "striped")])
+@pytest.mark.parametrize(("ranks", "layout"), [(1, "zigzag"), (2, "contiguous"), (4, "zigzag"), (4, "striped"), (3, DEALT)])
 def test_every_rank_gets_the_whole_and_its_shard_the_sum_of_the_cotangents(gloo, ranks, layout):
     x, dwhole, dtoken = sequence(ranks)
     results = gloo(ranks, gathered_on_rank, layout, x, PerRank(*dwhole), PerRank(*dtoken))
@@ -30,9 +32,9 @@ def test_every_rank_gets_the_whole_and_its_shard_the_sum_of_the_cotangents(gloo,
     np.testing.assert_allclose(back("drows"), expected, rtol=1e-6, atol=1e-6)
 
 
-def gathered_on_rank(group: Group, layout: str, x: np.ndarray, dwhole: np.ndarray, dtoken: np.ndarray) -> dict[str, np.ndarray]:
+def gathered_on_rank(group: Group, layout: Any, x: np.ndarray, dwhole: np.ndarray, dtoken: np.ndarray) -> dict[str, np.ndarray]:
     """What padding holds is NaN, and may not matter."""
-    ring = {"group": group, "layout": layout, "length": LENGTH}
+    ring: Any = {"group": group, "layout": layout, "length": LENGTH}
     mine = lambda x, pad: to_layout(x, layout, ranks_of(group), pad_value=pad).chunk(ranks_of(group), 1)[rank_in(group)]
     natural = torch.from_numpy(x)
     shard = mine(natural, torch.nan).requires_grad_()
@@ -42,6 +44,8 @@ def gathered_on_rank(group: Group, layout: str, x: np.ndarray, dwhole: np.ndarra
     got |= {"mask": gather(mine(natural > 0, False), **ring), "ids": gather(mine((natural * 100).int(), 0), **ring)}
     got |= {"last": gather_token(shard, length=LENGTH, group=group, layout=layout)}
     assert torch.equal(got["last"], gather_token(shard, LENGTH - 1, **ring))
+    if not isinstance(layout, str):  # which knows its length
+        assert torch.equal(whole, gather(shard, group=group, layout=layout))
     return {name: y.detach().numpy() for name, y in got.items()}
 
 

@@ -50,6 +50,14 @@ def test_logits_loss_and_gradients_are_eager_attentions(four: Any, name: str, ra
             compare(got, case)
 
 
+@pytest.mark.parametrize(("name", "ranks"), first([("llama", 4), ("gemma3", 3), ("llama4", 2), ("qwen2_5_vl", 4)], 2))
+def test_they_are_in_a_balanced_layout(four: Any, name: str, ranks: int):
+    cases = [Case(name, kind, "balanced") for kind in KINDS[name]]
+    for outcomes in four(ranks, over_a_ring, cases):
+        for got, case in zip(outcomes, cases, strict=True):
+            compare(got, case)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", CLASSES)

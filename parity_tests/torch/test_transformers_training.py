@@ -74,8 +74,9 @@ def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any
         ("activation_checkpointing_kwargs", {"offload": True, "use_reentrant": False}),
         ("per_device_eval_batch_size", 3),
     )
+    chunks = ("loss_chunk", 5), ("layout", "balanced")
     runs = [
-        Run(5, str(tmp_path / "rings"), settings=offloading, trainer=(("loss_chunk", 5),), ring=2, rows=1, **settings),
+        Run(5, str(tmp_path / "rings"), settings=offloading, trainer=chunks, ring=2, rows=1, **settings),
         Run(5, str(tmp_path / "mesh"), settings=(("cp", 2),), rows=1, **settings),  # 4 rows a ring, 6 in the last batch of 8
     ]
     for results in four(4, all_trained, runs):

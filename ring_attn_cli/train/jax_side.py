@@ -189,7 +189,7 @@ class JaxTrainer:
     def _placed(self, microbatches: list[Shard]) -> Batch:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
 
-        def placed(spec: PartitionSpec, *leaves: Any) -> jax.Array:
+        def placed(spec: PartitionSpec, *leaves: jax.Array) -> jax.Array:
             whole = np.stack(list(map(np.asarray, leaves)))
             return jax.make_array_from_callback(whole.shape, NamedSharding(self._mesh, spec), lambda index: whole[index])
 

@@ -92,17 +92,24 @@ def layout_of_ids(ids: Sequence[Sequence[int]], ranks: int) -> BalancedLayout:
     ``ids``: the document id of each token; all rows have the same length. Negative ids are padding: at the end of a row it costs
     nothing, elsewhere each padding token costs as much as a document of one token.
     """
-    length, rows = len(ids[0]) if ids else 0, []
-    for row in ids:
-        lengths: list[int] = []
-        stretches = [(document, sum(1 for _ in same)) for document, same in groupby(row, key=lambda i: max(i, -1))]
-        if stretches and stretches[-1][0] < 0:
-            stretches.pop()
-        for document, tokens in stretches:
-            lengths.extend([1] * tokens if document < 0 else [tokens])
+    rows = [[(document, sum(1 for _ in same)) for document, same in groupby(row, key=lambda i: max(i, -1))] for row in ids]
+    return layout_of_stretches(rows, len(ids[0]) if ids else 0, ranks)
+
+
+def layout_of_stretches(
+    rows: Sequence[Sequence[tuple[int, int]]], length: int, ranks: int, mask: Band | Mapping[Band, float] | None = None
+) -> BalancedLayout:
+    """Assign the documents of batch rows of ``length`` tokens to ranks, as ``layout_of_ids`` does.
+
+    ``rows``: for each row the (document id, tokens) of its stretches of equal ids, in order. ``mask``: as in ``balanced_layout``.
+    """
+    documents = []
+    for row in rows:
+        held = row[:-1] if row and row[-1][0] < 0 else row
+        lengths = [count for document, tokens in held for count in ([1] * tokens if document < 0 else [tokens])]
         if lengths:
-            rows.append(lengths)
-    return replace(balanced_layout(rows, ranks, seq_local=-(-length // ranks)), length=length)
+            documents.append(lengths)
+    return replace(balanced_layout(documents, ranks, seq_local=-(-length // ranks), mask=mask), length=length)
 
 
 class RankWork(NamedTuple):

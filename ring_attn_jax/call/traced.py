@@ -49,6 +49,11 @@ class TracedLayout:
         """Return the number of ranks."""
         return self.table.shape[0]
 
+    @property
+    def seq_local(self) -> int:
+        """Return the number of tokens of each rank, padding included."""
+        return self.table.shape[1]
+
     def check(self, ranks: object, length: object) -> None:
         """Raise ValueError if this layout has another number of ranks or another length."""
         check_layout(self, ranks, length)

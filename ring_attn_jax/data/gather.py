@@ -9,17 +9,26 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_attn_core.layouts import gathered_length, token_position
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along
 
 from ..axes import check_axis_name
+from ..call.traced import TracedLayout
 from .layout import from_layout, positions
 
 
-def gather(x: jax.Array, *, axis_name: str = "seq", layout: str = "zigzag", length: int | None = None) -> jax.Array:
+def gather(
+    x: jax.Array,
+    *,
+    axis_name: str = "seq",
+    layout: str | BalancedLayout | TracedLayout = "zigzag",
+    length: int | None = None,
+) -> jax.Array:
     """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
-    Call inside ``jax.shard_map`` over ``axis_name``; for global arrays in layout order use :func:`from_layout`. ``length``: the
-    global number of tokens without padding; None: all tokens of the shards.
+    Call inside ``jax.shard_map`` over ``axis_name``; for global arrays in layout order use :func:`from_layout`. ``layout``:
+    a name, the ``.layout`` of a shard, or its TracedLayout. ``length``: the global number of tokens without padding; None: all
+    tokens of the shards, or those of a balanced layout.
 
     Differentiable: the gradient of a shard is the sum of all ranks' gradients of its tokens. The result is replicated for JAX, so
     a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one device. Inside
@@ -42,7 +51,7 @@ def gather_token(
     position: int | jax.Array = -1,
     *,
     axis_name: str = "seq",
-    layout: str = "zigzag",
+    layout: str | BalancedLayout | TracedLayout = "zigzag",
     length: int | None = None,
 ) -> jax.Array:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
@@ -51,7 +60,7 @@ def gather_token(
     [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the last
     token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
-    ``axis_name``, ``length``, gradient and errors: as in :func:`gather`.
+    ``axis_name``, ``layout``, ``length``, gradient and errors: as in :func:`gather`.
     """
     ranks = _ranks("gather_token", x, axis_name)
     held = gathered_length(x.shape, layout, ranks, length)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.layouts import gathered_length, token_position
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along
 
 from ..ring.agreement import AgreedCall, agree_on
@@ -21,13 +22,13 @@ def gather(
     x: Tensor,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    layout: str = "zigzag",
+    layout: str | BalancedLayout = "zigzag",
     length: int | None = None,
 ) -> Tensor:
     """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
-    ``group``: the ring; None is the default group. ``length``: the global number of tokens without padding; None: all tokens of
-    the shards.
+    ``group``: the ring; None is the default group. ``layout``: a name, or the ``.layout`` of a shard. ``length``: the global
+    number of tokens without padding; None: all tokens of the shards, or those of a balanced layout.
 
     Differentiable: the gradient of a shard is the sum, in float32, of all ranks' gradients of its tokens. So if every rank
     computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one device:
@@ -48,7 +49,7 @@ def gather_token(
     position: int | Tensor = -1,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    layout: str = "zigzag",
+    layout: str | BalancedLayout = "zigzag",
     length: int | None = None,
 ) -> Tensor:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
@@ -57,7 +58,7 @@ def gather_token(
     [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the last
     token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
-    ``group``, ``length``, gradient and errors: as in :func:`gather`.
+    ``group``, ``layout``, ``length``, gradient and errors: as in :func:`gather`.
     """
     ring = _ring(group)
     _check("gather_token", x, ring, layout, length, position)
@@ -99,7 +100,7 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
     return group_of(group_name(group))
 
 
-def _check(call: str, x: Any, ring: Group, layout: str, length: int | None, position: int | Tensor = -1) -> None:
+def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
     """Raise ValueError on all ranks if an argument is invalid. Ranks compare the arguments of each new kind of call."""
 
     def check() -> None:
@@ -116,6 +117,6 @@ def _check(call: str, x: Any, ring: Group, layout: str, length: int | None, posi
 
     tensor = isinstance(x, Tensor)
     kind = (tuple(x.shape), str(x.dtype), x.device.type) if tensor else ((), "", "cpu")
-    alike = ("x_shape", kind[0]), ("dtype", kind[1]), ("layout", layout), ("length", length)
+    alike = ("x_shape", kind[0]), ("dtype", kind[1]), ("layout", str(layout)), ("length", length)
     where = () if isinstance(position, Tensor) else (("position", position),)
     agree_on(AgreedCall(call, kind[2], (*alike, *where)), ring, check)

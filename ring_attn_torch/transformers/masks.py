@@ -49,10 +49,13 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class CallRing(NamedTuple):
-    """The ring of a model: the ring_attention arguments that are the same at every call."""
+    """The ring of a model: the ring_attention arguments that are the same at every call.
+
+    ``layout``: a name; in a call of a model in layout "balanced", the BalancedLayout of its documents.
+    """
 
     group: dist.ProcessGroup | None = None
-    layout: str = "zigzag"
+    layout: Any = "zigzag"
     strategy: str = "auto"
     backend: str = "auto"
 

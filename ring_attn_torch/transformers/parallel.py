@@ -24,12 +24,12 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ring_attn_core.layouts import named
 from ring_attn_core.problem.options import Options
 
 from ..ring.agreement import exchange, same_error
 from ..ring.groups import group_name, group_of, is_dtensor
 from .attention import Checkpointing, ring_configs
+from .balanced import check_layout_name
 from .cache import CachedCall
 from .loss import ChunkedHead, with_log_probs, with_loss
 from .masks import NAME, AccelerateHooks, CallRing, during, running
@@ -65,8 +65,8 @@ def sequence_parallel(
 ) -> Iterator[nn.Module]:
     """Make ``model(...)`` take global sequences, the same on every rank, and compute one shard per rank, inside this ``with``.
 
-    ``model``: a model of transformers, or one inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring; ``layout``:
-    the distribution of tokens over ranks; None: the settings of ``enable``, else the default group and "zigzag".
+    ``model``: a model of transformers, or one inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring. ``layout``: a
+    name, or "balanced", which assigns each call's documents to ranks. None: those of ``enable``, else the default and "zigzag".
 
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
@@ -230,8 +230,8 @@ def enable(
     attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if a backend does not exist,
     or if its kernels run on no device here.
     """
-    named(layout)
-    Options(layout=layout, strategy=strategy, backend=backend)
+    check_layout_name(layout)
+    Options(strategy=strategy, backend=backend)
     check_backend_name(backend)
     if isinstance(model_or_config, PreTrainedConfig):
         check_config(model_or_config)
@@ -257,7 +257,7 @@ def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh 
     if group is not None:
         ring = ring._replace(group=group_of(group_name(group)))
     if layout is not None:
-        named(layout)
+        check_layout_name(layout)
         ring = ring._replace(layout=layout)
     return ring
 

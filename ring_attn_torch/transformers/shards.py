@@ -29,6 +29,7 @@ from ..data.extents import document_extents
 from ..data.layout import positions
 from ..ring.groups import rank_in
 from .arguments import LENGTHS, SHARDED, SHIFTED, VISUAL, CheckedArguments, checked_arguments, reader_of
+from .balanced import check_balanced, dealt
 from .cache import CachedCall, cached_call
 from .masks import CallRing, LayerMask, Pattern, RunningCall, running
 from .trees import RowTrees, row_trees
@@ -43,6 +44,7 @@ def sharded(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kw
     Raise ValueError, the same on every rank, if the call cannot be sharded.
     """
     checked = checked_arguments(model, ring, args, kwargs)
+    check_balanced(ring, checked)
     if checked.cache is not None:
         return cached_call(model, checked.cache, checked.by_name, checked.tokens)
     return _global_batch(model, ring, checked)
@@ -60,6 +62,7 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
     present = None if present is None else present.bool()
     text = None if text is None else text.expand(batch, -1)
     documents = documents_of(text, present, move("cu_seq_lens_q"), length)
+    ring = dealt(ring, model, documents.extents, length)
     tree = row_trees(call_arguments["tree"], (batch, length), tokens.device) if "tree" in call_arguments else None
     position_ids = position_ids if tree is None else tree.positions
     blocks = None

@@ -1,0 +1,65 @@
+"""The balanced layout inside ``sequence_parallel``: each call assigns its documents to the ranks."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ring_attn_core.data.settings import BALANCED
+from ring_attn_core.layouts import named
+from ring_attn_core.masks import causal, sliding_window
+from ring_attn_core.plan.balanced import layout_of_stretches
+from ring_attn_core.runs import Band
+
+from .arguments import CheckedArguments
+from .masks import CallRing
+from .models import text_config
+
+
+def check_layout_name(layout: str) -> None:
+    """Raise ValueError if ``layout`` is neither "balanced" nor the name of another layout."""
+    if layout != BALANCED:
+        named(layout)
+
+
+def check_balanced(ring: CallRing, checked: CheckedArguments) -> None:
+    """Raise ValueError if the ring's layout is "balanced" and a call has a cache or a tree."""
+    if ring.layout != BALANCED:
+        return
+    others = 'enter with another layout, such as sequence_parallel(model, layout="zigzag")'
+    if checked.cache is not None:
+        raise ValueError(
+            'layout="balanced" assigns the documents of a batch to the ranks, and a cache shares one growing text: to generate, '
+            + others
+        )
+    if "tree" in checked.by_name:
+        raise ValueError(f'layout="balanced" assigns documents to the ranks, and a tree was passed: {others}')
+
+
+def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, length: int) -> CallRing:
+    """Return the ring with the balanced layout of a batch if its layout is "balanced", else the ring itself.
+
+    ``extents`` int [batch, length, 2]: the document of each token, empty for padding; None: one document.
+    """
+    if ring.layout != BALANCED:
+        return ring
+    rows = [[(0, length)]]
+    if extents is not None:
+        first, end = extents.cpu().unbind(-1)
+        ids = torch.where(first < end, first, -1)
+        stretches = [torch.unique_consecutive(row, return_counts=True) for row in ids]
+        rows = [list(zip(of.tolist(), tokens.tolist(), strict=True)) for of, tokens in stretches]
+    return ring._replace(layout=layout_of_stretches(rows, length, ring.ranks, layer_masks(text_config(model.config))))
+
+
+def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
+    """Return the number of layers of each mask, causal or a window, by which the layout is balanced."""
+    window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
+    if not window or window < 1:
+        return {causal(): 1.0}
+    kinds = kinds or ["sliding_attention"]
+    counts = {
+        causal(): len(kinds) - kinds.count("sliding_attention"),
+        sliding_window(window - 1): kinds.count("sliding_attention"),
+    }
+    return {mask: float(count) for mask, count in counts.items() if count}
