@@ -26,7 +26,7 @@ from ring_attn_jax import (
     to_layout,
 )
 
-from ..support.balanced import CASES, DOCUMENTS, batch_of_documents, check_documents
+from ..support.balanced import CASES, DOCUMENTS, JOINED_CASES, batch_of_documents, check_documents
 from ..support.cases import Case, check, computed_bound
 from ..support.selection import first
 from .ring import QUICK, SEQ, mesh_of, run_once
@@ -34,6 +34,11 @@ from .ring import QUICK, SEQ, mesh_of, run_once
 
 @pytest.mark.parametrize("case", first(CASES), ids=str)
 def test_each_feature_and_strategy_is_exact(case):
+    check(case, run_once(case))
+
+
+@pytest.mark.parametrize("case", first(JOINED_CASES), ids=str)
+def test_joined_shards_are_exact(case):
     check(case, run_once(case))
 
 
@@ -86,7 +91,6 @@ UNORDERED = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        (OF_TWO, {"backend": "triton", "strategy": "gather"}, 'strategy="gather" joins shards'),
         (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "dropout_seed counts positions along runs"),
         (UNORDERED, {"backend": "triton"}, "the runs of a rank are not in order of position"),
         (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ring_attn_core import TwoLevel, causal, full, sliding_window
+from ring_attn_core import TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.reference.oracle import exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
@@ -27,13 +27,20 @@ CASES = [
     case_of(8, 2, extents="documents", dtype="float64", sinks=True, poison=True),
     case_of(3, extents="documents", alibi=True, dropout_rate=0.3, key_mask="random"),
     case_of(2, 3, mask=sliding_window(9), softcap=2.0, dtype="bfloat16", v_dim=24),
-    case_of(4, 1, mask=full(), key_extents="tree", strategy="gather"),
-    case_of(4, mask=causal(), extents="documents", strategy="ulysses", poison=True),
     case_of(4, mask=causal(), extents="documents", strategy="two_way"),
     case_of(4, extents="documents", strategy=TwoLevel(ranks=2)),
     case_of(4, extents="documents", tiles=None),
     case_of(1, extents="documents"),
 ]
+
+
+JOINED_CASES = [
+    case_of(4, 2, extents="any", key_mask="random", alibi=True, dropout_rate=0.3, strategy=Ulysses(ranks=2), sinks=True),
+    case_of(4, 1, mask=full(), key_extents="tree", strategy="gather"),
+    case_of(4, mask=causal(), extents="documents", strategy="ulysses", poison=True),
+    case_of(3, 3, mask=sliding_window(9), extents="documents", key_mask="random", strategy="gather"),
+]
+"""Cases of strategies that join the shards of several ranks."""
 
 
 def batch_of_documents() -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
@@ -81,12 +88,15 @@ LONG_CASES = [
 
 KERNEL_CASES = [
     case_of(2, 3, extents="documents", poison=True, heads=2, kv_heads=1, batch=1),
+    case_of(2, 1, extents="documents", heads=2, kv_heads=1, batch=1, strategy="ulysses", poison=True),
+    case_of(3, 1, extents="documents", heads=2, kv_heads=1, batch=1, key_mask="random", strategy="gather"),
     case_of(4, extents="documents", heads=3, kv_heads=1, batch=1, mask=sliding_window(9), softcap=2.0, sinks=True),
     case_of(2, 1, mask=full(), key_extents="tree", key_mask="random", dtype="float16", v_dim=24),
     case_of(4, heads=2, batch=1, strategy="two_way", mask=sliding_window(7, 2)),
     case_of(2, extents="any", key_extents="tree", batch=1, sinks=True),
     case_of(3, 2, extents="documents", heads=2, batch=1, key_mask="random"),
     case_of(4, extents="documents", heads=2, batch=1, strategy=TwoLevel(ranks=2)),
+    case_of(4, heads=4, batch=1, key_extents="tree", mask=full(), sinks=True, strategy=Ulysses(ranks=2)),
     case_of(1, extents="documents"),
 ]
-"""Cases that kernels run: without ALiBi and dropout, and under strategies that join no shards."""
+"""Cases that kernels run: without ALiBi and dropout."""

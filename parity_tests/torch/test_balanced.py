@@ -23,7 +23,7 @@ from ring_attn_torch import (
 )
 
 from ..support import corpus
-from ..support.balanced import CASES, batch_of_documents, check_documents
+from ..support.balanced import CASES, JOINED_CASES, batch_of_documents, check_documents
 from ..support.cases import check, check_same
 from ..support.selection import first
 from ..support.spawn import PerRank
@@ -32,6 +32,11 @@ from .ring import run
 
 @pytest.mark.parametrize("case", first(CASES, 4), ids=str)
 def test_each_feature_and_strategy_is_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("case", first(JOINED_CASES, 4), ids=str)
+def test_joined_shards_are_exact(gloo, case):
     check(case, run(gloo, case))
 
 
@@ -96,7 +101,6 @@ UNORDERED: Any = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
 @pytest.mark.parametrize(
     ("layout", "options", "message"),
     [
-        (OF_TWO, {"backend": "triton", "strategy": "gather"}, 'strategy="gather" joins shards'),
         (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "dropout_seed counts positions along runs"),
         (UNORDERED, {"backend": "triton"}, "the runs of a rank are not in order of position"),
         (OF_TWO, {"backend": "flash"}, "it takes runs of equal length"),

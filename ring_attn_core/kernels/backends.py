@@ -46,8 +46,6 @@ def _balanced(problem: Problem) -> str | None:
         return None
     if counted := {"alibi_slopes", "dropout_seed"}.intersection(array.name for array in problem.arrays):
         return f"{min(counted)} counts positions along runs, and those of a balanced layout are of any length"
-    if problem.steps.q_shards * problem.steps.k_shards > 1:
-        return f'strategy="{problem.strategy}" joins shards, and in a balanced layout these are not in order of position'
     ordered = isinstance(layout, str) or layout.ascends
     return None if ordered else "the runs of a rank are not in order of position: make the layout with balanced_layout"
 

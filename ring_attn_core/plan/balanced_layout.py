@@ -74,6 +74,31 @@ class BalancedLayout:
         kept = (Run(start, length).before(self.length) for start, length in self.runs[rank])
         return tuple(run for run in kept if run.length)
 
+    def joined(self, shards: int) -> BalancedLayout:
+        """Return the layout whose ranks hold the tokens of groups of ``shards`` consecutive ranks, in order of position."""
+        groups = []
+        for first in range(0, self.ranks, shards):
+            runs: list[tuple[int, int]] = []
+            for start, length in sorted(run for rank in self.runs[first : first + shards] for run in rank):
+                if runs and sum(runs[-1]) == start:
+                    runs[-1] = runs[-1][0], runs[-1][1] + length
+                else:
+                    runs.append((start, length))
+            groups.append(tuple(runs))
+        return BalancedLayout(tuple(groups), self.length)
+
+    def stretches(self, shards: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return for each group of ``shards`` ranks the tokens of its shards, side by side, in order of position.
+
+        A group's tokens are stretches (index of the first, length) of the joined shards.
+        """
+        groups = []
+        for first in range(0, self.ranks, shards):
+            runs = [run for rank in self.runs[first : first + shards] for run in rank]
+            bases = accumulate((length for _, length in runs), initial=0)
+            groups.append(tuple((base, length) for (_, length), base in sorted(zip(runs, bases, strict=False))))
+        return tuple(groups)
+
     def padded_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
         """Return each run of a rank as (base, length, start, stride), followed by empty runs up to ``most_runs`` runs.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from .balanced_layout import BalancedLayout
 from .ring import RingPlan
 from .ulysses import HeadSplit
 
@@ -18,6 +19,8 @@ class JoinedPlan(RingPlan):
     ``q_shards``, ``k_shards``: number of query shards and of key shards that are joined; both divide ``ranks``. The runs of all
     ranks of a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions refer to single shards.
     ``head_split``: the heads that each rank of a group computes; None: all heads.
+
+    In a balanced layout the tokens of joined shards are in order of position, as kernels need them, and form one slot.
     """
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan
@@ -27,11 +30,26 @@ class JoinedPlan(RingPlan):
     @cached_property
     def q_runs(self) -> Runs:
         """Return each rank's query runs as ``RingPlan.q_runs`` does, but with offsets in the joined shards."""
-        return _joined(super().q_runs, self.q_shards, self.seq_local)
+        return self._joined(super().q_runs, self.q_shards, self.seq_local)
 
     @cached_property
     def k_runs(self) -> Runs:
-        return _joined(super().k_runs, self.k_shards, self.kv_local)
+        return self._joined(super().k_runs, self.k_shards, self.kv_local)
+
+    def _joined(self, runs: Runs, shards: int, local: int) -> Runs:
+        if shards == 1 or not isinstance(self.layout, BalancedLayout):
+            return _joined(runs, shards, local)
+        groups = self.layout.joined(shards)
+        return tuple(groups.padded_runs(rank // shards) for rank in range(self.ranks))
+
+    @property
+    def q_slot(self) -> int:
+        """Return the number of tokens of a query slot: in a balanced layout all of a group's, else those of ``RingPlan``."""
+        return super().q_slot * (self.q_shards if isinstance(self.layout, BalancedLayout) else 1)
+
+    @property
+    def k_slot(self) -> int:
+        return super().k_slot * (self.k_shards if isinstance(self.layout, BalancedLayout) else 1)
 
     @property
     def travels(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -68,7 +68,12 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 def cut(keys: Keys, first: jax.Array, tokens: int) -> Keys:
     """Return ``tokens`` keys from index ``first`` on, as contiguous arrays."""
-    part: Keys = jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, tokens, 1), keys._replace(bits=unpack(keys)))
+    return along_tokens(lambda x: lax.dynamic_slice_in_dim(x, first, tokens, 1), keys)
+
+
+def along_tokens(function: Callable[[jax.Array], jax.Array], keys: Keys) -> Keys:
+    """Apply ``function``, which selects tokens of arrays [b t ...], to each array of ``keys``."""
+    part: Keys = jax.tree.map(function, keys._replace(bits=unpack(keys)))
     return part if part.bits is None else part._replace(bits=bits_of(part.bits))
 
 

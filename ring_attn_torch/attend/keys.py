@@ -79,7 +79,12 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 def cut(keys: Keys, first: int, tokens: int) -> Keys:
     """Return ``tokens`` keys from index ``first`` on, as contiguous arrays."""
-    part = _mapped(lambda x: x[:, first : first + tokens].contiguous(), keys._replace(bits=unpack(keys)))
+    return along_tokens(lambda x: x[:, first : first + tokens].contiguous(), keys)
+
+
+def along_tokens(function: Callable[[Tensor], Tensor], keys: Keys) -> Keys:
+    """Apply ``function``, which selects tokens of arrays [b t ...], to each array of ``keys``."""
+    part = _mapped(function, keys._replace(bits=unpack(keys)))
     return part if part.bits is None else part._replace(bits=bits_of(part.bits))
 
 

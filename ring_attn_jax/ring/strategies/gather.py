@@ -11,8 +11,12 @@ from functools import reduce
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 
-from ...attend.keys import Keys, joined
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+
+from ...attend.keys import Keys, along_tokens, joined
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring
@@ -28,15 +32,43 @@ class Gather(OneWay):
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
         """See ``Strategy.spread``."""
         parts = jax.tree.map(lambda x: all_gather(x, ring.axis), keys)
-        return queries, joined(parts, keys.kv.shape[1]), score
+        return queries, keys_in_order(joined(parts, keys.kv.shape[1]), ring), score
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """See ``Strategy.collect_gradients``."""
         assert not isinstance(dkv, tuple), "what travels is packed"
-        parts = exchange(by_rank(dkv, ring.plan.ranks), 0, 0, ring.axis, None)
+        parts = exchange(by_rank(by_shard(dkv, ring), ring.plan.ranks), 0, 0, ring.axis, None)
         return dq, summed(parts), of_q.sinks
+
+
+def keys_in_order(keys: Keys, ring: Ring) -> Keys:
+    """Sort the keys of joined shards by position, as ``in_order`` does."""
+    return along_tokens(lambda x: in_order(x, ring), keys) if isinstance(ring.plan.layout, BalancedLayout) else keys
+
+
+def in_order(x: jax.Array, ring: Ring) -> jax.Array:
+    """Sort joined shards [b shards*n ...] by position if the layout is balanced; return others unchanged."""
+    return x if (orders := _orders(ring)) is None else _taken(x, orders, ring)
+
+
+def by_shard(x: jax.Array, ring: Ring) -> jax.Array:
+    """Invert ``in_order``."""
+    return x if (orders := _orders(ring)) is None else _taken(x, orders.argsort(1), ring)
+
+
+def _orders(ring: Ring) -> np.ndarray | None:
+    """Return for each group the index of each token of its joined shards, in order of position; None for equal runs."""
+    if not isinstance(ring.plan.layout, BalancedLayout):
+        return None
+    groups = ring.plan.layout.stretches(ring.plan.k_shards)
+    return np.stack([np.concatenate([np.arange(first, first + length) for first, length in group]) for group in groups])
+
+
+def _taken(x: jax.Array, orders: np.ndarray, ring: Ring) -> jax.Array:
+    own = jnp.asarray(orders, jnp.int32)[lax.axis_index(ring.axis) // ring.plan.k_shards]
+    return jnp.take(x, own, axis=1, mode="clip", unique_indices=True)
 
 
 def by_rank(x: jax.Array, ranks: int) -> jax.Array:

@@ -25,7 +25,7 @@ from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring
 from ..transfer import all_gather, exchange, groups_of
-from .gather import by_rank, summed
+from .gather import by_rank, by_shard, in_order, keys_in_order, summed
 from .ring import OneWay
 
 
@@ -44,7 +44,9 @@ class HeadExchange(OneWay):
         kv = keys.kv if head_split.copies == 1 else jnp.repeat(keys.kv, head_split.copies, 2)
         kv, *inside = (exchange(x, 2, 1, ring.axis, groups) for x in (kv, *queries))
         rest = joined(Keys(by_rank(kv, head_split.ranks), bits, None, key_extents), keys.kv.shape[1])
-        return tuple(inside), rest, _shared(score, extents, head_split, place)
+        extents = None if extents is None else in_order(side_by_side(extents), ring)
+        inside = tuple(in_order(x, ring) for x in inside)
+        return inside, keys_in_order(rest, ring), _shared(score, extents, head_split, place)
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
         """See ``Strategy.collect``."""
@@ -75,13 +77,13 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
 
 
 def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, place: jax.Array) -> Score:
-    """Return the score parameters of this rank's heads, with the extents of the group's queries [ranks b s 2]."""
+    """Return the score parameters of this rank's heads, with the extents of the group's queries [b ranks*s 2]."""
     first = place * head_split.q_local
     of_heads = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, head_split.q_local)
     seed = score.dropout_seed
     return replace(
         score,
-        extents=None if extents is None else side_by_side(extents),
+        extents=extents,
         sinks=of_heads(score.sinks),
         alibi_slopes=of_heads(score.alibi_slopes),
         dropout_seed=None if seed is None else seed._replace(head=seed.head + first.astype(jnp.uint32)),
@@ -91,4 +93,4 @@ def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, plac
 def _collected(arrays: tuple[jax.Array, ...], ring: Ring) -> list[jax.Array]:
     """Exchange arrays [b ranks*n heads/ranks ...] of the group's tokens for [b n heads ...] of this rank's own tokens."""
     head_split, _ = _head_split_of(ring)
-    return [exchange(x, 1, 2, ring.axis, groups_of(head_split.ranks, ring.plan.ranks)) for x in arrays]
+    return [exchange(by_shard(x, ring), 1, 2, ring.axis, groups_of(head_split.ranks, ring.plan.ranks)) for x in arrays]

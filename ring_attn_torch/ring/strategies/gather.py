@@ -7,13 +7,17 @@ queries.
 
 from __future__ import annotations
 
-from functools import reduce
+from functools import lru_cache, reduce
 
+import torch
 from torch import Tensor
 
-from ...attend.keys import Keys, joined
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+
+from ...attend.keys import Keys, along_tokens, joined
 from ...attend.score import Score
 from ...attend.state import BackwardInputs, Gradients
+from ..groups import rank_in
 from ..step import Ring
 from ..transfer import all_gather, exchange
 from .ring import OneWay
@@ -24,15 +28,45 @@ class Gather(OneWay):
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
         """See ``Strategy.spread``."""
-        return queries, joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1]), score
+        whole = joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1])
+        return queries, keys_in_order(whole, ring), score
 
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         """See ``Strategy.collect_gradients``."""
         assert isinstance(dkv, Tensor), "what travels is packed"
-        (parts,) = exchange((by_rank(dkv, ring.plan.ranks),), 0, ring.group).wait()
+        (parts,) = exchange((by_rank(by_shard(dkv, ring), ring.plan.ranks),), 0, ring.group).wait()
         return dq, summed(parts), of_q.sinks
+
+
+def keys_in_order(keys: Keys, ring: Ring) -> Keys:
+    """Sort the keys of joined shards by position, as ``in_order`` does."""
+    return along_tokens(lambda x: in_order(x, ring), keys) if isinstance(ring.plan.layout, BalancedLayout) else keys
+
+
+def in_order(x: Tensor, ring: Ring) -> Tensor:
+    """Sort joined shards [b shards*n ...] by position if the layout is balanced; return others unchanged."""
+    order = _order_of(x, ring)
+    return x if order is None else x.index_select(1, order[0])
+
+
+def by_shard(x: Tensor, ring: Ring) -> Tensor:
+    """Invert ``in_order``."""
+    order = _order_of(x, ring)
+    return x if order is None else x.index_select(1, order[1])
+
+
+def _order_of(x: Tensor, ring: Ring) -> tuple[Tensor, Tensor] | None:
+    layout, shards = ring.plan.layout, ring.plan.k_shards
+    return _order(layout, shards, rank_in(ring.group) // shards, x.device) if isinstance(layout, BalancedLayout) else None
+
+
+@lru_cache(maxsize=256)
+def _order(layout: BalancedLayout, shards: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the index of each token of a group's joined shards, in order of position, and the inverse of this permutation."""
+    order = torch.cat([torch.arange(first, first + length) for first, length in layout.stretches(shards)[group]])
+    return order.to(device), order.argsort().to(device)
 
 
 def by_rank(x: Tensor, ranks: int) -> Tensor:

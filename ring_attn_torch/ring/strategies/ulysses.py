@@ -23,7 +23,7 @@ from ...attend.state import BackwardInputs, Gradients
 from ..groups import rank_in
 from ..step import Ring
 from ..transfer import exchange
-from .gather import by_rank, summed
+from .gather import by_rank, by_shard, in_order, keys_in_order, summed
 from .ring import OneWay
 
 
@@ -39,8 +39,10 @@ class HeadExchange(OneWay):
         by_head = [x.unflatten(2, (head_split.ranks, x.shape[2] // head_split.ranks)).movedim(2, 0) for x in (kv, *queries)]
         arrived = exchange((*by_head, *to_all), rank_in(ring.group) - place, ring.group).wait()
         kv, *inside, bits, key_extents, extents = arrived
-        keys = joined(Keys(kv, bits, None, key_extents), keys.kv.shape[1])
-        return tuple(map(side_by_side, inside)), keys, _shared(score, extents, head_split, place)
+        keys = keys_in_order(joined(Keys(kv, bits, None, key_extents), keys.kv.shape[1]), ring)
+        inside = [in_order(side_by_side(x), ring) for x in inside]
+        extents = None if extents is None else in_order(side_by_side(extents), ring)
+        return tuple(inside), keys, _shared(score, extents, head_split, place)
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
         """See ``Strategy.collect``."""
@@ -71,7 +73,7 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
 
 
 def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: int) -> Score:
-    """Return the score parameters of this rank's heads, with the extents of the group's queries [ranks b s 2]."""
+    """Return the score parameters of this rank's heads, with the extents of the group's queries [b ranks*s 2]."""
     first = place * head_split.q_local
     of_heads = lambda x: None if x is None else x[first : first + head_split.q_local]
     seed = score.dropout_seed
@@ -79,7 +81,7 @@ def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: 
         seed = seed.clone()
         seed[3] += first
     return score._replace(
-        extents=None if extents is None else side_by_side(extents),
+        extents=extents,
         sinks=of_heads(score.sinks),
         alibi_slopes=of_heads(score.alibi_slopes),
         dropout_seed=seed,
@@ -89,6 +91,6 @@ def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: 
 def _collected(arrays: tuple[Tensor, ...], ring: Ring) -> list[Tensor]:
     """Exchange arrays [b ranks*n heads/ranks ...] of the group's tokens for [b n heads ...] of this rank's own tokens."""
     head_split, place = _head_split_of(ring)
-    sent = tuple(by_rank(x, head_split.ranks) for x in arrays)
+    sent = tuple(by_rank(by_shard(x, ring), head_split.ranks) for x in arrays)
     arrived = exchange(sent, rank_in(ring.group) - place, ring.group).wait()
     return [x.movedim(0, 2).flatten(2, 3) for x in arrived]
