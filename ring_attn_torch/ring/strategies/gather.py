@@ -62,7 +62,7 @@ def _order_of(x: Tensor, ring: Ring) -> tuple[Tensor, Tensor] | None:
     return _order(layout, shards, rank_in(ring.group) // shards, x.device) if isinstance(layout, BalancedLayout) else None
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=8)  # each batch of documents has another, of 16 bytes a token
 def _order(layout: BalancedLayout, shards: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the index of each token of a group's joined shards, in order of position, and the inverse of this permutation."""
     order = torch.cat([torch.arange(first, first + length) for first, length in layout.stretches(shards)[group]])
