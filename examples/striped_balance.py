@@ -140,9 +140,9 @@ def draw(plans: dict[str, RingPlan], seconds: dict[str, Steps], length: int) -> 
     rings = [ranks for ranks in RANKS if 2 * ranks <= length]
     took = {name: ring_time(steps) for name, steps in seconds.items()}
     for at, (name, plan) in enumerate(plans.items()):
-        curve.plot(rings, [speedup(name, ranks, length) for ranks in rings], "o-", ms=3, color=COLOURS[name], label=name)
+        curve.plot(rings, [speedup(name, ranks, length) for ranks in rings], "o-", ms=3, color=COLOURS.get(name), label=name)
         both = [speedup(name, plan.ranks, length), took["contiguous"] / took[name]]
-        drawn = bars.bar([at - 0.2, at + 0.2], both, 0.38, color=COLOURS[name])
+        drawn = bars.bar([at - 0.2, at + 0.2], both, 0.38, color=COLOURS.get(name))
         drawn.patches[0].set_alpha(0.45)
         bars.bar_label(drawn, fmt="%.2f", size=9)
     curve.set_xscale("log", base=2)

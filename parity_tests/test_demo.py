@@ -57,7 +57,7 @@ def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(tmp_path: P
         (("--ranks", "0"), "a ring needs at least 1 rank"),
         (("--tokens", "7"), "pass at least 8"),
         (("--steps", "1"), "pass at least 2"),
-        (("--layout", "spiral"), "choose one of contiguous, striped, zigzag"),
+        (("--layout", "spiral"), "unknown layout 'spiral': choose one of contiguous"),
         (("--framework", "numpy"), "choose one of both, torch, jax"),
     ],
 )

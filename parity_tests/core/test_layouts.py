@@ -68,7 +68,7 @@ def test_contiguous_keeps_neighbours_together():
 
 @pytest.mark.parametrize("name", ["zig", "Zigzag", "", None, 3])
 def test_an_unknown_layout_is_refused_with_the_names_there_are(name):
-    with pytest.raises(ValueError, match=re.escape(f"unknown layout {name!r}: choose one of contiguous, striped, zigzag")):
+    with pytest.raises(ValueError, match=re.escape(f"unknown layout {name!r}: choose one of {', '.join(LAYOUTS)}")):
         named(name)
 
 

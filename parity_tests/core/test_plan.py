@@ -156,7 +156,7 @@ def test_zigzag_shares_causal_work_equally():
 
 def test_shifts_of_a_window_are_the_ones_it_reaches():
     steps = {layout: RingPlan(layout, sliding_window(1024), ranks=8, seq_local=1024).shifts for layout in LAYOUTS}
-    assert {layout: len(shifts) for layout, shifts in steps.items()} == {"contiguous": 2, "zigzag": 5, "striped": 8}
+    assert [len(steps[layout]) for layout in ("contiguous", "zigzag", "striped")] == [2, 5, 8]
     assert steps["contiguous"] == (0, 1)
 
 
@@ -221,7 +221,7 @@ ERRORS = [
         "mask must be full(), causal(...) or sliding_window(...), got 'causal': pass which keys are no padding as key_mask=, a "
         "bool array, and where the documents of packed sequences begin and end as extents=, made by document_extents",
     ),
-    ({"layout": "ziggy"}, "unknown layout 'ziggy': choose one of contiguous, striped, zigzag"),
+    ({"layout": "ziggy"}, f"unknown layout 'ziggy': choose one of {', '.join(LAYOUTS)}"),
 ]
 
 

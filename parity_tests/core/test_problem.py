@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ring_attn_core import Band, RingPlan, Run, causal
+from ring_attn_core import LAYOUTS, Band, RingPlan, Run, causal
 from ring_attn_core.kernels import backends
 from ring_attn_core.kernels.backends import BACKENDS, Candidate, select
 from ring_attn_core.problem.checks import DTYPES, OptionalArray, check_extents, check_key_extents, check_runs
@@ -144,7 +144,7 @@ ERRORS: list[tuple[dict[str, Any], str]] = [
         given("alibi_slopes", (2, 8), "float32"),
         "alibi_slopes must be [heads] = [8], got shape [2, 8]. It holds one slope for every query head",
     ),
-    ({"layout": "spiral"}, "unknown layout 'spiral': choose one of contiguous, striped, zigzag"),
+    ({"layout": "spiral"}, f"unknown layout 'spiral': choose one of {', '.join(LAYOUTS)}"),
     (
         {"length": 65},
         "length=65 is more than the 4 shards of q hold (16 tokens each, 64 in all): "

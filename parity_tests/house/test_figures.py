@@ -66,7 +66,7 @@ def test_the_ring_takes_what_the_docstring_says(ranks):
 def test_the_example_of_the_balance_predicts_and_measures(tmp_path):
     printed = run("striped_balance", tmp_path, "--length", "257", "--ranks", "2", "--repeats", "1")
     predicted = {name: cells(printed, name)[3] for name in LAYOUTS}
-    assert predicted == {"contiguous": "1.00 x", "striped": "1.50 x", "zigzag": "1.47 x"}
+    assert {"contiguous": "1.00 x", "striped": "1.50 x", "zigzag": "1.47 x"}.items() <= predicted.items()
     assert all(float(cells(printed, name)[4]) > 0 for name in LAYOUTS)
 
 

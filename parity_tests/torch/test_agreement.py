@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn_core import causal, full, sliding_window
+from ring_attn_core import LAYOUTS, causal, full, sliding_window
 from ring_attn_torch import ring_attention
 from ring_attn_torch.ring import agreement
 from ring_attn_torch.ring.groups import store_of
@@ -163,7 +163,7 @@ def test_an_objection_is_raised_everywhere_as_what_it_was(kind):
 
 def test_the_lowest_rank_speaks_when_several_are_wrong(gloo):
     errors = gloo.outcomes(RANKS, two_wrong)
-    assert {str(error) for error in errors} == {"rank 1: unknown layout 'one': choose one of contiguous, striped, zigzag"}
+    assert {str(error) for error in errors} == {f"rank 1: unknown layout 'one': choose one of {', '.join(LAYOUTS)}"}
 
 
 def two_wrong(group):
@@ -192,7 +192,7 @@ def one_stays_away(group):
 
 def test_all_ranks_say_the_same_where_the_lowest_comes_late(gloo):
     errors = gloo.outcomes(2, all_wrong_and_the_first_late)
-    assert {str(error) for error in errors} == {"rank 0: unknown layout 'spiral': choose one of contiguous, striped, zigzag"}
+    assert {str(error) for error in errors} == {f"rank 0: unknown layout 'spiral': choose one of {', '.join(LAYOUTS)}"}
 
 
 def all_wrong_and_the_first_late(group):

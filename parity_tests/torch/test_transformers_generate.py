@@ -16,6 +16,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF, relative_error
 from ring_attn_torch import sum_gradients
+from ring_attn_torch.transformers.cache import last_tokens
 
 from .hugging_face import Case, batch, in_float64, make, rounding_of, truth
 from .hugging_face_generation import CACHE, MODELS, NEW, PADDED, PROMPT, WAYS, Text, alone, generated, over_a_ring, prompts
@@ -109,6 +110,12 @@ def test_calls_of_ones_own_return_the_logits_of_the_last_tokens(four: Any):
             at = end
             assert relative_error(logits, want[:, end - PADDED - logits.shape[1] : end - PADDED]) <= rounding_of("gemma2")
         assert at == lengthened().shape[1]
+
+
+def test_the_last_tokens_of_a_short_row_are_all_of_its_own_and_zeros_before():
+    hidden, positions = torch.arange(1.0, 9).view(2, 4, 1), torch.tensor([[0, -1, -1, -1], [1, 0, 2, -1]])
+    found = last_tokens(hidden, positions, torch.tensor([1, 3]), 3)[..., 0]
+    assert found.tolist() == [[0, 0, 1], [6, 5, 7]]
 
 
 def lengthened() -> np.ndarray:

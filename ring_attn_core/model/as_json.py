@@ -10,11 +10,11 @@ from ..files import parse_json
 from ..runs import Band
 from ..validation import in_words, is_integer
 from .published import Published
-from .rotary import NTK, Linear, Llama3, Rotary, YaRN
+from .rotary import SCALINGS, Rotary
 
 Record = TypeVar("Record")
 
-TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, Linear, NTK, YaRN, Llama3, Published)}
+TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, *SCALINGS, Published)}
 """The records that a config may contain, by their ``type`` in JSON."""
 
 

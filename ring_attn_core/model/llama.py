@@ -13,7 +13,7 @@ from ..validation import in_words
 from .checks import DEEPEST, check_sizes
 from .config import TransformerConfig
 from .published import Published
-from .rotary import NTK, Linear, Llama3, Rotary, YaRN
+from .rotary import Linear, Llama3, Rotary, YaRN
 from .weight_files import CONFIG, Naming, WeightFolder
 from .weight_names import llama_name
 
@@ -289,12 +289,12 @@ def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
 
 def _checked_windows(config: TransformerConfig) -> list[int | None]:
     """Return the window of each layer. Raise ValueError if transformers does not support a setting of the config."""
-    attention = [config.attention(layer) for layer in range(config.depth)]
+    layers = [config.attention(layer) for layer in range(config.depth)]
     refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]
-    refused += ["mask"] * any(x.mask.lo != 0 for x in attention)
-    refused += ["rotaries"] * any(x.rotary != config.rotary for x in attention)
+    refused += ["mask"] * any(x.mask.lo != 0 for x in layers) + ["rotaries"] * any(x.rotary != config.rotary for x in layers)
     refused += ["rotary_base=None"] * (config.rotary is None)
-    refused += ["the scaling NTK"] * (config.rotary is not None and isinstance(config.rotary.scaling, NTK))
+    if not isinstance(scaling := config.rotary and config.rotary.scaling, Linear | Llama3 | YaRN | None):
+        refused.append(f"the scaling {type(scaling).__name__}")
     if refused:
         raise ValueError(f"no Llama, Mistral, Qwen2 or Qwen3 computes {', '.join(refused)}: keep this model with save_weights")
-    return [x.mask.hi for x in attention]
+    return [x.mask.hi for x in layers]

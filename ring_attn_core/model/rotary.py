@@ -15,9 +15,7 @@ and divides the rest by ``factor``:
 
 with clamp(x) = min(max(x, 0), 1). Positions are unchanged, so a shard of a sequence rotates as in the global sequence.
 
-To add a scaling, write its record here, name it in ``Scaling``, and compute it in ``inverse_frequencies`` (and in
-``attention_factor`` if it scales the scores). Name it in ``TYPES`` of as_json.py, convert it from and to config.json in
-llama.py, and export it from both packages.
+CONTRIBUTING.md says how to add a scaling.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
-from typing import Any
+from typing import Any, get_args
 
 from ..validation import as_number, hold_numbers
 from .checks import check_flags, check_sizes, is_number
@@ -123,6 +121,7 @@ class Llama3:
 
 
 Scaling = Linear | NTK | YaRN | Llama3
+SCALINGS: tuple[type, ...] = get_args(Scaling)
 
 
 @dataclass(frozen=True)
@@ -141,7 +140,7 @@ class Rotary:
             )
         if not isinstance(self.scaling, Scaling | None):
             raise ValueError(
-                "the scaling of rotary embeddings must be Linear(...), NTK(...), YaRN(...), Llama3(...) or None, "
+                f"the scaling of rotary embeddings must be {', '.join(f'{x.__name__}(...)' for x in SCALINGS)} or None, "
                 f"got {self.scaling!r}"
             )
         object.__setattr__(self, "base", float(self.base))
