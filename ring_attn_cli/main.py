@@ -14,6 +14,7 @@ from ring_attn_core.plan.ring import RingPlan
 
 from .error_reporting import errors_in_one_line, missing_in_words
 from .plan import image, predict, terminal, words
+from .plan.options import check_used
 
 for package in ("typer", "rich"):
     if find_spec(package) is None:
@@ -62,6 +63,7 @@ def _commands(
 
 @app.command()
 def plan(
+    context: typer.Context,
     layout: Annotated[
         str | None,
         typer.Option(
@@ -130,11 +132,7 @@ def plan(
     """
     with errors_in_one_line():
         if machine is not None or (gpus is not None and model is None):
-            others = {"--ranks": ranks, "--kv-length": kv_length, "--save": save, "--documents": documents, "--tree": tree}
-            others |= {"--all-layouts": all_layouts or None, "--tokens": tokens, "--host-memory": host_memory}
-            unused = ", ".join(name for name, value in others.items() if value is not None)
-            if unused:
-                raise ValueError(f"a prediction (--gpus, --machine) is of --length tokens in one layout: leave out {unused}")
+            check_used(context, "prediction")
             shape = *predict.heads_of(model, heads, head_dim), host_gpus
             where = layout or "zigzag", mask, 8 if gpus is None else gpus, 8192 if length is None else length, machine or "H200"
             console().print(predict.answer(predict.PredictOptions(*where, *shape)))
@@ -142,6 +140,7 @@ def plan(
         if model is not None:
             from .plan import memory as fitting
 
+            check_used(context, "memory")
             options = fitting.MemoryOptions(model, 8 if gpus is None else gpus, memory, host_memory, tokens, activations)
             console(plain=True).print(fitting.answer(options))
             return
@@ -150,12 +149,7 @@ def plan(
             from .plan import packed
             from .plan import tree as trees
 
-            option, others = "--tree" if documents is None else "--documents", {"--length": length, "--kv-length": kv_length}
-            others |= {"--save": save, "--all-layouts": all_layouts or None, "--tree": documents and tree}
-            others |= {"--mask": None if tree is None or mask == "causal" else mask}
-            unused = ", ".join(name for name, value in others.items() if value is not None)
-            if unused:
-                raise ValueError(f"{option} gives the length and compares all layouts: leave out {unused}")
+            check_used(context, "tree" if documents is None else "documents")
             check_drawable(ranks)
         if tree is not None:
             console().print(trees.answer(layout or "zigzag", trees.read_tree(tree), ranks, console().width))
@@ -167,9 +161,8 @@ def plan(
             return
         if layout == "balanced":
             raise ValueError("the layout balanced follows from the documents: pass --documents with their lengths")
+        check_used(context, "comparison" if all_layouts else "drawing")
         layout, length = "zigzag" if layout is None else layout, 8192 if length is None else length
-        if all_layouts and save is not None:
-            raise ValueError("--save draws one plan, --all-layouts compares several: leave one of them out")
         if all_layouts:
             console().print(_comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
             return

@@ -61,6 +61,12 @@ def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layout
     ("arguments", "message"),
     [
         (["--documents", "4,x"], "--documents takes lengths in tokens such as 4096,512,1024, or a file of them, got '4,x'"),
+        (["--documents", ""], "--documents takes lengths of at least 1 token such as 4096,512,1024, got ''"),
+        (
+            ["--documents", "99999999999999999999,2"],
+            "--documents draws at most 10,000 segments or documents of 16,777,216 tokens",
+        ),
+        (["--documents", sys.executable], "--documents takes a file of numbers in UTF-8"),
         (["--documents", "4,0"], "--documents takes lengths of at least 1 token such as 4096,512,1024, got '4,0'"),
         (["--documents", "4", "--layout", "spiral"], "unknown layout 'spiral'"),
         (["--documents", "4", "--length", "8", "--all-layouts"], "leave out --length, --all-layouts"),
@@ -104,7 +110,14 @@ def test_the_work_of_a_tree_is_counted_by_its_paths(layout: str, ranks: int):
         (["--tree", "8,y"], "--tree takes the tokens of a prompt and of its completions such as 4096,512x8"),
         (["--tree", "8,0"], "row 0, segment 1 has 0 tokens"),
         (["--tree", "8,1:4"], "row 0, segment 1 has the parent 1: a parent comes before its children"),
-        (["--tree", ""], "row 0 of the tree has no segment"),
+        (["--tree", ""], "or a file of them, got ''"),
+        (["--tree", "8x"], "or a file of them, got '8x'"),
+        (["--tree", "8,4x-1"], "or a file of them, got '8,4x-1'"),
+        (
+            ["--tree", "8,4x999999999"],
+            "--tree draws at most 10,000 segments or documents of 16,777,216 tokens in all, got 1,000,000,000",
+        ),
+        (["--tree", sys.executable], "--tree takes a file of numbers in UTF-8"),
         (["--tree", "8,4", "--layout", "spiral"], "unknown layout 'spiral'"),
         (["--tree", "8,4", "--mask", "full", "--length", "8"], "--tree gives the length and compares all layouts: leave out"),
         (["--tree", "8,4", "--documents", "8"], "--documents gives the length and compares all layouts: leave out --tree"),
@@ -134,7 +147,15 @@ def test_save_writes_the_picture(tmp_path: Path):
         (["--length", "-5"], "length is the true global number of tokens, an int of at least 0 (static under jit), got -5"),
         (["--save", "plan.jpg"], "a plan is drawn as .png or .svg, got 'plan.jpg'"),
         (["--save", "no/such/folder/plan.png"], "No such file or directory"),
-        (["--save", "plan.png", "--all-layouts"], "--save draws one plan, --all-layouts compares several: leave one of them out"),
+        (
+            ["--save", "plan.png", "--all-layouts"],
+            "--all-layouts compares the layouts of one length in a table: leave out --save",
+        ),
+        (
+            ["--heads", "32/8", "--memory", "8"],
+            "a drawn plan has no sizes of a model (pass --model or --gpus): leave out --heads, --memory",
+        ),
+        (["--model", "llama-8b"], "--model alone says what fits into memory: leave out --ranks, --length"),
     ],
     ids=" ".join,
 )

@@ -131,6 +131,7 @@ def test_plan_reads_a_config_and_says_whether_so_many_tokens_fit(tmp_path: Path)
         (["--model", "llama-8b", "--memory", "8"], "llama-8b fits no 1,024 tokens a GPU: one token takes"),
         (["--model", "llama-8b", "--memory", "-1"], "--memory must be a number of GiB above 0, got -1"),
         (["--model", "llama-8b", "--activations", "drop"], "activations must be one of keep, recompute, offload, got 'drop'"),
+        (["--model", "llama-8b", "--tokens", "0"], "tokens must be an int of at least 1, got 0"),
         (["--model", "llama-8b", "--tokens", "-4"], "tokens must be an int of at least 1, got -4"),
         (["--model", "llama-8b", "--tokens", f"1{30 * '0'}"], "tokens must be at most 2147483647, got 1000"),
     ],

@@ -42,7 +42,7 @@ def answer(options: MemoryOptions) -> RenderableType:
         if size is not None and not 0 < size < 1e6:
             raise ValueError(f"--{name} must be a number of GiB above 0, got {size:g}")
     limit, host = _bytes(options.memory), None if options.host_memory is None else _bytes(options.host_memory)
-    wanted = Training(gpus=options.gpus, tokens=options.tokens or 1, activations=options.activations)
+    wanted = Training(gpus=options.gpus, tokens=1 if options.tokens is None else options.tokens, activations=options.activations)
     tokens = options.tokens or longest(config, wanted, limit, host)
     if not tokens:
         raise ValueError(_too_small(config, wanted, options))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ring_attn_core import layouts
@@ -13,6 +12,7 @@ from ring_attn_core.plan.balanced import RankWork, balanced_layout, work_of
 from ring_attn_core.plan.documents import PackedDocuments
 from ring_attn_core.runs import Band, Run
 
+from .options import check_drawn, read_words
 from .terminal import rank_cell
 from .words import mask_in_words, short
 
@@ -76,14 +76,14 @@ def read_documents(text: str) -> tuple[int, ...]:
 
     Raise ValueError unless there is at least one length and each is an int of at least 1.
     """
-    path = Path(text)
-    words = (path.read_text() if path.is_file() else text).replace(",", " ").split()
+    words = read_words(text, "--documents")
     try:
         documents = tuple(map(int, words))
     except ValueError as error:
         raise ValueError(f"--documents takes lengths in tokens such as 4096,512,1024, or a file of them, got {text!r}") from error
     if not documents or min(documents) < 1:
         raise ValueError(f"--documents takes lengths of at least 1 token such as 4096,512,1024, got {text!r}")
+    check_drawn("--documents", sum(documents), len(documents))
     return documents
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import re
 from typing import TYPE_CHECKING
 
 from ring_attn_core import layouts
@@ -10,6 +10,7 @@ from ring_attn_core.data.trees import Tree, trees_of
 from ring_attn_core.plan.balanced import RankWork
 from ring_attn_core.runs import Run
 
+from .options import check_drawn, read_words
 from .packed import PackedPlan, layout_table, rank_table, strips
 from .words import short
 
@@ -23,21 +24,19 @@ def read_tree(text: str) -> Tree:
     A segment is ``length`` or ``parent:length``; a suffix such as ``x16`` repeats it. Without parents, the first segment is the
     prompt and the later ones are its completions. Raise ValueError if a segment has another form, or the segments are not a tree.
     """
-    path = Path(text)
-    words = (path.read_text() if path.is_file() else text).replace(",", " ").split()
-    parents, lengths = [], []
-    try:
-        for word in words:
-            segment, _, times = word.partition("x")
-            parent, _, length = segment.rpartition(":")
-            for _ in range(int(times or 1)):
-                parents.append(int(parent) if parent else 0 if parents else -1)
-                lengths.append(int(length))
-    except ValueError as error:
+    words, parents, lengths = read_words(text, "--tree"), [], []
+    found = [re.fullmatch(r"(?:(-?\d+):)?(\d+)(?:x([1-9]\d*))?", word, re.ASCII) for word in words]
+    if not all(found) or not words:
         raise ValueError(
             "--tree takes the tokens of a prompt and of its completions such as 4096,512x8, segments as parent:length such as "
             f"-1:4096 0:512 0:64 2:300, or a file of them, got {text!r}"
-        ) from error
+        )
+    parts = [(parent, int(length), int(times or 1)) for parent, length, times in (x.groups() for x in found if x)]
+    check_drawn("--tree", sum(length * times for _, length, times in parts), sum(times for *_, times in parts))
+    for parent, length, times in parts:
+        for _ in range(times):
+            parents.append(int(parent) if parent else 0 if parents else -1)
+            lengths.append(length)
     return trees_of(parents, lengths)[0]
 
 

@@ -1,0 +1,55 @@
+"""The kinds of answers of ``ring-attn plan``, and the options that each takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import typer
+
+KINDS = {
+    "prediction": (
+        "a prediction (--gpus, --machine) is of --length tokens in one layout",
+        "layout mask length model gpus machine heads head_dim host_gpus",
+    ),
+    "memory": ("--model alone says what fits into memory", "model gpus memory host_memory tokens activations"),
+    "documents": ("--documents gives the length and compares all layouts", "documents layout mask ranks"),
+    "tree": ("--tree gives the length and compares all layouts", "tree layout ranks"),
+    "comparison": ("--all-layouts compares the layouts of one length in a table", "all_layouts mask ranks length kv_length"),
+    "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length kv_length save"),
+}
+"""Of each kind: why it takes no other options, and the names of those that it takes."""
+
+MOST_TOKENS, MOST_SEGMENTS = 2**24, 10_000
+"""Largest packed row, in tokens, and most documents or segments that are dealt to ranks and drawn within half a minute."""
+
+
+def check_used(context: typer.Context, kind: str) -> None:
+    """Raise ValueError if an option on the command line would change nothing in an answer of this kind."""
+    reason, used = KINDS[kind]
+    passed = [x for x in context.command.params if context.get_parameter_source(x.name or "").name == "COMMANDLINE"]  # type: ignore[union-attr]
+    unused = [x.opts[0] for x in passed if x.name not in used.split()]
+    if unused:
+        raise ValueError(f"{reason}: leave out {', '.join(unused)}")
+
+
+def read_words(text: str, option: str) -> list[str]:
+    """Return the words of ``text``, or of the file of that name, with commas or spaces between them.
+
+    Raise ValueError if the file is not text.
+    """
+    path = Path(text)
+    try:
+        return (path.read_text("utf-8") if path.is_file() else text).replace(",", " ").split()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} takes a file of numbers in UTF-8, and {path} is not text: name another") from error
+
+
+def check_drawn(option: str, tokens: int, segments: int) -> None:
+    """Raise ValueError if so many tokens or segments take too long to draw."""
+    if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
+        raise ValueError(
+            f"{option} draws at most {MOST_SEGMENTS:,} segments or documents of {MOST_TOKENS:,} tokens in all, got "
+            f"{segments:,} of {tokens:,} tokens: pass fewer"
+        )
