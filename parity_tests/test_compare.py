@@ -174,6 +174,7 @@ def test_a_users_function_that_fails_ends_everything_in_words(function: str, pat
         (("ring", "--patience", "inf"), "--patience is in seconds, more than 0 and finite, got inf"),
         (("ring", "--ranks", "two"), "--ranks takes numbers with commas between them, got 'two'"),
         (("ring", "--length", ""), "length has no value"),
+        (("ring", "--seed", "-1"), "seed must be at least 0, got -1"),
         (("ring", "--layout", "spiral"), "unknown layout 'spiral': choose one of contiguous"),
         (("ring", "--dtype", "int8"), "unknown dtype 'int8'"),
         (("ring", "--mask", "window:-1"), "cannot read the mask 'window:-1'"),

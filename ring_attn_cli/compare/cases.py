@@ -69,6 +69,8 @@ class Case:
         for name in ("length", "heads", "kv_heads", "head_dim", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
         if self.documents < 0 or self.documents > self.length:
             raise ValueError(f"documents must be from 0 (none) to {self.length}, one a token, got {self.documents}")
         self.problem(1).check()
