@@ -94,6 +94,8 @@ def test_what_cannot_begin_is_refused(folder, tmp_path):
         Text(GenerateSettings(weights=folder / "weights", prompt=tmp_path / "latin.txt"))
     with pytest.raises(ValueError, match="--ranks must be at least 1"):
         GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt", ranks=0)
+    with pytest.raises(ValueError, match="--dtype must be one of float32, bfloat16, float16, float64, got 'int8'"):
+        GenerateSettings(weights=folder / "weights", prompt=folder / "prompt.txt", dtype="int8")
 
 
 def test_ids_outside_the_vocabulary_are_refused_before_weights_are_loaded(folder, tmp_path):

@@ -211,7 +211,7 @@ def train(
         from .train.config import read
         from .train.run import Program, run
 
-        program = None if coordinator is None else Program.of(coordinator, process)
+        program = None if coordinator is None and process is None else Program.of(coordinator, process)
         run(read(config, out=out, steps=steps, ranks=ranks), framework, program)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ring_attn_core.model.checks import DTYPES
 from ring_attn_core.model.generation import check_ids
 from ring_attn_core.sampling import Sampling
 from ring_attn_core.validation import is_integer
@@ -43,6 +44,8 @@ class GenerateSettings:
         for name, count in (("--max-new-tokens", self.new), ("--chunk", self.chunk)):
             if count is not None and count < 1:
                 raise ValueError(f"{name} must be at least 1, got {count}")
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         self._check_prompt()
         if self.ranks < 1:
             raise ValueError(f"--ranks must be at least 1, got {self.ranks}")

@@ -210,6 +210,8 @@ def read(path: Path | None, *, out: str | None = None, steps: int | None = None,
             values = tomllib.loads(path.read_text())
         except FileNotFoundError:
             raise ValueError(f"there is no {path}: pass the path of a TOML file, or none for the defaults") from None
+        except IsADirectoryError:
+            raise ValueError(f"{path} is a folder: pass the path of a TOML file in it, or none for the defaults") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise ValueError(f"{path} is no TOML: {error}") from error
     ring = values.setdefault("ring", {})

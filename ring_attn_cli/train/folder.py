@@ -28,6 +28,8 @@ def check(config: Config, framework: str) -> None:
     Raise ValueError if it is a file, cannot be written, or holds checkpoints of the other framework, which ``framework`` cannot
     resume.
     """
+    if not config.out:
+        raise ValueError("out is empty: pass the folder of the run, or leave it out for train-output")
     if Path(config.out).exists() and not Path(config.out).is_dir():
         raise ValueError(f"out = {config.out!r} is a file: pass a folder, or a name that does not exist yet")
     for other in set(NAMES) - {framework}:

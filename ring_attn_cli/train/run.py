@@ -30,7 +30,7 @@ class Program:
     process: int | None = None
 
     @classmethod
-    def of(cls, coordinator: str, process: str | None) -> Program:
+    def of(cls, coordinator: str | None, process: str | None) -> Program:
         """Parse ``--coordinator`` and ``--process``, the process's index and their number, such as "0/4".
 
         Without ``process`` the coordinator must be "auto". Raise ValueError if they are invalid.
@@ -38,7 +38,7 @@ class Program:
         if coordinator == "auto" and process is None:
             return cls(coordinator)
         number, _, of = (process or "").partition("/")
-        if ":" not in coordinator or not (number.isdigit() and of.isdigit() and int(number) < int(of)):
+        if coordinator is None or ":" not in coordinator or not (number.isdigit() and of.isdigit() and int(number) < int(of)):
             raise ValueError(
                 f"--coordinator {coordinator} with --process {process} says of no process which it is: pass auto, or "
                 "--coordinator HOST:PORT --process 0/4, to the other processes 1/4 and so on"
