@@ -140,6 +140,8 @@ def test_a_mistake_is_answered_in_one_line_before_anything_starts(text: str, wor
         (["--coordinator", "auto"], "--coordinator is for JAX"),
         (["."], ". is a folder: pass the path of a TOML file in it, or none for the defaults"),
         (["--process", "0/2", "--framework", "jax"], "--coordinator None with --process 0/2 says of no process which it is"),
+        (["--coordinator", "host:65536", "--process", "0/1"], "--coordinator host:65536 with --process 0/1 says of no process"),
+        (["--coordinator", "host:port", "--process", "0/1"], "--coordinator host:port with --process 0/1 says of no process"),
         (["--coordinator", "host:1"], "--coordinator host:1 with --process None says of no process which it is"),
         (["--coordinator", "host:1", "--process", "4/4"], "--coordinator host:1 with --process 4/4 says of no process"),
         (["--ranks", "3"], "data.length = 1024 cannot be split by 3 ranks"),

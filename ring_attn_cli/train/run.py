@@ -38,7 +38,9 @@ class Program:
         if coordinator == "auto" and process is None:
             return cls(coordinator)
         number, _, of = (process or "").partition("/")
-        if coordinator is None or ":" not in coordinator or not (number.isdigit() and of.isdigit() and int(number) < int(of)):
+        port = (coordinator or "").rpartition(":")[2]
+        listens = ":" in (coordinator or "") and port.isdigit() and 0 < int(port) < 65536
+        if coordinator is None or not (listens and number.isdigit() and of.isdigit() and int(number) < int(of)):
             raise ValueError(
                 f"--coordinator {coordinator} with --process {process} says of no process which it is: pass auto, or "
                 "--coordinator HOST:PORT --process 0/4, to the other processes 1/4 and so on"
