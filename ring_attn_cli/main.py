@@ -67,8 +67,8 @@ def plan(
     layout: Annotated[
         str | None,
         typer.Option(
-            help=f"One of {', '.join(layouts.LAYOUTS)}; with --documents balanced too.",
-            show_default="zigzag, with --documents balanced",
+            help=f"One of {', '.join(layouts.LAYOUTS)}; with --documents or --tree balanced too.",
+            show_default="zigzag, with --documents or --tree balanced",
         ),
     ] = None,
     mask: Annotated[
@@ -152,7 +152,7 @@ def plan(
             check_used(context, "tree" if documents is None else "documents")
             check_drawable(ranks)
         if tree is not None:
-            console().print(trees.answer(layout or "zigzag", trees.read_tree(tree), ranks, console().width))
+            console().print(trees.answer(layout or packed.BALANCED, trees.read_tree(tree), ranks, console().width))
             return
         if documents is not None:
             lengths = packed.read_documents(documents)
@@ -160,7 +160,9 @@ def plan(
             console().print(drawing)
             return
         if layout == "balanced":
-            raise ValueError("the layout balanced follows from the documents: pass --documents with their lengths")
+            raise ValueError(
+                "the layout balanced follows from documents or a tree: pass --documents or --tree with their lengths"
+            )
         check_used(context, "comparison" if all_layouts else "drawing")
         layout, length = "zigzag" if layout is None else layout, 8192 if length is None else length
         if all_layouts:

@@ -71,7 +71,7 @@ def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layout
         (["--documents", "4", "--layout", "spiral"], "unknown layout 'spiral'"),
         (["--documents", "4", "--length", "8", "--all-layouts"], "leave out --length, --all-layouts"),
         (["--documents", "4", "--ranks", "4097"], "a plan of 4097 ranks is too large to draw"),
-        (["--layout", "balanced"], "the layout balanced follows from the documents: pass --documents with their lengths"),
+        (["--layout", "balanced"], "the layout balanced follows from documents or a tree: pass --documents or --tree with"),
     ],
     ids=" ".join,
 )
@@ -82,7 +82,7 @@ def test_a_mistake_about_documents_is_answered_in_one_line(arguments: list[str],
 
 
 def test_a_tree_is_drawn_with_its_work_and_traffic_beside_the_other_layouts(tmp_path: Path):
-    done = plan("--ranks", "2", "--tree", "8,4x3")
+    done = plan("--ranks", "2", "--tree", "8,4x3", "--layout", "zigzag")
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.output.splitlines()]
     assert "4 segments, 3 rollouts of up to 12 tokens" in done.output
@@ -90,11 +90,22 @@ def test_a_tree_is_drawn_with_its_work_and_traffic_beside_the_other_layouts(tmp_
     assert "162 pairs, 234 in rollouts alone: 1.4 times fewer" in done.output
     assert ["segments", "AAAAAAAABBBBCCCCDDDD"] in lines and ["ranks", "00000111111111100000"] in lines
     (tmp_path / "tree").write_text("-1:8 0:4\n0:4, 0:4\n")
-    assert plan("--ranks", "2", "--tree", str(tmp_path / "tree")).output == done.output
+    assert plan("--ranks", "2", "--tree", str(tmp_path / "tree"), "--layout", "zigzag").output == done.output
+    balanced = plan("--ranks", "2", "--tree", "8,4x3").output
+    assert "balanced layout, prefix tree, 2 ranks" in balanced
+    assert ["ranks", "00011111111110000000"] in [line.split() for line in balanced.splitlines()]
+    for drawn in (done.output, balanced):
+        rows = [line.split()[:3] for line in drawn.splitlines() if line.endswith("% ")]
+        assert sorted(rows) == [
+            ["balanced", "1.000", "81"],
+            ["contiguous", "1.321", "107"],
+            ["striped", "1.062", "86"],
+            ["zigzag", "1.148", "93"],
+        ]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
 def test_the_work_of_a_tree_is_counted_by_its_paths(layout: str, ranks: int):
     drawn = drawn_tree(np.random.default_rng(ranks), 12)
     paths = ancestors(*drawn)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ring_attn_core import layouts
 from ring_attn_core.plan.balanced import RankWork, balanced_layout, work_of
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.documents import PackedDocuments
 from ring_attn_core.runs import Band, Run
 
@@ -37,14 +38,9 @@ class PackedPlan(NamedTuple):
     @classmethod
     def of(cls, layout: str, documents: tuple[int, ...], mask: Band, ranks: int) -> PackedPlan:
         """Return the plan of ``documents``. Raise ValueError if the layout is unknown or an argument invalid."""
-        length, packed = sum(documents), PackedDocuments.of(documents, mask)
-        if layout == BALANCED:
-            dealt = balanced_layout(documents, ranks, mask=mask)
-            local, runs = dealt.seq_local, [dealt.held(rank) for rank in range(ranks)]
-        else:
-            local = layouts.padded_local(layout, ranks, length)
-            held = ([run.before(length) for run in layouts.named(layout)(rank, ranks, local)] for rank in range(ranks))
-            runs = [tuple(run for run in each if run.length) for each in held]
+        dealt = balanced_layout(documents, ranks, mask=mask) if layout == BALANCED else layout
+        packed = PackedDocuments.of(documents, mask)
+        local, runs = runs_of(dealt, sum(documents), ranks)
         return cls(layout, documents, local, runs, [work_of(packed, each) for each in runs])
 
     @property
@@ -69,6 +65,15 @@ class PackedPlan(NamedTuple):
             else:
                 found.update(bisect_right(starts, position) - 1 for position in run.positions())
         return found
+
+
+def runs_of(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int, list[tuple[Run, ...]]]:
+    """Return the tokens of a shard and the runs of each rank, without padding. Raise ValueError if the layout is unknown."""
+    if isinstance(layout, BalancedLayout):
+        return layout.seq_local, [layout.held(rank) for rank in range(ranks)]
+    local = layouts.padded_local(layout, ranks, length)
+    held = ([run.before(length) for run in layouts.named(layout)(rank, ranks, local)] for rank in range(ranks))
+    return local, [tuple(run for run in each if run.length) for each in held]
 
 
 def read_documents(text: str) -> tuple[int, ...]:

@@ -6,12 +6,11 @@ import re
 from typing import TYPE_CHECKING
 
 from ring_attn_core import layouts
+from ring_attn_core.data.balanced_trees import balanced_tree_layout, tree_work
 from ring_attn_core.data.trees import Tree, trees_of
-from ring_attn_core.plan.balanced import RankWork
-from ring_attn_core.runs import Run
 
 from .options import check_drawn, read_words
-from .packed import PackedPlan, layout_table, rank_table, strips
+from .packed import BALANCED, PackedPlan, layout_table, rank_table, runs_of, strips
 from .words import short
 
 if TYPE_CHECKING:
@@ -40,29 +39,10 @@ def read_tree(text: str) -> Tree:
     return trees_of(parents, lengths)[0]
 
 
-def work_of(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
-    """Return the work of a rank with these runs: a token sees its ancestors and itself."""
-    pairs, remote, begin = 0, 0, 0
-    for length, depth, reach in zip(tree.lengths, tree.depths(), tree.ends(), strict=True):
-        end, newest = begin + length, -1
-        for run in runs:
-            first, count, below = run.before(begin).length, run.before(end).length, run.before(reach).length
-            count -= first
-            pairs += count * (run.start + run.stride * first - begin + depth + 1) + run.stride * count * (count - 1) // 2
-            newest = max(newest, run.start + run.stride * (below - 1)) if below else newest
-        seen = min(newest + 1, end)  # keys from begin to here are seen by a query of this rank
-        own = sum(run.before(seen).length - run.before(begin).length for run in runs)
-        remote += max(seen - begin - own, 0)
-        begin = end
-    return RankWork(pairs, remote)
-
-
 def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
     """Return the plan of a tree, with each segment as a packed document. Raise ValueError if the layout is unknown."""
-    local = layouts.padded_local(layout, ranks, tree.tokens)
-    held = ([run.before(tree.tokens) for run in layouts.named(layout)(rank, ranks, local)] for rank in range(ranks))
-    runs = [tuple(run for run in each if run.length) for each in held]
-    return PackedPlan(layout, tree.lengths, local, runs, [work_of(tree, each) for each in runs])
+    local, runs = runs_of(balanced_tree_layout(*tree, ranks) if layout == BALANCED else layout, tree.tokens, ranks)
+    return PackedPlan(layout, tree.lengths, local, runs, [tree_work(tree, each) for each in runs])
 
 
 def answer(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
@@ -71,7 +51,7 @@ def answer(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
     from rich.text import Text
 
     drawn = plan_of(layout, tree, ranks)
-    others = [plan_of(name, tree, ranks) for name in layouts.LAYOUTS if name != layout]
+    others = [plan_of(name, tree, ranks) for name in (BALANCED, *layouts.LAYOUTS) if name != layout]
     inner = {parent for parent in tree.parents if parent >= 0}
     paths = zip(tree.depths(), tree.lengths, strict=True)
     rollouts = [depth + length for segment, (depth, length) in enumerate(paths) if segment not in inner]

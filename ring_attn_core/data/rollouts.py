@@ -151,7 +151,7 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
     return Rollouts(ids, labels, sums.astype(np.float32), positions, predictors, counts, parents, lengths)
 
 
-def check_values(shape: tuple[int, ...], rollouts: Any, layout: str | None, ranks: int) -> None:
+def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int) -> None:
     """Raise ValueError if ``shape`` is not [rows, tokens, ...] of the rollouts, or of one rank's shard in ``layout``."""
     if not isinstance(rollouts, Rollouts):
         raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")

@@ -42,7 +42,7 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
             )
         if not len(own):
             continue
-        step = max(int(own[1] - own[0]), 1) if len(own) > 1 else 1
+        step = max(int(np.diff(own).min()), 1) if len(own) > 1 else 1
         breaks = (np.diff(own) != step) | (np.diff(places) != step) | (np.diff(ends) != 0)
         starts = np.flatnonzero(np.concatenate([[True], breaks]))
         counts = np.diff([*starts, len(own)])

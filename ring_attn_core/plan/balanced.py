@@ -77,11 +77,12 @@ def balanced_layout(
             f"seq_local is the number of tokens of a rank, an int, got {in_words(seq_local)}: {ranks} ranks need "
             f"{-(-packed.length // ranks)} for documents of {packed.length} tokens"
         )
-    tokens, ends = local * ranks, packed.boundaries
+    tokens = local * ranks
+    edges = sorted({*packed.boundaries, tokens})
     if _later_cost_more(packed.masks):
-        return BalancedLayout(_deal(ends, ranks, local, packed.cost_before), packed.length)
-    mirrored = lambda position: -packed.cost_before(tokens - position)
-    dealt = _deal([tokens - end for end in reversed(ends)], ranks, local, mirrored)
+        return BalancedLayout(deal(joined(edges, local), edges, ranks, packed.cost_before), packed.length)
+    edges, mirrored = [tokens - edge for edge in reversed(edges)], lambda position: -packed.cost_before(tokens - position)
+    dealt = deal(joined(edges, local), edges, ranks, mirrored)
     back = tuple(tuple((tokens - start - length, length) for start, length in reversed(rank)) for rank in dealt)
     return BalancedLayout(back, packed.length)
 
@@ -226,16 +227,17 @@ def _item(start: int, end: int, cost_before: Callable[[int], float]) -> _Item:
     return _Item(cost / (end - start), start, end, before, cost)
 
 
-def _deal(
-    edges: list[int], ranks: int, local: int, cost_before: Callable[[int], float]
+def deal(
+    cuts: list[int], edges: list[int], ranks: int, cost_before: Callable[[int], float]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Assign items to each rank in turn, and return each rank's runs (start, length).
 
-    ``edges``: the edges of documents. Within a document the cost of a query must rise.
+    ``cuts``: the positions at which an item begins or ends, in order, from 0 to the tokens of all ranks. ``edges``: the positions
+    at which a document or a segment of a tree begins or ends; a cut inside an item moves to a near edge. The ranks have equal
+    costs if the cost of a query rises within each item.
     """
-    edges = sorted({0, *edges, ranks * local})
-    chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
-    items, dealt = sorted(_item(start, end, cost_before) for start, end in pairwise(_chunks(edges, chunk))), []
+    local, dealt = cuts[-1] // ranks, []
+    items = sorted(_item(start, end, cost_before) for start, end in pairwise(cuts))
     for left in range(ranks, 1, -1):
         remaining = _Remaining(items, edges, cost_before)
         costly = remaining.costly(local, left)
@@ -244,8 +246,12 @@ def _deal(
     return (*dealt, _runs([(item.start, item.end) for item in items]))
 
 
-def _chunks(edges: list[int], chunk: int) -> list[int]:
-    """Join neighbouring documents of together at most ``chunk`` tokens into items, and return the edges of the items."""
+def joined(edges: list[int], local: int) -> list[int]:
+    """Join neighbouring short items, and return the edges of the items that this leaves.
+
+    Items of together at most an eighth of the ``local`` tokens of a rank (but ``LEAST_CHUNK`` to ``MOST_CHUNK`` tokens) are one.
+    """
+    chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
     kept = edges[:1]
     for edge, following in pairwise([*edges[1:], edges[-1] + chunk + 1]):
         if following - kept[-1] > chunk:

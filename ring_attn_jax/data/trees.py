@@ -13,10 +13,12 @@ from ring_attn_core.data import rollouts as packing
 from ring_attn_core.data import trees
 from ring_attn_core.data.rollouts import Rollouts
 from ring_attn_core.data.trees import TreeExtents
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import in_words
 
 from ..attend.tiles import accumulation_dtype
 from ..axes import checks_are_off, ring_size, without_derivative
+from ..call.traced import TracedLayout
 from .extents import whole
 from .gather import gather
 
@@ -76,12 +78,13 @@ def pack_rollouts(
 
 
 def unpack_rollouts(
-    values: jax.Array, rollouts: Rollouts, *, axis_name: str = "seq", layout: str | None = None
+    values: jax.Array, rollouts: Rollouts, *, axis_name: str = "seq", layout: str | BalancedLayout | TracedLayout | None = None
 ) -> list[jax.Array]:
     """Return for each rollout, on every rank, the values [tokens - 1, ...] at the slots that predict its tokens after the first.
 
-    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` this
-    rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. Loss masks are not applied: masked tokens have values too.
+    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` (a name
+    or the ``.layout`` of a shard) this rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. Loss masks are not
+    applied: masked tokens have values too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
     rank keeps its own slice of the gradient, without a sum over ranks. The result is replicated for JAX, so a loss that every

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import check_rank
 from ring_attn_core.plan.balanced import layout_of_ids
@@ -69,8 +70,8 @@ def shard_batch(
     document. Tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens], since rows
     may differ, while :func:`positions` returns [tokens].
 
-    ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` so that all ranks
-    have equal work under a causal mask. It returns the layout in ``.layout``; pass that on: ``ring_attention(...,
+    ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree``. All
+    ranks then have equal work under a causal mask. It returns the layout in ``.layout``; pass that on: ``ring_attention(...,
     layout=shard.layout)``.
 
     Do not append new tokens to a zigzag or contiguous shard: positions depend on the layout and the length, so attention would
@@ -89,14 +90,14 @@ def shard_batch(
         extents = document_extents(owner)
     elif restart_positions:
         raise ValueError("restart_positions=True counts positions from the start of each document: pass documents=...")
-    if layout == "balanced":
-        layout = _balanced(owner, ranks, tree)
     key_extents = of_path = longest = None
     if tree is not None:
         if documents is not None:
             raise ValueError("documents and tree were given: pass the tree alone, with a root (parent -1) for each document")
         key_extents, of_path, owner = (torch.from_numpy(x).to(ids.device) for x in batch_of_trees(tree, *ids.shape))
         longest = longest_path(trees_of(*tree))
+    if layout == "balanced":
+        layout = _balanced(owner, ranks) if tree is None else balanced_tree_layout(*tree, ranks, length=ids.shape[1])
     if key_mask is not None:
         key_mask = _shaped_like(ids, key_mask=_boolean(key_mask))
         owner = torch.where(key_mask, owner, -1)
@@ -120,10 +121,8 @@ def shard_batch(
     return Shard(shard(ids), shard(labels, ignore_index), where, extents, key_mask, ids.shape[1], key_extents, dealt, longest)
 
 
-def _balanced(owner: Tensor, ranks: int, tree: Any) -> BalancedLayout:
-    """Return the balanced layout of a batch's documents. Raise ValueError if a tree is passed too or values cannot be read."""
-    if tree is not None:
-        raise ValueError('layout="balanced" deals documents, and a tree was given: choose "zigzag", "striped" or "contiguous"')
+def _balanced(owner: Tensor, ranks: int) -> BalancedLayout:
+    """Return the balanced layout of a batch's documents. Raise ValueError if their values cannot be read."""
     ids = on_host(owner)
     if ids is None:
         raise ValueError(

@@ -15,6 +15,7 @@ from ring_attn_core.data import rollouts as packing
 from ring_attn_core.data import trees
 from ring_attn_core.data.rollouts import Rollouts
 from ring_attn_core.data.trees import TreeExtents
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import in_words
 
 from ..ring.agreement import AgreedCall, agree_on
@@ -79,13 +80,13 @@ def unpack_rollouts(
     rollouts: Rollouts,
     *,
     group: dist.ProcessGroup | DeviceMesh | None = None,
-    layout: str | None = None,
+    layout: str | BalancedLayout | None = None,
 ) -> list[Tensor]:
     """Return for each rollout, on every rank, the values [tokens - 1, ...] at the slots that predict its tokens after the first.
 
-    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` this
-    rank's shard of them. ``group``: the ring that holds the shards; None is the default group. Loss masks are not applied: masked
-    tokens have values too.
+    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` (a name
+    or the ``.layout`` of a shard) this rank's shard of them. ``group``: the ring that holds the shards; None is the default
+    group. Loss masks are not applied: masked tokens have values too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
     rank keeps its own slice of the gradient, without a sum over ranks. So if every rank computes the same loss from all rollouts,

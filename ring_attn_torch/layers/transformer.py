@@ -157,7 +157,7 @@ class RingTransformer(nn.Module):
         if ids.device.type == "cpu" and eager_only([ids]):
             check_ids(ids, self.config.vocab, self.ring)
         if longest_path is not None and key_extents is not None and eager_only([ids, key_extents]):
-            agree_on_tree(ids, key_extents, positions, longest_path, self.ring)
+            agree_on_tree(ids, key_extents, positions, longest_path, layout, self.ring)
         if positions is None and longest_path is None:
             positions = self.ring.positions(ids.shape[1], ids.device, layout)
         x = self.embedded(ids)

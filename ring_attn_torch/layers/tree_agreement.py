@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from ring_attn_core.data.tree_shards import check_one_tree, spans_of
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import is_integer
 
 from ..ring.agreement import AgreedCall, agree, agreed, exchange, same_error
@@ -16,12 +17,14 @@ from .ring import LayerRing
 CALL = "RingTransformer with a tree"
 
 
-def agree_on_tree(ids: Tensor, key_extents: Any, positions: Any, longest: Any, ring: LayerRing) -> None:
+def agree_on_tree(
+    ids: Tensor, key_extents: Any, positions: Any, longest: Any, layout: BalancedLayout | None, ring: LayerRing
+) -> None:
     """Raise ValueError on all ranks if their shards are not shards of the same trees.
 
-    ``ids`` [batch, tokens], ``key_extents``, ``positions``, ``longest``: arguments of RingTransformer. Compare them at every call
-    on a CPU. On other devices compare only the first call with a batch of this shape, because a comparison waits for the device.
-    Leave arguments of wrong shapes and dtypes to the layers, which refuse them.
+    ``ids`` [batch, tokens], ``key_extents``, ``positions``, ``longest``, ``layout``: arguments of RingTransformer. On a CPU
+    compare them at every call. On other devices compare only the first call with a batch of this shape, because a comparison
+    waits for the device. Leave arguments of wrong shapes and dtypes to the layers, which refuse them.
     """
     group, device, shape = ring_of(ring.group), ids.device.type, tuple(ids.shape)
     call = AgreedCall(CALL, device, (("ids_shape", shape),))
@@ -30,11 +33,13 @@ def agree_on_tree(ids: Tensor, key_extents: Any, positions: Any, longest: Any, r
     whole_numbers = [x for x in (key_extents, positions) if x is not None]
     fits = is_integer(longest) and longest > 0 and tuple(key_extents.shape) == (*shape, 2)
     fits &= positions is None or tuple(positions.shape) in (shape, shape[1:])
+    fits &= layout is None or layout.seq_local == shape[1]
     fits &= not any(x.is_floating_point() or x.is_complex() for x in whole_numbers)
     with same_error(group):
-        spans = _spans(ids, key_extents, positions, ring) if fits else None
+        spans = _spans(ids, key_extents, positions, layout, ring) if fits else None
     counted = positions is not None
     arguments = {"call": CALL, "ids_shape": shape, "longest_path": longest, "positions given": counted}
+    arguments["layout"] = None if layout is None else str(layout)
     shards: list[Any] = [spans] if group is None or ranks_of(group) == 1 else exchange(arguments, spans, group)
     if None not in shards:
         check_one_tree(shards, longest, counted)
@@ -42,7 +47,9 @@ def agree_on_tree(ids: Tensor, key_extents: Any, positions: Any, longest: Any, r
         agree(call, group)
 
 
-def _spans(ids: Tensor, key_extents: Tensor, positions: Tensor | None, ring: LayerRing) -> list[Any]:
-    tokens = ring.positions(ids.shape[1]).numpy()
-    places = ring.positions(ids.shape[1], ids.device) if positions is None else positions
-    return spans_of(key_extents.cpu().numpy(), places.expand(ids.shape).cpu().numpy(), tokens)
+def _spans(
+    ids: Tensor, key_extents: Tensor, positions: Tensor | None, layout: BalancedLayout | None, ring: LayerRing
+) -> list[Any]:
+    tokens = ring.positions(ids.shape[1], layout=layout)
+    places = tokens if positions is None else positions
+    return spans_of(key_extents.cpu().numpy(), places.expand(ids.shape).cpu().numpy(), tokens.numpy())
