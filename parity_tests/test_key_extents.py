@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.data.trees import tree_extents
 from ring_attn_core.layouts import LAYOUTS
 
@@ -38,15 +39,17 @@ RINGS = [
     ),
 ]
 
+BALANCED = [(3, "balanced"), *(pytest.param(ranks, "balanced", marks=pytest.mark.exhaustive) for ranks in (1, 2, 4))]
 
-def in_torch(gloo: Any, ranks: int, layout: str, x: np.ndarray, cotangent: np.ndarray, **extents: np.ndarray) -> Arrays:
+
+def in_torch(gloo: Any, ranks: int, layout: Any, x: np.ndarray, cotangent: np.ndarray, **extents: np.ndarray) -> Arrays:
     """Attention of ``x`` over itself on a ring of gloo processes: out, and the gradient of ``x``, in natural order."""
     shards = gloo(ranks, on_rank, layout, x, cotangent, extents)
     whole = {name: torch.from_numpy(np.concatenate([shard[name] for shard in shards], 1)) for name in ("out", "dx")}
     return {name: ring_attn_torch.from_layout(y, layout, ranks, x.shape[1]).numpy() for name, y in whole.items()}
 
 
-def on_rank(group: Any, layout: str, x: np.ndarray, cotangent: np.ndarray, extents: Arrays) -> Arrays:
+def on_rank(group: Any, layout: Any, x: np.ndarray, cotangent: np.ndarray, extents: Arrays) -> Arrays:
     ranks, rank = ranks_of(group), rank_in(group)
     mine = lambda y: ring_attn_torch.to_layout(torch.from_numpy(y), layout, ranks).chunk(ranks, 1)[rank]
     leaf = mine(x).clone().requires_grad_()
@@ -56,7 +59,7 @@ def on_rank(group: Any, layout: str, x: np.ndarray, cotangent: np.ndarray, exten
     return {"out": out.detach().numpy(), "dx": dx.numpy()}
 
 
-def in_jax(ranks: int, layout: str, x: np.ndarray, cotangent: np.ndarray, **extents: np.ndarray) -> Arrays:
+def in_jax(ranks: int, layout: Any, x: np.ndarray, cotangent: np.ndarray, **extents: np.ndarray) -> Arrays:
     """The same on a mesh of devices."""
     placed = lambda y: ring_attn_jax.to_layout(jnp.asarray(y), layout, ranks)
     with jax.enable_x64(True):
@@ -89,10 +92,11 @@ def test_key_extents_of_documents_are_their_extents(attention: Any, ranks: int, 
     )
 
 
-@pytest.mark.parametrize(("ranks", "layout"), RINGS)
-def test_a_branch_changes_no_bit_of_what_does_not_descend_from_it(attention: Any, ranks: int, layout: str):
+@pytest.mark.parametrize(("ranks", "layout"), [*RINGS, *BALANCED])
+def test_a_branch_changes_no_bit_of_what_does_not_descend_from_it(attention: Any, ranks: int, layout: Any):
     rng = np.random.default_rng(9)
     parents, lengths = drawn_tree(rng, 12)
+    layout = balanced_tree_layout(parents, lengths, ranks) if layout == "balanced" else layout
     key_extents = np.asarray(tree_extents(parents, lengths)[0])
     branch = np.repeat(np.arange(12), lengths) == max(parents)  # the last segment with children
     (tokens,) = np.nonzero(branch)

@@ -23,6 +23,8 @@ from ..support.rollouts import drawn_tree
 GROUP: Any = (-1, *[0] * 16), (16384, *[1024] * 16)
 """A prompt with 16 completions."""
 
+OF_HALVES: dict[str, Any] = {"length": 5.5}
+
 
 def forest(prompts: int, completions: int, lengths: Callable[[int], int]) -> tuple[list[int], list[int]]:
     """Return prompts with completions each; ``lengths``: of a segment by its index in its tree."""
@@ -129,7 +131,7 @@ def test_the_host_has_a_layout_before_a_step_needs_it(tree: tuple[Any, Any], ran
     [
         (lambda: balanced_tree_layout([-1, 0], [4, 2], 0), "a ring needs at least 1 rank, got 0"),
         (lambda: balanced_tree_layout([-1, 0], [4, 2], 2, length=5), "a row of the tree has 6 tokens, and length is 5"),
-        (lambda: balanced_tree_layout([-1, 0], [4, 2], 2, length=5.5), "length is the true global number of tokens"),
+        (lambda: balanced_tree_layout([-1, 0], [4, 2], 2, **OF_HALVES), "length is the true global number of tokens"),
         (lambda: balanced_tree_layout([-1, 1], [4, 2], 2), "row 0, segment 1 has the parent 1"),
         (lambda: balanced_tree_layout([-1], 4, 2), "lengths must be a list of ints"),
     ],

@@ -26,7 +26,7 @@ from ring_attn_jax import (
     to_layout,
 )
 
-from ..support.balanced import CASES, DOCUMENTS, JOINED_CASES, batch_of_documents, check_documents
+from ..support.balanced import CASES, DOCUMENTS, JOINED_CASES, TREE_CASES, batch_of_documents, check_documents
 from ..support.cases import Case, check, computed_bound
 from ..support.selection import first
 from .ring import QUICK, SEQ, mesh_of, run_once
@@ -39,6 +39,10 @@ def test_each_feature_and_strategy_is_exact(case):
 
 @pytest.mark.parametrize("case", first(JOINED_CASES), ids=str)
 def test_joined_shards_are_exact(case):
+    check(case, run_once(case))
+
+@pytest.mark.parametrize("case", first(TREE_CASES), ids=str)
+def test_attention_over_trees_is_exact(case):
     check(case, run_once(case))
 
 

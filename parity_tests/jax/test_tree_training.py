@@ -12,7 +12,8 @@ import pytest
 from flax import nnx
 
 from ring_attn_core import causal, full, sliding_window
-from ring_attn_jax import RingAttention, loss, pack_rollouts, shard_batch, to_layout
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
+from ring_attn_jax import RingAttention, loss, pack_rollouts, shard_batch, to_layout, tree_extents
 from ring_attn_jax.layers.transformer import RingTransformer
 
 from ..support.rollouts import VOCAB, drawn_rollouts, loss_alone
@@ -24,22 +25,26 @@ LONGEST = 10
 def model_on(ranks: int, layout: str) -> RingTransformer:
     """Its first layer has a window of LONGEST tokens, the rows have more."""
     sizes: dict[str, Any] = {"vocab": VOCAB, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "windows": [LONGEST - 1, None]}
-    return RingTransformer(**sizes, layout=layout, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
+    own = "zigzag" if layout == "balanced" else layout  # a call takes the balanced layout of its shard
+    return RingTransformer(**sizes, layout=own, mesh=mesh_of(ranks), rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [("zigzag", 2), *(pytest.param(*ring, marks=pytest.mark.exhaustive) for ring in (("contiguous", 1), ("striped", 4)))],
+    [
+        ("zigzag", 2),
+        *(pytest.param(*ring, marks=pytest.mark.exhaustive) for ring in (("contiguous", 1), ("striped", 4), ("balanced", 3))),
+    ],
 )
 def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(layout, ranks):
     drawn = drawn_rollouts(np.random.default_rng(3), 4, LONGEST, VOCAB)
     packed = pack_rollouts(**drawn, length=40)
     shard = shard_batch(packed.ids, layout, ranks, labels=packed.labels, tree=(packed.parents, packed.lengths))
-    weights = to_layout(packed.label_weights, layout, ranks)
+    weights = to_layout(packed.label_weights, shard.layout or layout, ranks)
 
     @partial(nnx.value_and_grad, argnums=0)
     def of_tree(model, shard):
-        tree = {"key_extents": shard.key_extents, "longest_path": shard.longest_path}
+        tree = {"key_extents": shard.key_extents, "longest_path": shard.longest_path, "layout": shard.layout}
         logits = model(shard.ids, shard.positions, shard.length, **tree)
         return loss(logits, shard.labels, label_weights=weights, reduction="sum", axis_name=None)
 
@@ -55,6 +60,22 @@ def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(layout, ra
     mine, truth = nnx.jit(of_tree)(model_on(ranks, layout), shard), nnx.jit(alone)(model_on(1, "contiguous"))
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(truth), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+def test_shard_batch_assigns_the_segments_of_trees_to_ranks(jitted):
+    tree = ((-1, 0, 0), (-1,)), ((9, 4, 5), (17,))
+    call = lambda ids: shard_batch(ids, "balanced", 3, tree=tree)
+    shard = (jax.jit(call) if jitted else call)(jnp.arange(40).reshape(2, 20))
+    layout = balanced_tree_layout(*tree, 3, length=20)
+    assert shard.layout == layout
+    padded = np.pad(np.arange(40).reshape(2, 20), ((0, 0), (0, 1)))
+    order = [position for rank in range(3) for position in layout.positions(rank)]
+    np.testing.assert_array_equal(shard.ids, padded[:, order])
+    for mine, expected in zip((shard.key_extents, shard.positions), tree_extents(*tree), strict=True):
+        padded = np.zeros((2, 21, *expected.shape[2:]), np.int32)
+        padded[:, : expected.shape[1]] = expected
+        np.testing.assert_array_equal(mine, padded[:, order])
 
 
 def test_a_label_of_a_tree_stays_within_its_segment():

@@ -12,8 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_jax import (
+    TracedLayout,
     from_layout,
+    gather,
+    gather_token,
     pack_rollouts,
     sharded_ring_attention,
     to_layout,
@@ -76,10 +80,14 @@ def test_a_jitted_function_takes_rollouts_as_a_pytree():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, None), (1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "striped"), (4, "contiguous")]
+    ("ranks", "layout"),
+    [(1, None), (1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "striped"), (4, "contiguous"), (3, "balanced"), (2, "traced")],
 )
 def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(ranks, layout):
     of = policy()
+    if layout in ("balanced", "traced"):
+        dealt = balanced_tree_layout(*of.packed.tree, ranks)
+        layout = TracedLayout.of(dealt) if layout == "traced" else dealt
     with jax.enable_x64(True):
         truth = named(*jax.jit(jax.value_and_grad(partial(alone, of), (0, 1, 2)))(*map(jnp.asarray, (of.x, of.weight, of.head))))
         shards = lambda x: jnp.asarray(x) if layout is None else to_layout(jnp.asarray(x), layout, ranks)
@@ -92,7 +100,7 @@ def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(ranks, l
         assert_near(named(value, (dx, *rest)), truth, 1e-13)
 
 
-def on_ring(of: Policy, layout: str | None, x: Any, weight: Any, head: Any, labels: Any) -> jax.Array:
+def on_ring(of: Policy, layout: Any, x: Any, weight: Any, head: Any, labels: Any) -> jax.Array:
     packed = replace(of.packed, predictors=jnp.asarray(of.packed.predictors))
     values = token_log_probs(jnp.tanh(x @ weight), labels, head=head, chunk=5, entropy=True)
     return grpo(of, *(unpack_rollouts(each, packed, layout=layout) for each in values))
@@ -127,6 +135,20 @@ def test_a_derivative_where_jax_sums_no_gradients_is_refused():
     assert over_ranks(total, REPLICATED)(shards) == 6
     with pytest.raises(ValueError, match=r"unpack_rollouts has no derivative inside jax.shard_map\(check_vma=False\)"):
         over_ranks(jax.grad(total), SEQ)(shards)
+
+
+@pytest.mark.parametrize("traced", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+def test_values_and_tokens_are_gathered_from_a_balanced_layout(traced):
+    dealt = balanced_tree_layout([-1, 0, 0], [4, 2, 3], 2)
+    layout, x = TracedLayout.of(dealt) if traced else dealt, jnp.arange(9)[None]
+    both = lambda x: (
+        gather(x, layout=layout),
+        gather_token(x, -2, layout=layout),
+        gather_token(x, jnp.array([3]), layout=layout),
+    )
+    found = jax.shard_map(both, mesh=mesh_of(2), in_specs=SEQ, out_specs=REPLICATED)(to_layout(x, layout, 2))
+    for mine, expected in zip(found, (x, x[:, 7], x[:, 3]), strict=True):
+        np.testing.assert_array_equal(mine, expected)
 
 
 PACKED = pack_rollouts([[1, 2, 3], [1, 2, 4]])

@@ -5,11 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from ring_attn_core import TwoLevel, Ulysses, causal, full, sliding_window
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
+from ring_attn_core.data.trees import tree_extents
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.reference.oracle import exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
 
 from .cases import Case
+from .rollouts import drawn_tree
 
 DOCUMENTS = (5, 1, 12, 3, 8, 2, 2, 17, 4, 6, 1)
 """Tokens of documents, 61 in all."""
@@ -68,6 +71,32 @@ def check_documents(documents: np.ndarray, arrays: list[np.ndarray], results: li
         assert (mine[documents < 0] == 0).all(), name
 
 
+def tree_case(ranks: int, seed: int, longest: int = 5, **options) -> Case:
+    """Return a case of causal attention over two rows of prefix trees, dealt to ``ranks`` ranks.
+
+    ``longest``: the most tokens of a segment.
+    """
+    rng = np.random.default_rng(seed)
+    drawn = [drawn_tree(rng, int(rng.integers(4, 13))) for _ in range(2)]
+    parents, lengths = [row for row, _ in drawn], [rng.integers(1, longest + 1, len(row)).tolist() for row, _ in drawn]
+    layout = balanced_tree_layout(parents, lengths, ranks)
+    case = Case(layout, ranks=ranks, length=layout.length, key_extents="tree", **options)
+    return case.given(key_extents=tree_extents(parents, lengths).key_extents)
+
+
+TREE_CASES = [
+    tree_case(3, 1),
+    tree_case(4, 2, poison=True, sinks=True, strategy="two_way"),
+    tree_case(2, 3, dtype="bfloat16", softcap=2.0, v_dim=24),
+    tree_case(1, 4, key_mask="random"),
+    tree_case(4, 5, dtype="float64", alibi=True, dropout_rate=0.3, extents="documents"),
+    tree_case(2, 6, strategy="gather", tiles=None),
+    tree_case(4, 7, strategy=TwoLevel(ranks=2), dtype="float16"),
+    tree_case(4, 8, strategy="ulysses"),
+    *(tree_case(ranks, seed) for seed in range(10, 14) for ranks in (1, 2, 3, 4)),
+]
+"""Random prefix trees in their balanced layout."""
+
 LONG = (300, 17, 1, 500, 130, 64, 200, 90, 411)
 """Tokens of documents that fill several tiles, 1,713 in all."""
 
@@ -83,6 +112,7 @@ LONG_CASES = [
     long_case(8, 64, extents="documents", dtype="float16", mask=sliding_window(100), sinks=True),
     long_case(2, 128, mask=full(), key_extents="tree", dtype="bfloat16"),
     long_case(2, 256, extents="documents", key_mask="random", softcap=3.0, dtype="bfloat16"),
+    tree_case(4, 15, 400, head_dim=128, v_dim=128, dtype="bfloat16"),
 ]
 """Cases at sizes of several tiles, for GPUs."""
 
@@ -98,5 +128,6 @@ KERNEL_CASES = [
     case_of(4, extents="documents", heads=2, batch=1, strategy=TwoLevel(ranks=2)),
     case_of(4, heads=4, batch=1, key_extents="tree", mask=full(), sinks=True, strategy=Ulysses(ranks=2)),
     case_of(1, extents="documents"),
+    tree_case(3, 9, batch=2, heads=2, kv_heads=1),
 ]
 """Cases that kernels run: without ALiBi and dropout."""

@@ -23,7 +23,7 @@ from ring_attn_torch import (
 )
 
 from ..support import corpus
-from ..support.balanced import CASES, JOINED_CASES, batch_of_documents, check_documents
+from ..support.balanced import CASES, JOINED_CASES, TREE_CASES, batch_of_documents, check_documents
 from ..support.cases import check, check_same
 from ..support.selection import first
 from ..support.spawn import PerRank
@@ -37,6 +37,10 @@ def test_each_feature_and_strategy_is_exact(gloo, case):
 
 @pytest.mark.parametrize("case", first(JOINED_CASES, 4), ids=str)
 def test_joined_shards_are_exact(gloo, case):
+    check(case, run(gloo, case))
+
+@pytest.mark.parametrize("case", first(TREE_CASES, 2), ids=str)
+def test_attention_over_trees_is_exact(gloo, case):
     check(case, run(gloo, case))
 
 
@@ -126,8 +130,9 @@ def test_another_list_of_documents_on_one_rank_is_refused_on_all(gloo):
     ("call", "message"),
     [
         (lambda x: gather(x[..., None], layout=OF_TWO), "this layout deals 32 tokens to 2 ranks, got 32 tokens and 1 ranks"),
+        (lambda x: gather(x[..., None], layout="balanced"), "a balanced layout follows from documents"),
         (lambda x: to_layout(x, OF_TWO, 2), "this layout deals 32 tokens to 2 ranks, got 9 tokens"),
-        (lambda x: shard_batch(x, "balanced", 2, tree=([-1], [9])), "deals documents, and a tree was given"),
+        (lambda x: shard_batch(x, "balanced", 2, tree=([-1], [10])), "a row of the tree has 10 tokens, and ids have 9"),
         (lambda x: shard_batch(x, "balanced", 2, documents=torch.tensor([[0, 0, 1, 1, 0, 0, 0, 0, 0]])), "must not decrease"),
         (lambda x: shard_batch(x.to("meta"), "balanced", 2), "follows from the values of documents"),
     ],

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.layouts import LAYOUTS
-from ring_attn_torch import RingAttention, loss, pack_rollouts, shard_batch, to_layout
+from ring_attn_torch import RingAttention, loss, pack_rollouts, shard_batch, to_layout, tree_extents
 from ring_attn_torch.layers.transformer import RingTransformer
 from ring_attn_torch.ring.groups import Group, rank_in, ranks_of
 
@@ -24,22 +25,25 @@ def model_on(group: Group, layout: str) -> RingTransformer:
     """Its first layer has a window of LONGEST tokens, the rows have 40."""
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab": VOCAB, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1}
-    return RingTransformer(**sizes, windows=[LONGEST - 1, None], layout=layout, group=group).double()
+    own = "zigzag" if layout == "balanced" else layout  # a call takes the balanced layout of its shard
+    return RingTransformer(**sizes, windows=[LONGEST - 1, None], layout=own, group=group).double()
 
 
 def on_rank(group: Group, drawn: dict[str, Any], layout: str) -> list[np.ndarray]:
     model, packed, ranks, rank = model_on(group, layout), pack_rollouts(**drawn), ranks_of(group), rank_in(group)
     tree = packed.parents, packed.lengths
     shard = shard_batch(packed.ids, layout, ranks, rank, labels=packed.labels, tree=tree)
-    weights = to_layout(packed.label_weights, layout, ranks).chunk(ranks, 1)[rank]
-    extents: dict[str, Any] = {"key_extents": shard.key_extents, "longest_path": shard.longest_path}
+    weights = to_layout(packed.label_weights, shard.layout or layout, ranks).chunk(ranks, 1)[rank]
+    extents: dict[str, Any] = {"key_extents": shard.key_extents, "longest_path": shard.longest_path, "layout": shard.layout}
     logits = model(shard.ids, shard.positions, shard.length, **extents)
     value = loss(logits, shard.labels, label_weights=weights, reduction="sum", group=group)
     return [x.detach().numpy() for x in (value / ranks, *torch.autograd.grad(value, [*model.parameters()]))]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.exhaustive)]
+)
 def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(gloo, ranks, layout):
     drawn: dict[str, Any] = drawn_rollouts(np.random.default_rng(3), 6, LONGEST, VOCAB)
     assert max(map(len, drawn["rollouts"])) == LONGEST
@@ -50,6 +54,19 @@ def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(gloo, rank
     value = loss_alone(drawn, lambda ids: torch.log_softmax(logits(ids), -1))
     for mine, truth in zip(sums, (value, *torch.autograd.grad(value, [*model.parameters()])), strict=True):
         np.testing.assert_allclose(mine, truth.detach().numpy(), rtol=1e-5, atol=1e-5)
+
+
+def test_shard_batch_assigns_the_segments_of_trees_to_ranks():
+    tree = ((-1, 0, 0), (-1,)), ((9, 4, 5), (17,))
+    layout = balanced_tree_layout(*tree, 3, length=20)
+    shard = shard_batch(torch.arange(40).view(2, 20), "balanced", 3, 1, tree=tree)
+    assert shard.layout == layout
+    padded = np.pad(np.arange(40).reshape(2, 20), ((0, 0), (0, 1)))
+    np.testing.assert_array_equal(shard.ids, padded[:, layout.positions(1)])
+    for mine, expected in zip((shard.key_extents, shard.positions), tree_extents(*tree), strict=True):
+        padded = np.zeros((2, 21, *expected.shape[2:]), np.int32)
+        padded[:, : expected.shape[1]] = expected
+        np.testing.assert_array_equal(mine, padded[:, layout.positions(1)])
 
 
 def test_a_label_of_a_tree_stays_within_its_segment():
@@ -167,6 +184,28 @@ def refused_on_rank(group: Group, tree: Any, layout: str) -> None:
     ids = torch.zeros_like(positions, dtype=torch.int64)
     with torch.no_grad():
         model_on(group, layout)(ids, positions, 16, key_extents=key_extents, longest_path=longest.item())
+
+
+def balanced_on_rank(group: Group, tree: Any, of_layout: Any) -> None:
+    ids, ranks, rank = torch.zeros(1, 16, dtype=torch.int64), ranks_of(group), rank_in(group)
+    layout = shard_batch(ids, "balanced", ranks, rank, tree=of_layout).layout
+    assert layout is not None
+    shard = shard_batch(ids, layout, ranks, rank, tree=tree)
+    extents: dict[str, Any] = {"key_extents": shard.key_extents, "longest_path": shard.longest_path, "layout": layout}
+    with torch.no_grad():
+        model_on(group, "balanced")(shard.ids, shard.positions, shard.length, **extents)
+
+
+def test_in_a_balanced_layout_another_tree_or_layout_on_one_rank_is_every_ranks_error(gloo):
+    one, other = TREES["another completion"]
+    for trees, layouts, words in (
+        (PerRank(one, other), one, "hold shards of different trees"),
+        (one, PerRank(one, other), "disagree on layout: 'balanced over 2 ranks, length 16, runs"),
+    ):
+        outcomes = gloo.outcomes(2, balanced_on_rank, trees, layouts)
+        assert len(set(map(str, outcomes))) == 1
+        assert isinstance(outcomes[0], ValueError) and words in str(outcomes[0])
+    assert gloo.outcomes(2, balanced_on_rank, other, one) == [None, None]  # any layout of the length holds any tree
 
 
 def test_positions_of_another_tree_are_refused_on_a_ring_of_one():

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_torch import (
     from_layout,
     gather,
+    gather_token,
     pack_rollouts,
     ring_attention,
     to_layout,
@@ -63,10 +65,12 @@ def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32():
 
 
 @pytest.mark.parametrize(
-    ("ranks", "layout"), [(1, None), (1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "striped"), (4, "contiguous")]
+    ("ranks", "layout"),
+    [(1, None), (1, "zigzag"), (2, "zigzag"), (4, "zigzag"), (2, "striped"), (4, "contiguous"), (3, "balanced")],
 )
 def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(gloo, ranks, layout):
     of = policy()
+    layout = balanced_tree_layout(*of.packed.tree, ranks) if layout == "balanced" else layout
     truth = alone(of)
     results = gloo(ranks, grpo_on_rank, of, layout)
     assert len({result["loss"].item() for result in results}) == 1
@@ -76,7 +80,7 @@ def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(gloo, ra
     assert_near({"loss": results[0]["loss"], "dx": dx.numpy(), **sums}, truth, 1e-13)
 
 
-def grpo_on_rank(group: Group, of: Policy, layout: str | None) -> dict[str, np.ndarray]:
+def grpo_on_rank(group: Group, of: Policy, layout: Any) -> dict[str, np.ndarray]:
     packed = replace(of.packed, predictors=torch.from_numpy(of.packed.predictors).long())
     mine = lambda x: x if layout is None else to_layout(x, layout, ranks_of(group)).chunk(ranks_of(group), 1)[rank_in(group)]
     x, labels = mine(torch.from_numpy(of.x)), mine(torch.from_numpy(packed.labels))
@@ -111,33 +115,38 @@ def named(value: Tensor, gradients: Any) -> dict[str, np.ndarray]:
     return {"loss": value.detach().numpy()} | dict(zip(("dx", "dweight", "dhead"), (g.numpy() for g in gradients), strict=True))
 
 
-def test_values_of_a_shard_are_those_of_whole_rows(gloo):
-    for same in gloo(4, same_on_rank, policy()):
+@pytest.mark.parametrize("balanced", [False, True])
+def test_values_of_a_shard_are_those_of_whole_rows(gloo, balanced):
+    of = policy()
+    layout = balanced_tree_layout(*of.packed.tree, 4) if balanced else "zigzag"
+    for same in gloo(4, same_on_rank, of, layout):
         assert same
 
 
-def same_on_rank(group: Group, of: Policy) -> bool:
+def same_on_rank(group: Group, of: Policy, layout: Any) -> bool:
     """``gather`` gives the whole values; what padding holds is NaN, and may not matter."""
     packed = pack_rollouts(of.rollouts, length=13)
-    shard = to_layout(torch.from_numpy(of.x), "zigzag", 4, pad_value=torch.nan).chunk(4, 1)[rank_in(group)]
-    mine = unpack_rollouts(shard, packed, group=group, layout="zigzag")
-    whole = unpack_rollouts(gather(shard, group=group, length=of.x.shape[1]), packed)
-    return all(torch.equal(a, b) for a, b in zip(mine, whole, strict=True))
+    shard = to_layout(torch.from_numpy(of.x), layout, 4, pad_value=torch.nan).chunk(4, 1)[rank_in(group)]
+    mine = unpack_rollouts(shard, packed, group=group, layout=layout)
+    whole = unpack_rollouts(gather(shard, group=group, layout=layout, length=of.x.shape[1]), packed)
+    last = gather_token(shard, -2, group=group, layout=layout, length=of.x.shape[1])
+    return all(torch.equal(a, b) for a, b in zip([*mine, last], [*whole, torch.from_numpy(of.x[:, -2])], strict=True))
 
 
 PACKED = pack_rollouts([[1, 2, 3], [1, 2, 4]])
 
 
 @pytest.mark.slow
-def test_unpack_compiles_as_one_graph(gloo):
-    assert gloo(2, compiled_on_rank) == [True, True]
+@pytest.mark.parametrize("layout", ["zigzag", balanced_tree_layout(*PACKED.tree, 2)], ids=["zigzag", "balanced"])
+def test_unpack_compiles_as_one_graph(gloo, layout):
+    assert gloo(2, compiled_on_rank, layout) == [True, True]
 
 
-def compiled_on_rank(group: Group) -> bool:
-    objective = lambda x: torch.cat(unpack_rollouts(x, PACKED, group=group, layout="zigzag")).sin().sum()
+def compiled_on_rank(group: Group, layout: Any) -> bool:
+    objective = lambda x: torch.cat(unpack_rollouts(x, PACKED, group=group, layout=layout)).sin().sum()
     gradients = []
     for function in (objective, torch.compile(objective, fullgraph=True, backend="aot_eager")):
-        x = (torch.arange(4.0)[None] * (1 + rank_in(group))).requires_grad_()
+        x = (torch.arange(4.0 if layout == "zigzag" else 3.0)[None] * (1 + rank_in(group))).requires_grad_()
         gradients += torch.autograd.grad(function(x), x)
     return torch.equal(*gradients)
 
@@ -167,8 +176,21 @@ def test_one_ranks_mistake_is_everybodys_error(gloo):
         assert str(outcome).startswith("rank 1: x holds 5 tokens, and of length=5 over 2 ranks in zigzag a shard has 4")
 
 
-def mistaken_on_rank(group: Group, tokens: int) -> None:
-    unpack_rollouts(torch.ones(1, tokens), PACKED, group=group, layout="zigzag")
+def mistaken_on_rank(group: Group, tokens: int, layout: Any = "zigzag") -> None:
+    unpack_rollouts(torch.ones(1, tokens), PACKED, group=group, layout=layout)
+
+
+def test_a_balanced_layout_that_does_not_fit_or_differs_is_every_ranks_error(gloo):
+    own, longer, other = (balanced_tree_layout(*PACKED.tree, 2, length=n) for n in (5, 7, 5))
+    other = replace(own, runs=own.runs[::-1])
+    for tokens, layout, message in (
+        (3, PerRank(own, longer), "rank 1: this layout deals 7 tokens to 2 ranks, got 5 tokens and 2 ranks"),
+        (PerRank(3, 4), own, "rank 1: x holds 4 tokens, and of length=5 over 2 ranks in balanced over 2 ranks, length 5"),
+        (3, PerRank(own, other), "the ranks of this ring disagree on layout: 'balanced over 2 ranks, length 5, runs"),
+    ):
+        for outcome in gloo.outcomes(2, mistaken_on_rank, tokens, layout):
+            assert isinstance(outcome, ValueError)
+            assert str(outcome).startswith(message)
 
 
 def test_other_rollouts_on_one_rank_are_every_ranks_error_at_every_call(gloo):

@@ -55,10 +55,10 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
     local = -(-tokens // ranks)
     rows = [_cost_before(tree) for tree in trees]
     before = rows[0] if len(rows) == 1 else lambda position: sum(row(position) for row in rows)
-    edges = _edges(trees, 1, ranks * local)
-    dealt = deal(joined(_edges(trees, local, ranks * local), local), edges, ranks, before)
+    subtrees, segments = (_edges(trees, most, ranks * local) for most in (local, 1))
+    dealt = deal(joined(subtrees, local), segments, ranks, before)
     if _balance(dealt, before) > MOST_UNEVEN:
-        dealt = min(dealt, deal(edges, edges, ranks, before), key=lambda runs: _balance(runs, before))
+        dealt = min(dealt, deal(segments, segments, ranks, before), key=lambda each: _balance(each, before))
     return BalancedLayout(dealt, tokens)
 
 

@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.validation import in_words, is_integer
 
@@ -234,8 +233,8 @@ def _exchange(
 
 
 def _plain(x: Any) -> Any:
-    """Convert an object for ``json.dumps``: an integer to int, anything else to a description, so that encoding cannot fail."""
-    return operator.index(x) if is_integer(x) else str(x) if isinstance(x, BalancedLayout) else in_words(x)
+    """Convert an object for ``json.dumps``: an integer to int, a balanced layout to its digest, else to a description."""
+    return operator.index(x) if is_integer(x) else str(x) if hasattr(x, "runs") else in_words(x)
 
 
 def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
