@@ -26,11 +26,11 @@ prompt = torch.randint(16, (40,)).tolist()
 def of_tree(rollouts):
     """Return the log-probabilities of each rollout's tokens after the first, on every rank."""
     packed = pack_rollouts(rollouts)
-    shard = shard_batch(packed.ids, "zigzag", ranks, rank, labels=packed.labels, tree=packed.tree)
-    tree = {"key_extents": shard.key_extents, "longest_path": shard.longest_path}
+    shard = shard_batch(packed.ids, "balanced", ranks, rank, labels=packed.labels, tree=packed.tree)
+    tree = {"key_extents": shard.key_extents, "longest_path": shard.longest_path, "layout": shard.layout}
     hidden = model(shard.ids, shard.positions, shard.length, **tree, return_hidden=True)
     log_probs = token_log_probs(hidden, shard.labels, head=model.head_weight)  # of this rank's tokens
-    return unpack_rollouts(log_probs, packed, layout="zigzag"), packed.saved_tokens
+    return unpack_rollouts(log_probs, packed, layout=shard.layout), packed.saved_tokens
 
 
 def one_by_one(rollouts):

@@ -13,7 +13,16 @@ from flax import nnx
 
 from ring_attn_core import causal, full, sliding_window
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
-from ring_attn_jax import RingAttention, loss, pack_rollouts, shard_batch, to_layout, tree_extents
+from ring_attn_jax import (
+    RingAttention,
+    TracedLayout,
+    from_layout,
+    loss,
+    pack_rollouts,
+    shard_batch,
+    to_layout,
+    tree_extents,
+)
 from ring_attn_jax.layers.transformer import RingTransformer
 
 from ..support.rollouts import VOCAB, drawn_rollouts, loss_alone
@@ -60,6 +69,25 @@ def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(layout, ra
     mine, truth = nnx.jit(of_tree)(model_on(ranks, layout), shard), nnx.jit(alone)(model_on(1, "contiguous"))
     for a, b in zip(jax.tree.leaves(mine), jax.tree.leaves(truth), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.exhaustive
+def test_a_model_takes_the_layout_of_another_tree_without_compiling_anew():
+    compiled, ids = [], jnp.asarray(np.random.default_rng(0).integers(0, VOCAB, (1, 20)))
+
+    @nnx.jit
+    def dealt(model, ids, positions, key_extents, layout):
+        compiled.append(layout)
+        return model(ids, positions, layout.length, key_extents=key_extents, layout=layout, longest_path=9)
+
+    for tree in (([-1, 0, 0], [5, 4, 4]), ([-1, -1, 1, 1], [3, 6, 1, 3])):
+        shard, one = (shard_batch(ids, layout, ranks, tree=tree) for layout, ranks in (("balanced", 3), ("contiguous", 1)))
+        assert shard.layout is not None
+        logits = dealt(model_on(3, "zigzag"), shard.ids, shard.positions, shard.key_extents, TracedLayout.of(shard.layout))
+        alone = model_on(1, "contiguous")(one.ids, one.positions, one.length, key_extents=one.key_extents, longest_path=9)
+        held = sum(tree[1])
+        np.testing.assert_allclose(from_layout(logits, shard.layout, 3, 20)[:, :held], alone[:, :held], rtol=2e-4, atol=2e-4)
+    assert len(compiled) == 1
 
 
 @pytest.mark.parametrize("jitted", [False, True])
