@@ -65,7 +65,7 @@ def test_shard_batch_assigns_the_segments_of_trees_to_ranks():
     np.testing.assert_array_equal(shard.ids, padded[:, layout.positions(1)])
     for mine, expected in zip((shard.key_extents, shard.positions), tree_extents(*tree), strict=True):
         padded = np.zeros((2, 21, *expected.shape[2:]), np.int32)
-        padded[:, : expected.shape[1]] = expected
+        padded[:, : expected.shape[1]] = expected.numpy()
         np.testing.assert_array_equal(mine, padded[:, layout.positions(1)])
 
 
