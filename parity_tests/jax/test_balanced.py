@@ -41,6 +41,7 @@ def test_each_feature_and_strategy_is_exact(case):
 def test_joined_shards_are_exact(case):
     check(case, run_once(case))
 
+
 @pytest.mark.parametrize("case", first(TREE_CASES), ids=str)
 def test_attention_over_trees_is_exact(case):
     check(case, run_once(case))

@@ -39,6 +39,7 @@ def test_each_feature_and_strategy_is_exact(gloo, case):
 def test_joined_shards_are_exact(gloo, case):
     check(case, run(gloo, case))
 
+
 @pytest.mark.parametrize("case", first(TREE_CASES, 2), ids=str)
 def test_attention_over_trees_is_exact(gloo, case):
     check(case, run(gloo, case))
