@@ -117,6 +117,6 @@ def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length:
 
     tensor = isinstance(x, Tensor)
     kind = (tuple(x.shape), str(x.dtype), x.device.type) if tensor else ((), "", "cpu")
-    alike = ("x_shape", kind[0]), ("dtype", kind[1]), ("layout", str(layout)), ("length", length)
+    alike = ("x_shape", kind[0]), ("dtype", kind[1]), ("layout", layout), ("length", length)
     where = () if isinstance(position, Tensor) else (("position", position),)
     agree_on(AgreedCall(call, kind[2], (*alike, *where)), ring, check)

@@ -106,7 +106,7 @@ def unpack_rollouts(
 
     tensor = isinstance(values, Tensor)
     kind = (tuple(values.shape), str(values.dtype), values.device.type) if tensor else ((), "", "cpu")
-    alike: Any = (("shape", kind[0]), ("dtype", kind[1]), ("layout", str(layout)), ("rollouts", _digest(rollouts, ranks)))
+    alike: Any = (("shape", kind[0]), ("dtype", kind[1]), ("layout", layout), ("rollouts", _digest(rollouts, ranks)))
     agree_on(AgreedCall("unpack_rollouts", kind[2], alike, each_time=True), ring, check)
     wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
     if layout is not None:
