@@ -15,7 +15,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TESTS = (
-    *("core/test_cli.py", "core/test_doctor.py", "core/test_draw.py", "core/test_generate_text.py", "core/test_train.py"),
+    *(
+        "core/test_cli.py",
+        "core/test_packed_plans.py",
+        "core/test_doctor.py",
+        "core/test_draw.py",
+        "core/test_generate_text.py",
+        "core/test_train.py",
+    ),
     *("core/test_kernels.py", "core/test_hopper.py", "core/test_bound_launch.py", "core/test_broken_triton.py"),
     *("core/test_weight_files.py", "core/test_weight_names.py", "core/test_rotary.py"),
     *("jax/test_adapters.py", "jax/test_checkpoint.py", "jax/test_kernels.py", "jax/test_layers.py", "jax/test_parallel.py"),

@@ -177,7 +177,7 @@ def test_a_rendezvous_comes_off_if_some_ranks_have_met_in_a_smaller_group_before
 def met_after_others(group: Any) -> list[list[int]]:
     """Return what two exchanges of torch's rendezvous gather, whose numbers are those of the process: rank 1 has had 7 before."""
     renumbered = Renumbered(group, timedelta(seconds=60))
-    store = dist.PrefixStore("", renumbered)  # through C++, as torch calls it
+    store = dist.PrefixStore("", renumbered)  # type: ignore[attr-defined]  # through C++, as torch calls it
     had = 7 if dist.get_rank(group) == 1 else 0
     return [gathered(store, group, number) for number in (had, had + 1)]
 

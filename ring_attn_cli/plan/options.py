@@ -19,7 +19,7 @@ KINDS = {
     "comparison": ("--all-layouts compares the layouts of one length in a table", "all_layouts mask ranks length kv_length"),
     "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length kv_length save"),
 }
-"""For each kind, why it takes no other options, and the names of those that it takes."""
+"""The reason why each kind of plan takes no other options, and the names of those that it takes."""
 
 MOST_TOKENS, MOST_SEGMENTS = 2**24, 10_000
 """Largest packed row, in tokens, and most documents or segments that are dealt to ranks and drawn within half a minute."""

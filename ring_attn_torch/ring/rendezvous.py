@@ -31,7 +31,7 @@ def rendezvous(buffer: Tensor, group: dist.ProcessGroup, patience: timedelta) ->
 
     store = Renumbered(group, patience)
     same = dist.ProcessGroup(store, rank_in(group), ranks_of(group))
-    name = f"{group.group_name}/{store.name}"
+    name: Any = f"{group.group_name}/{store.name}"
     _register_process_group(name, same)
     try:
         return _SymmetricMemory.rendezvous(buffer, name)
@@ -39,7 +39,7 @@ def rendezvous(buffer: Tensor, group: dist.ProcessGroup, patience: timedelta) ->
         _unregister_process_group(name)
 
 
-class Renumbered(dist.Store):
+class Renumbered(dist.Store):  # type: ignore[attr-defined]
     """The group's store for one rendezvous: the key "CUDASymmetricMemory/7/2" becomes ``name``/n/2, n counted from 0.
 
     All ranks make one at the same call. The ranks' next exchange deletes its keys.

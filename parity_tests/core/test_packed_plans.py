@@ -1,0 +1,118 @@
+"""The drawings of packed documents and of prefix trees by ``ring-attn plan``, and their refusals."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from ring_attn_cli.main import app
+from ring_attn_cli.plan.tree import plan_of
+from ring_attn_core.data.trees import Tree
+from ring_attn_core.layouts import LAYOUTS
+
+from ..support.rollouts import ancestors, drawn_tree
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def plan(*arguments: str):
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layouts(tmp_path: Path):
+    done = plan("--documents", "4,12,3,8,5", "--ranks", "4")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert "3 of 5 documents on one rank: their keys do not travel" in done.output
+    assert ["documents", "AAAABBBBBBBBBBBBCCCDDDDDDDDEEEEE"] in lines
+    assert ["ranks", "00012222222211000003333333311111"] in lines
+    assert ["0", "2", "1", "2", "35", "0.966", "10"] in lines and ["3", "1", "1", "0", "36", "0.993", "0"] in lines
+    assert ["balanced", "1.048", "38", "21", "21.9", "%"] in lines
+    assert ["zigzag", "1.352", "49", "19", "19.8", "%"] in lines
+    assert {"contiguous", "striped"} <= {line[0] for line in lines if line}
+    (tmp_path / "lengths").write_text("4 12 3\n8, 5\n")
+    assert plan("--documents", str(tmp_path / "lengths"), "--ranks", "4").output == done.output
+    drawn = plan("--documents", "4,12,3,8,5", "--ranks", "4", "--layout", "contiguous").output.split("\n")
+    assert "ranks     " + "".join(str(rank) * 8 for rank in range(4)) in drawn
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--documents", "4,x"], "--documents takes lengths in tokens such as 4096,512,1024, or a file of them, got '4,x'"),
+        (["--documents", ""], "--documents takes lengths of at least 1 token such as 4096,512,1024, got ''"),
+        (["--documents", "99999999999999999999,2"], "--documents draws at most 10,000 segments or documents of 16,777,216"),
+        (["--documents", sys.executable], "--documents takes a file of numbers in UTF-8"),
+        (["--documents", "4,0"], "--documents takes lengths of at least 1 token such as 4096,512,1024, got '4,0'"),
+        (["--documents", "4", "--layout", "spiral"], "unknown layout 'spiral'"),
+        (["--documents", "4", "--length", "8", "--all-layouts"], "leave out --length, --all-layouts"),
+        (["--documents", "4", "--ranks", "4097"], "a plan of 4097 ranks is too large to draw"),
+        (["--layout", "balanced"], "the layout balanced follows from documents or a tree: pass --documents or --tree with"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_about_documents_is_answered_in_one_line(arguments: list[str], message: str):
+    done = plan(*arguments)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_a_tree_is_drawn_with_its_work_and_traffic_beside_the_other_layouts(tmp_path: Path):
+    done = plan("--ranks", "2", "--tree", "8,4x3", "--layout", "zigzag")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.output.splitlines()]
+    assert "4 segments, 3 rollouts of up to 12 tokens" in done.output
+    assert "20 tokens, 36 in rollouts alone: 1.8 times fewer" in done.output
+    assert "162 pairs, 234 in rollouts alone: 1.4 times fewer" in done.output
+    assert ["segments", "AAAAAAAABBBBCCCCDDDD"] in lines and ["ranks", "00000111111111100000"] in lines
+    (tmp_path / "tree").write_text("-1:8 0:4\n0:4, 0:4\n")
+    assert plan("--ranks", "2", "--tree", str(tmp_path / "tree"), "--layout", "zigzag").output == done.output
+    balanced = plan("--ranks", "2", "--tree", "8,4x3").output
+    assert "balanced layout, prefix tree, 2 ranks" in balanced
+    assert ["ranks", "00011111111110000000"] in [line.split() for line in balanced.splitlines()]
+    for drawn in (done.output, balanced):
+        rows = [line.split()[:3] for line in drawn.splitlines() if line.endswith("% ")]
+        assert sorted(rows) == [
+            ["balanced", "1.000", "81"],
+            ["contiguous", "1.321", "107"],
+            ["striped", "1.062", "86"],
+            ["zigzag", "1.148", "93"],
+        ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+@pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
+def test_the_work_of_a_tree_is_counted_by_its_paths(layout: str, ranks: int):
+    drawn = drawn_tree(np.random.default_rng(ranks), 12)
+    paths = ancestors(*drawn)
+    for held, work in zip((each := plan_of(layout, Tree(*map(tuple, drawn)), ranks)).runs, each.work, strict=True):
+        mine = {position for run in held for position in run.positions()}
+        assert work.pairs == sum(len(paths[position]) for position in mine)
+        assert work.remote == len({key for position in mine for key in paths[position]} - mine)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tree", "8,y"], "--tree takes the tokens of a prompt and of its completions such as 4096,512x8"),
+        (["--tree", "8,0"], "row 0, segment 1 has 0 tokens"),
+        (["--tree", "8,1:4"], "row 0, segment 1 has the parent 1: a parent comes before its children"),
+        (["--tree", ""], "or a file of them, got ''"),
+        (["--tree", "8x"], "or a file of them, got '8x'"),
+        (["--tree", "8,4x-1"], "or a file of them, got '8,4x-1'"),
+        (["--tree", "8,4x999999999"], "16,777,216 tokens in all, got 1,000,000,000 of 4,000,000,004 tokens: pass fewer"),
+        (["--tree", sys.executable], "--tree takes a file of numbers in UTF-8"),
+        (["--tree", "8,4", "--layout", "spiral"], "unknown layout 'spiral'"),
+        (["--tree", "8,4", "--mask", "full", "--length", "8"], "--tree gives the length and compares all layouts: leave out"),
+        (["--tree", "8,4", "--documents", "8"], "--documents gives the length and compares all layouts: leave out --tree"),
+    ],
+    ids=" ".join,
+)
+def test_a_mistake_about_a_tree_is_answered_in_one_line(arguments: list[str], message: str):
+    done = plan(*arguments)
+    assert done.exit_code == 2 and done.stdout == ""
+    assert message in done.stderr and done.stderr.count("\n") == 1
