@@ -32,7 +32,7 @@ MOST_RANKS = 4096
 """Largest number of ranks in a drawn plan; drawing time grows with its square."""
 
 app = typer.Typer(
-    help="Exact ring attention: run the demo, train, generate, look at a plan, compare.",
+    help="Exact ring attention: run the demo, train, generate, draw a plan, compare, check this machine.",
     no_args_is_help=True,
     add_completion=False,
 )
@@ -67,67 +67,76 @@ def plan(
     layout: Annotated[
         str | None,
         typer.Option(
-            help=f"One of {', '.join(layouts.LAYOUTS)}; with --documents or --tree balanced too.",
+            help=f"One of {', '.join(layouts.LAYOUTS)}; or balanced, with --documents or --tree.",
             show_default="zigzag, with --documents or --tree balanced",
         ),
     ] = None,
     mask: Annotated[
         str, typer.Option(help="full, causal[:offset] or sliding_window:before[:after[:offset]], in tokens.")
     ] = "causal",
-    ranks: Annotated[int | None, typer.Option(help="Members of the ring.", show_default="8")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks.", show_default="8")] = None,
     length: Annotated[
         int | None,
         typer.Option(
-            help="Tokens of the whole sequence, as 8192 or 10M; shards are padded to fit.",
+            help="Tokens of the whole sequence, such as 8192 or 10M; shards are padded to equal lengths.",
             show_default="8192",
             parser=_tokens,
             metavar="TOKENS",
         ),
     ] = None,
-    kv_length: Annotated[int | None, typer.Option(help="Tokens of the keys, where they are another sequence.")] = None,
-    save: Annotated[Path | None, typer.Option(help="Also write the picture, as .png or .svg.")] = None,
+    kv_length: Annotated[int | None, typer.Option(help="Number of keys, if they are another sequence (cross-attention).")] = None,
+    save: Annotated[Path | None, typer.Option(help="Also write the drawing to this file, a .png or .svg.")] = None,
     documents: Annotated[
-        str | None, typer.Option(help="Draw packed documents of these tokens: 4096,512,1024 or a file.", show_default="none")
+        str | None,
+        typer.Option(
+            help="Draw packed documents of these lengths in tokens: 4096,512,1024, or a file of lengths.", show_default="none"
+        ),
     ] = None,
     tree: Annotated[
         str | None,
-        typer.Option(help="Draw a prefix tree: 4096,512x8 (a prompt, 8 completions) or a file.", show_default="none"),
+        typer.Option(help="Draw a prefix tree: 4096,512x8 (a prompt and 8 completions), or a file.", show_default="none"),
     ] = None,
-    all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Compare all layouts, one row each.")] = False,
+    all_layouts: Annotated[bool, typer.Option("--all-layouts", help="Print a table that compares all layouts.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="A config.json or a name such as llama-8b: say what fits into memory.")
+        str | None,
+        typer.Option(help="Compute how many tokens fit into memory with this model: a config.json, or a name such as llama-8b."),
     ] = None,
     gpus: Annotated[
         int | None,
         typer.Option(
-            help="With --model: GPUs that share the sequence and all weights. Else predict the time of each strategy on them.",
+            help="With --model: number of GPUs that share sequence and weights. Alone: predict each strategy's time on them.",
             show_default="8",
         ),
     ] = None,
     machine: Annotated[
         str | None,
         typer.Option(
-            help="Predict the time of each strategy on H200, H100, or the record of doctor --measure in a file.",
+            help="Predict the time of each strategy on H200, H100, or the machine in a file of doctor --measure.",
             show_default="H200",
         ),
     ] = None,
     heads: Annotated[
-        str | None, typer.Option(help="In a prediction: query heads and key heads.", show_default="32/8, or the --model's")
+        str | None,
+        typer.Option(help="For a prediction: numbers of query heads and key heads.", show_default="32/8, or the --model's"),
     ] = None,
     head_dim: Annotated[
-        int | None, typer.Option(help="In a prediction: size of a head.", show_default="128, or the --model's")
+        int | None, typer.Option(help="For a prediction: size of a head.", show_default="128, or the --model's")
     ] = None,
-    host_gpus: Annotated[int, typer.Option(help="In a prediction: GPUs of a host.")] = 8,
-    memory: Annotated[float, typer.Option(help="With --model: GiB of a GPU.")] = 80,
+    host_gpus: Annotated[int, typer.Option(help="For a prediction: number of GPUs in a host.")] = 8,
+    memory: Annotated[float, typer.Option(help="With --model: memory of a GPU, in GiB.")] = 80,
     host_memory: Annotated[
-        float | None, typer.Option(help="With --model: GiB of host memory for a GPU.", show_default="any")
+        float | None, typer.Option(help="With --model: host memory for each GPU, in GiB.", show_default="any")
     ] = None,
-    tokens: Annotated[int | None, typer.Option(help="With --model: tokens a GPU.", show_default="as many as fit")] = None,
-    activations: Annotated[str, typer.Option(help="With --model: what blocks keep: keep, recompute or offload.")] = "offload",
+    tokens: Annotated[
+        int | None, typer.Option(help="With --model: number of tokens on each GPU.", show_default="as many as fit")
+    ] = None,
+    activations: Annotated[
+        str, typer.Option(help="With --model: what happens to activations: keep, recompute or offload.")
+    ] = "offload",
 ) -> None:
     """Draw a plan: the tokens of each rank, the pairs computed at each step, and the work.
 
-    With --documents, draw packed documents: the work of each rank, and the keys that it needs of others. With --tree, draw a
+    With --documents, draw packed documents: the work of each rank, and the keys that it needs from others. With --tree, draw a
     prefix tree. With --model, print what fits into memory. With --machine, or --gpus alone, predict the time of each strategy.
     """
     with errors_in_one_line():
@@ -178,13 +187,13 @@ def plan(
 
 @app.command()
 def demo(
-    ranks: Annotated[int, typer.Option(help="Members of the ring: processes in PyTorch, devices in JAX.")] = 4,
-    tokens: Annotated[int | None, typer.Option(help="Tokens of a sequence.", show_default="16384, quick 2048")] = None,
-    steps: Annotated[int | None, typer.Option(help="Steps of training.", show_default="12, quick 3")] = None,
+    ranks: Annotated[int, typer.Option(help="Number of ranks: processes in PyTorch, devices in JAX.")] = 4,
+    tokens: Annotated[int | None, typer.Option(help="Number of tokens in a sequence.", show_default="16384, quick 2048")] = None,
+    steps: Annotated[int | None, typer.Option(help="Number of training steps.", show_default="12, quick 3")] = None,
     layout: Annotated[str, typer.Option(help=f"One of {', '.join(layouts.LAYOUTS)}.")] = "zigzag",
     framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
     out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.png and demo.json.")] = Path("demo-output"),
-    quick: Annotated[bool, typer.Option("--quick", help="A short sequence and a few steps.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Use a short sequence and a few steps.")] = False,
 ) -> None:
     """Check on this CPU that the ring is exact and PyTorch and JAX train alike. Exit with status 1 if a bound is missed."""
     with errors_in_one_line():
@@ -196,16 +205,22 @@ def demo(
 
 @app.command()
 def train(
-    config: Annotated[Path | None, typer.Argument(help="A TOML file; without one the defaults.", show_default=False)] = None,
+    config: Annotated[
+        Path | None, typer.Argument(help="A TOML file. Without it, every key has its default.", show_default=False)
+    ] = None,
     framework: Annotated[str, typer.Option(help="jax or torch.")] = "torch",
-    out: Annotated[str | None, typer.Option(help="Folder of the run, in place of the config's.")] = None,
-    steps: Annotated[int | None, typer.Option(help="In place of the config's.")] = None,
-    ranks: Annotated[int | None, typer.Option(help="Members of the ring, in place of the config's.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder of the run; overrides the config.")] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps of the whole run; overrides the config.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks in a ring; overrides the config.")] = None,
     coordinator: Annotated[
-        str | None, typer.Option(help="JAX in several processes: HOST:PORT of the first, or auto under Slurm and others.")
+        str | None,
+        typer.Option(
+            help="For JAX in several processes: HOST:PORT of the first process, or auto under Slurm, Open MPI and Kubernetes."
+        ),
     ] = None,
     process: Annotated[
-        str | None, typer.Option(help="With --coordinator HOST:PORT: which this is, and of how many: 0/4 to 3/4.")
+        str | None,
+        typer.Option(help="With --coordinator HOST:PORT: index of this process and number of processes, from 0/4 to 3/4."),
     ] = None,
 ) -> None:
     """Train a language model, or resume the run in the folder. Under torchrun, use its processes."""

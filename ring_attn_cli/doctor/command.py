@@ -16,27 +16,31 @@ DTYPE, HEAD_DIM = "bfloat16", 128
 
 
 def doctor(
-    dtype: Annotated[str, typer.Option(help="Of q, k and v.")] = DTYPE,
-    head_dim: Annotated[int, typer.Option(help="Of q and k.")] = HEAD_DIM,
-    v_dim: Annotated[int | None, typer.Option(help="Of v.", show_default="head_dim")] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of q, k and v.")] = DTYPE,
+    head_dim: Annotated[int, typer.Option(help="Head size of q and k.")] = HEAD_DIM,
+    v_dim: Annotated[int | None, typer.Option(help="Head size of v.", show_default="head_dim")] = None,
     framework: Annotated[str, typer.Option(help="both, jax or torch.")] = "both",
     measure: Annotated[
-        bool, typer.Option("--measure", help='Measure this machine, and save the record by which "auto" chooses a strategy.')
+        bool, typer.Option("--measure", help='Measure this machine and save the record from which strategy="auto" chooses.')
     ] = False,
     ranks: Annotated[
-        int | None, typer.Option(help="With --measure: ranks of the ring.", show_default="all GPUs, or 2 on CPUs")
+        int | None, typer.Option(help="With --measure: number of ranks.", show_default="all GPUs, or 2 on CPUs")
     ] = None,
     network: Annotated[
         float | None,
-        typer.Option(help="With --measure: GB/s of a rank to another host, which is not measured.", show_default="45"),
+        typer.Option(help="With --measure: GB/s from a rank to another host, which one host cannot measure.", show_default="45"),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Compare a tiny model of this class of transformers, or of all, on a ring with eager attention."),
+        typer.Option(
+            help="Compare a tiny model of this class of transformers (or of each class: all) on a ring with eager attention."
+        ),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="With --model: write the verdicts to this file.")] = None,
-    table: Annotated[Path | None, typer.Option(help="With --model: write them as a page of Markdown.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="With --model: most seconds of a class.", show_default="120")] = None,
+    table: Annotated[Path | None, typer.Option(help="With --model: write the verdicts to this Markdown file.")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="With --model: time limit of a class, in seconds.", show_default="120")
+    ] = None,
 ) -> None:
     """Print versions, devices, and for each backend whether it runs on this machine or why not.
 
