@@ -1,8 +1,8 @@
-"""Trains by GRPO on completions of a prompt, which a ring computes once as a prefix tree, and compares with rollouts one by one.
+"""Trains by GRPO on a prefix tree over a ring, which computes the prompt once, and compares with the rollouts one by one.
 
 torchrun --nproc-per-node 4 examples/grpo_tree.py
 
-The reward of a completion is its share of tokens 7. Each rank also computes every rollout alone, on a copy of the model, and
+The reward of a completion is the fraction of its tokens that are 7. Each rank also computes every rollout alone, on a copy of the model, and
 prints how far loss and gradient differ.
 """
 

@@ -3,8 +3,8 @@
     pip install ".[transformers]" trl
     torchrun --nproc-per-node 4 examples/grpo_trl.py
 
-TreeGRPOTrainer overrides the one method by which trl 1.16 computes log-probabilities, and the two by which it gives ranks their
-rows: here all ranks are one ring and share them. The reward of a completion is its share of the letter e.
+TreeGRPOTrainer overrides the method with which trl 1.16 computes log-probabilities, and the two methods that assign rows to
+ranks: here all ranks are one ring, and each has a shard of every row. The reward of a completion is its share of the letter e.
 """
 
 import tempfile

@@ -1,10 +1,10 @@
-"""Fine-tune a model of Hugging Face on long packed documents with LoRA and transformers' Trainer, sequences split over a ring.
+"""Fine-tune a model of Hugging Face on long packed documents with LoRA and transformers' Trainer, over a ring.
 
     pip install ".[transformers]" "transformers>=5.23" peft
     torchrun --nproc-per-node 4 examples/hf_finetune.py                      # a tiny random Llama on random text, on CPUs
     torchrun --nproc-per-node 8 examples/hf_finetune.py Qwen/Qwen3-8B 262144 # a model, tokens in a row
 
-All ranks share every row. A checkpoint is a model of transformers as any other.
+Each rank has a shard of every row. transformers loads the checkpoints without ring_attn.
 """
 
 from __future__ import annotations

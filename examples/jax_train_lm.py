@@ -2,7 +2,7 @@
 
 python examples/jax_train_lm.py [steps]
 
-Started again it goes on where it was. torch_train_lm.py takes the same steps.
+Started again, it resumes from its newest checkpoint. torch_train_lm.py takes the same steps.
 """
 
 import itertools

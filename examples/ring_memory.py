@@ -1,4 +1,4 @@
-"""Shows what a layer holds of a long sequence: the memory table of Ring Attention, by its formulas and as two frameworks hold it.
+"""Compares the memory of a layer on a long sequence: the formulas of the Ring Attention paper, and what two frameworks hold.
 
 python examples/ring_memory.py [--lengths 2048 32768] [--ranks 1 2 4 8] [--image ring_memory.png]
 
@@ -6,20 +6,20 @@ Table 1 of Liu et al., "Ring Attention with Blockwise Transformers" (arXiv:2310.
 bytes of bfloat16: b rows, s tokens, hidden size h, n heads, and in a ring c = s / ranks tokens on a device.
 
     vanilla                        2 b n s^2   the scores of all heads
-    memory-efficient attention     8 b s h     no scores any more; what is inside the feed-forward has 4 h numbers a token
-    ... and feed-forward           2 b s h     that is computed in chunks too: the result of the layer is left
-    ring                           6 b c h     six blocks: q, k and v at work, k and v that arrive, the result
+    memory-efficient attention     8 b s h     the inner activations of the feed-forward, 4 h numbers a token; no scores exist
+    ... and feed-forward           2 b s h     the output of the layer; the feed-forward is computed in chunks too
+    ring                           6 b c h     six blocks: q, k and v in use, the next k and v in transfer, the output
 
-Here the same four layers are in float32, so the formulas' bytes are doubled. Beside them stand, of the layer
-``x += attention(x); x += down(gelu(up(x)))`` with its gradients,
+Here the same four layers are in float32, so the formulas' bytes are doubled. Two more columns are measured on the layer
+``x += attention(x); x += down(gelu(up(x)))`` with its gradients:
 
-    kept, PyTorch   the tensors that autograd keeps from the forward to the backward, each once and without weights: everything
-                    that the layer's products want again, not the largest array alone
-    peak, JAX       what XLA sets aside on a device for forward and backward besides inputs, results and weights: at its worst
-                    moment the gradients of those arrays are there too
+    kept, PyTorch   the tensors that autograd saves for the backward, each counted once, without weights. These are all arrays
+                    that the gradients of the layer's products need, while a formula has the largest array alone
+    peak, JAX       the memory that XLA reserves on a device for forward and backward besides inputs, outputs and weights. At
+                    its peak it also holds the gradients of those arrays
 
-XLA says so without running anything, so any length is measured at once. PyTorch runs the shortest length, of a ring one rank's
-tokens: autograd keeps none of the keys that came from others.
+XLA reports its memory after compiling, without a run, so any length is quick. PyTorch runs the shortest length only; for a ring
+it runs one rank's tokens, because autograd saves no keys of other ranks.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Shows why a causal ring wants its tokens dealt out: the balance of Striped Attention, planned and measured.
+"""Shows why the layout decides the time of a causal ring: the balance of Striped Attention, planned and measured.
 
 python examples/striped_balance.py [--length 8192] [--ranks 4] [--image striped_balance.png]
 
-Every step of a ring lasts as long as its slowest rank, since nobody has the next keys before everybody sent them on. So by
-the plan a ring takes the sum over its steps of the most (query, key) pairs that any rank computes at that step. With ``c``
-tokens on each of ``n`` ranks and a causal mask that is
+Every step of a ring lasts as long as its slowest rank, because a rank gets its next keys only when its neighbor sends them. So
+the plan counts, for each step, the (query, key) pairs of the rank that computes most, and adds these up over the steps. With
+``c`` tokens on each of ``n`` ranks and a causal mask the sum is
 
-    contiguous   c (c + 1) / 2 + (n - 1) c^2      from the second step on some rank sees all of its keys, and others none
+    contiguous   c (c + 1) / 2 + (n - 1) c^2      from the second step on one rank sees all of its keys, and others see none
     striped      n c (c + 1) / 2                  every rank sees half of its keys at every step, in triangles
     zigzag       c (c + 1) / 2 + (n - 1) c^2 / 2  every rank sees half of its keys, after the first step in rectangles
 
-so that both orders are up to 2 - 1 / n times as fast as contiguous (Brandon et al., "Striped Attention", arXiv:2311.09431,
-whose figures show the same squares and triangles). The picture has the share of c^2 that each rank computes at each step, by
-the plan, and the milliseconds that the same step takes here: the attention of one rank after the other, on one core, every
-step several times in turns. Counted is the time of the core itself, so that other programs hardly disturb it. Nothing is sent:
-the time of sending, which a GPU hides behind the attention, is left out.
+So striped and zigzag are up to 2 - 1 / n times as fast as contiguous (Brandon et al., "Striped Attention", arXiv:2311.09431,
+whose figures show the same squares and triangles). The picture shows the share of c^2 that each rank computes at each step, by
+the plan, and the milliseconds that the same step takes here. One core computes the attention of one rank after the other, each
+step several times in turns. The clock counts CPU time of this thread, so other programs hardly disturb it. Nothing is sent:
+the time of transfers, which a GPU hides behind the attention, is left out.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 4 examples/torch_train_lm.py [steps]
 
-Started again it goes on where it was. jax_train_lm.py takes the same steps.
+Started again, it resumes from its newest checkpoint. jax_train_lm.py takes the same steps.
 """
 
 import itertools
