@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 4 examples/grpo_tree.py
 
-The reward of a completion is the fraction of its tokens that are 7. Each rank also computes every rollout alone, on a copy of the model, and
-prints how far loss and gradient differ.
+The reward of a completion is the fraction of its tokens that are 7. Each rank also computes every rollout alone, on a copy of
+the model, and prints how far loss and gradient differ.
 """
 
 import torch
