@@ -29,10 +29,10 @@ OWN_CODE = "computes attention in its own code"
 VERDICTS = {
     "exact": "equal to eager attention on one process, forward and gradients",
     "refused": "refused by name",
-    "own": "refused, for it has attention code of its own",
+    "own": "refused, because it has attention code of its own",
     "differs": "neither equal nor refused",
     "failed": "an error of another kind, or no result in time",
-    "untried": "no tiny model of it: its own eager attention fails",
+    "untried": "not compared: its tiny model fails with eager attention",
 }
 SIZES = {
     64: "hidden_size d_model n_embd emb_dim dim intermediate_size moe_intermediate_size shared_expert_intermediate_size ffn_dim "
@@ -118,14 +118,14 @@ def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
     """Return the text of docs/tested_models.md."""
     found = list(found)
     counts = Counter(each.verdict for each in found)
-    release = f"transformers {record['transformers']}, on {record['date']}, in float32"
     lines = [
         "# Tested models",
         "",
-        "Made by `ring-attn doctor --model all --table docs/tested_models.md`: a tiny random model of each causal and masked",
-        f"class of {release}: {record['ranks']} CPU ranks inside `sequence_parallel`",
-        f"against eager attention on one process, forward and gradients, {record['tokens']} tokens. Exact: the largest relative",
-        f"error, of logits or of a weight's gradient, is at most {EXACT:.0e}.",
+        "`ring-attn doctor --model all --table docs/tested_models.md` writes this page. It makes a tiny random model of each",
+        f"causal and masked class of transformers, and runs {record['tokens']} tokens forward and backward in float32: on",
+        f"{record['ranks']} CPU ranks inside `sequence_parallel`, and with eager attention on one process. A class is exact if the",
+        f"largest relative error, of logits or of a weight's gradient, is at most {EXACT:.0e}. This page is of",
+        f"transformers {record['transformers']}, on {record['date']}.",
         "",
         f"| verdict | {len(found)} of {record['classes']} classes |",
         "|---|---|",
