@@ -9,6 +9,8 @@ from typing import Any, ParamSpec, TypeVar
 T = TypeVar("T")
 P = ParamSpec("P")
 HASH = "_hash"
+MOST_KNOWN = 1024
+"""The most problems that a cache holds: each batch of documents in a balanced layout is another, of some 100 KB."""
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
@@ -28,6 +30,13 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
             return make(*args, **kwargs)
 
     return recall
+
+
+def add_newest(known: dict[T, None], record: T) -> None:
+    """Add ``record`` to ``known``, a dict as an ordered set, and remove the oldest record if they are more than MOST_KNOWN."""
+    known[record] = None
+    if len(known) > MOST_KNOWN:
+        del known[next(iter(known))]
 
 
 def hashed_once(record: type[T]) -> type[T]:

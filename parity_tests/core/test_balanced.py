@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import time
+import tracemalloc
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from parity_tests.support.document_lengths import BATCHES, packed_lengths
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.layouts import LAYOUTS
+from ring_attn_core.plan import ring
 from ring_attn_core.plan.balanced import balanced_layout, work_of
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.documents import PackedDocuments
@@ -191,3 +194,16 @@ def test_no_documents_and_more_ranks_than_tokens_are_dealt():
     assert balanced_layout([2], 3).runs == (((0, 1),), ((1, 1),), ((2, 1),)) or balanced_layout([2], 3).seq_local == 1
     assert balanced_layout([7, 2], 1).runs == (((0, 9),),)
     assert balanced_layout([7, 2], 1).held(0) == (Run(0, 9),)
+
+
+def test_a_plan_keeps_no_rows_of_its_many_runs(monkeypatch: pytest.MonkeyPatch):
+    """Every batch has another plan, and caches hold hundreds of them."""
+    monkeypatch.setattr(ring, "_recent_rows", lru_cache(maxsize=1)(ring._rows_of))
+    layout = BalancedLayout(tuple(tuple((2 * i + rank, 1) for i in range(30)) for rank in range(2)), 60)
+    plans = [ring.RingPlan(layout, causal(offset=offset), 2, 30) for offset in range(8)]
+    tracemalloc.start()
+    try:
+        sizes = [(len(plan.rows(1, 1)), tracemalloc.get_traced_memory()[0])[1] for plan in plans]
+    finally:
+        tracemalloc.stop()
+    assert sizes[-1] < 2 * sizes[0]

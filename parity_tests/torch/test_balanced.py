@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from ring_attn_core import records
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_torch import (
@@ -21,6 +23,7 @@ from ring_attn_torch import (
     shard_batch,
     to_layout,
 )
+from ring_attn_torch.ring import agreement
 
 from ..support import corpus
 from ..support.balanced import CASES, JOINED_CASES, TREE_CASES, batch_of_documents, check_documents
@@ -194,3 +197,18 @@ def test_a_dataset_deals_the_documents_of_each_batch(tmp_path):
                 assert torch.equal(getattr(shard, name), getattr(whole, name)[:, at]), name
                 assert torch.equal(getattr(shard, name), getattr(all_ranks, name).chunk(4, 1)[rank]), name
     assert len(layouts) > 1
+
+
+def test_layouts_of_past_batches_are_forgotten_on_every_rank_alike(gloo):
+    assert gloo(2, layouts_in_turn) == [(2, 4)] * 2
+
+
+def layouts_in_turn(group: dist.ProcessGroup) -> tuple[int, int]:
+    """Return how many problems the rank still knows, and in how many of six calls it has compared the problem."""
+    layouts = [balanced_layout((n, 32 - n), 2) for n in (4, 9, 20)]
+    x, known = torch.ones(1, 16, 1, 8), agreement.history_of(group).agreed
+    known.clear()
+    with patch.object(records, "MOST_KNOWN", 2), patch.object(agreement, "_exchange", wraps=agreement._exchange) as exchanged:
+        for i in (0, 1, 1, 2, 2, 0):
+            ring_attention(x, x, x, layout=layouts[i], group=group)
+    return len(known), exchanged.call_count

@@ -8,7 +8,7 @@ query sees. A fully masked query has out 0 and lse -inf.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -19,6 +19,9 @@ from ..runs import Band, Row, Run, row
 from ..validation import hold_numbers, number_in_words
 from .balanced_layout import BalancedLayout
 from .ulysses import HeadSplit
+
+Runs = tuple[tuple[int, int, int, int], ...]
+Rows = tuple[tuple[Row, ...], ...]
 
 
 def check_steps(steps: Any) -> None:
@@ -165,17 +168,18 @@ class RingPlan:
         """Return ``band`` in a balanced layout, where kernels take a shard as one run (``attend/one_run.py``); else None."""
         return self.band if isinstance(self.layout, BalancedLayout) else None
 
-    def rows(self, rank: int, shift: int) -> tuple[tuple[Row, ...], ...]:
+    def rows(self, rank: int, shift: int) -> Rows:
         """Return the ``Row`` of each pair (query run of ``rank``, key run of ``rank - shift``), as ``[q_runs][k_runs]``."""
         known = self._rows.get((rank, shift))
         if known is None:
-            keys = self.k_runs[(rank - shift) % self.ranks]
-            of_runs = (tuple(row(q, k, self.band, self.q_slot, self.k_slot) for k in keys) for q in self.q_runs[rank])
-            known = self._rows[rank, shift] = tuple(of_runs)
+            of_runs = self.q_runs[rank], self.k_runs[(rank - shift) % self.ranks]
+            if isinstance(self.layout, BalancedLayout):
+                return _recent_rows(*of_runs, self.band, self.q_slot, self.k_slot)
+            known = self._rows[rank, shift] = _rows_of(*of_runs, self.band, self.q_slot, self.k_slot)
         return known
 
     @cached_property
-    def _rows(self) -> dict[tuple[int, int], tuple[tuple[Row, ...], ...]]:
+    def _rows(self) -> dict[tuple[int, int], Rows]:
         return {}
 
     def area(self, rank: int, shift: int) -> int:
@@ -258,3 +262,11 @@ class RingPlan:
     def home(self) -> int:
         """Return the number of ranks that gradients of k/v travel from the rank of the last step to their owner; may be 0."""
         return -self.shifts[-1] % self.ranks
+
+
+def _rows_of(q_runs: Runs, k_runs: Runs, band: Band, q_slot: int, k_slot: int) -> Rows:
+    return tuple(tuple(row(q, k, band, q_slot, k_slot) for k in k_runs) for q in q_runs)
+
+
+# A rank has 30 runs or more of packed documents, so the rows of a step take 200 KB: too much to keep for each batch's plan.
+_recent_rows = lru_cache(maxsize=256)(_rows_of)

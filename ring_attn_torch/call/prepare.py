@@ -18,6 +18,7 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
+from ring_attn_core.records import MOST_KNOWN
 from ring_attn_core.releases import warn_if_untried
 
 from ..attend.backend import Backend
@@ -62,7 +63,7 @@ def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, op
     return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), group, exchange)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KNOWN)
 def _problem(
     kinds: tuple[tuple[torch.Size, torch.dtype] | None, ...], device: torch.device, ranks: int, options: Options
 ) -> Problem:
@@ -101,7 +102,7 @@ class CompiledCall(NamedTuple):
         return Ring(self.steps, group, self.strategy)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_KNOWN)
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
 
@@ -116,7 +117,7 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     return CompiledCall(plan, score, backend, problem.strategy, problem.steps)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=MOST_KNOWN)
 def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem for the backward, compile its backward kernels, and cache the result."""
     compiled = checked(problem, anywhere=anywhere)
@@ -153,7 +154,7 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
 
 _alone: set[tuple[Any, ...]] = set()
 _on: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
-MOST_KNOWN = 4096
+MOST_CHECKED = 4096
 """The most checked combinations of device and layout that are remembered, for a ring of one and for each group."""
 
 
@@ -168,7 +169,7 @@ def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
     if kinds not in known or arrays.alibi_slopes is not None:
         q, k, v, *_ = tensors
         check_tensors(q, k, v, arrays, group_name)
-        if len(known) >= MOST_KNOWN:
+        if len(known) >= MOST_CHECKED:
             known.clear()
         known.add(kinds)
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.problem.problem import Problem
+from ring_attn_core.records import add_newest
 from ring_attn_core.validation import in_words, is_integer
 
 from .groups import Group, group_name, group_of, rank_in, ranks_of, store_of
@@ -63,7 +64,7 @@ class _History:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.era = store_of(group).add(f"ring_attn/era/{rank_in(group)}", 1)
         self.calls = 0
-        self.agreed: set[Problem | AgreedCall] = set()
+        self.agreed: dict[Problem | AgreedCall, None] = {}
         self.written: list[str] = []
         self.checks = 0
         self.checked: int | None = None
@@ -77,7 +78,7 @@ class _History:
         return f"ring_attn/{self.era}/check{self.checks}/{self.checked}"
 
 
-_checked_alone: set[Problem | AgreedCall] = set()
+_checked_alone: dict[Problem | AgreedCall, None] = {}
 """The problems and calls that this process has run as a ring of one."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
@@ -93,7 +94,7 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> N
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or _capturing(problem.device):
         if not each_time:
-            _checked_alone.add(problem)
+            add_newest(_checked_alone, problem)
         return
     history = history_of(group)
     call = history.next_call()
@@ -102,7 +103,7 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> N
     verdict = {"problem": {"call": "ring_attention"} | problem.fingerprint()}
     _conclude(_exchange(verdict, call, group, timeout(group, problem.device), history.written))
     if not each_time:
-        history.agreed.add(problem)
+        add_newest(history.agreed, problem)  # every rank adds the same, so all forget the same
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ring_attn_core.plan.machine import Machine
 from ring_attn_core.plan.measured import Hardware, host, ranks_of_a_host, stored
 from ring_attn_core.problem.problem import Problem
+from ring_attn_core.records import MOST_KNOWN
 
 from .agreement import exchange, same_error
 from .groups import Group, rank_in
@@ -59,6 +60,6 @@ def device_name() -> str:
     return torch.cuda.get_device_name()
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_KNOWN)
 def _with(problem: Problem, known: Hardware) -> Problem:
     return replace(problem, machine=known.machine, host_ranks=known.host_ranks)
