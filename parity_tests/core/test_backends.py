@@ -10,12 +10,14 @@ import pytest
 
 from ring_attn_core.kernels import backends, compile, obstacles, steps
 from ring_attn_core.kernels import call as calls
-from ring_attn_core.kernels.backends import runnable, select
+from ring_attn_core.kernels.backends import PASSES, runnable, select
 from ring_attn_core.kernels.call import call_of
 from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
+
+from ..support.selection import first
 
 triton = pytest.importorskip("triton")
 gluon = pytest.importorskip("triton.experimental.gluon")
@@ -117,15 +119,16 @@ def test_a_triton_whose_names_have_changed_is_one_sentence_and_auto_goes_on(monk
 CACHED = steps.in_one_pass, steps.forward, steps.dq, steps.dkv, portable.delta, portable.dq, portable.dkv
 
 
-def test_a_cache_that_cannot_be_written_is_named_once(monkeypatch, tmp_path):
+@pytest.mark.parametrize("backend", first(["triton", "auto"]))
+def test_a_cache_that_cannot_be_written_is_named_once_and_kernels_are_taken(monkeypatch, tmp_path, backend):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
     for cached in (compile._find_cache, compile._compiled):
         cached.cache_clear()
     with pytest.warns(UserWarning, match="Triton cannot write its cache, .*file/cache .*TRITON_CACHE_DIR") as said:
-        call = runnable(on_a_gpu("triton"))
+        call = runnable(on_a_gpu(backend), passes=PASSES[:1])
     assert len(said) == 1
-    assert call is not None
+    assert call is not None and call.hopper == (backend == "auto")
 
 
 @pytest.mark.parametrize(
