@@ -208,6 +208,20 @@ def test_in_a_balanced_layout_another_tree_or_layout_on_one_rank_is_every_ranks_
     assert gloo.outcomes(2, balanced_on_rank, other, one) == [None, None]  # any layout of the length holds any tree
 
 
+@pytest.mark.parametrize("of_tree", [True, False])
+def test_the_name_of_the_balanced_layout_on_one_rank_is_every_ranks_error(gloo, of_tree):
+    for outcome in gloo.outcomes(2, named_on_rank, PerRank(None, "balanced"), of_tree):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).startswith("rank 1: a balanced layout follows from documents")
+
+
+def named_on_rank(group: Group, layout: Any, of_tree: bool) -> None:
+    ids, tree = torch.zeros(1, 16, dtype=torch.int64), TREES["another completion"][0]
+    shard = shard_batch(ids, "zigzag", 2, rank_in(group), tree=tree)
+    extents: Any = {"key_extents": shard.key_extents, "longest_path": shard.longest_path} if of_tree else {}
+    model_on(group, "zigzag")(shard.ids, None, shard.length, layout=layout, **extents)
+
+
 def test_positions_of_another_tree_are_refused_on_a_ring_of_one():
     model, (one, other) = model_on(None, "contiguous"), TREES["another prompt"]
     shard, odd = (shard_batch(torch.zeros(1, 16, dtype=torch.int64), "contiguous", 1, tree=tree) for tree in (one, other))

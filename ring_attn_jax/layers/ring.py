@@ -51,13 +51,13 @@ class LayerRing:
     def positions(self, tokens: int, layout: BalancedLayout | TracedLayout | None = None) -> jax.Array:
         """Return int32 [tokens], the global positions of this rank's shard, including padding; with a mesh, of all shards."""
         where = self.sharded
-        if layout is not None:
+        if isinstance(layout, BalancedLayout | TracedLayout):
             return _order(layout, layout.ranks, layout.length) if where else self._own(layout)
         if where is not None:
-            held = jnp.concatenate([positions(self.layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
+            held = jnp.concatenate([positions(layout or self.layout, where.ranks, tokens, rank) for rank in range(where.ranks)])
         else:
             ranks = ring_size(self.axis_name)
-            held = positions(self.layout, ranks, tokens * ranks, lax.axis_index(self.axis_name))
+            held = positions(layout or self.layout, ranks, tokens * ranks, lax.axis_index(self.axis_name))
         return held[:tokens]  # longer if the layout cannot cut ``tokens`` equally, which ring_attention refuses
 
     def _own(self, layout: BalancedLayout | TracedLayout) -> jax.Array:

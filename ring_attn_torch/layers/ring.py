@@ -34,9 +34,9 @@ class LayerRing:
     def positions(self, tokens: int, device: torch.device | None = None, layout: BalancedLayout | None = None) -> Tensor:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding."""
         ring = ring_of(self.group)
-        if layout is not None:
+        if isinstance(layout, BalancedLayout):
             return positions(layout, ranks_of(ring), layout.length, rank_in(ring)).to(device)
-        held = positions(self.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
+        held = positions(layout or self.layout, ranks_of(ring), tokens * ranks_of(ring), rank_in(ring)).to(device)
         return held[:tokens]  # longer if the layout cannot split ``tokens`` equally, which ring_attention refuses on all ranks
 
     def __getstate__(self) -> dict[str, Any]:

@@ -159,7 +159,8 @@ class RingTransformer(nn.Module):
         if longest_path is not None and key_extents is not None and eager_only([ids, key_extents]):
             agree_on_tree(ids, key_extents, positions, longest_path, layout, self.ring)
         if positions is None and longest_path is None:
-            positions = self.ring.positions(ids.shape[1], ids.device, layout)
+            with same_error(ring_of(self.ring.group)):
+                positions = self.ring.positions(ids.shape[1], ids.device, layout)
         x = self.embedded(ids)
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):

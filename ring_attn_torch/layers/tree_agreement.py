@@ -33,7 +33,7 @@ def agree_on_tree(
     whole_numbers = [x for x in (key_extents, positions) if x is not None]
     fits = is_integer(longest) and longest > 0 and tuple(key_extents.shape) == (*shape, 2)
     fits &= positions is None or tuple(positions.shape) in (shape, shape[1:])
-    fits &= layout is None or layout.seq_local == shape[1]
+    fits &= not isinstance(layout, BalancedLayout) or layout.seq_local == shape[1]
     fits &= not any(x.is_floating_point() or x.is_complex() for x in whole_numbers)
     with same_error(group):
         spans = _spans(ids, key_extents, positions, layout, ring) if fits else None
