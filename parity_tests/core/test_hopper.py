@@ -83,15 +83,15 @@ SHORT_OF_REGISTERS = "backward 64", ("softcap", "everything")
 STACK_BY_CHANCE, RELOADS_BY_CHANCE = 8, 1
 """ptxas orders instructions by the table of source lines too: one PTX with other line numbers (3.6, dropout) had 4 for 3."""
 
-OFTEN = r"\w+ (64, 1 runs|128, middle step|.*everything)|backward (64, 1 runs.*|128, 2 runs, (extents|dropout_seed))"
+OFTEN = r"\w+ (64, 1 runs|128, 2 runs|128, middle step|.*everything)|backward (64, 1 runs.*|128, 2 runs, (extents|dropout_seed))"
 QUICK = ("forward 128, 1 runs", "backward 128, 1 runs")
 
 
 def compiled_in(name: str) -> Any:
     """Return a launch's name as a test's parameter: one launch without features of each kernel is in every run.
 
-    Test-all has all features at once in both passes, and each of the backward, which loses registers to one, on heads of 64 with
-    one run; those that take most registers are on 128 with two, too.
+    Test-all has those of zigzag shards of heads of 128, with two runs; all features at once in both passes; and each of the
+    backward, which loses registers to one, on heads of 64 with one run, those that take most registers on 128 with two, too.
     """
     marks = pytest.mark.exhaustive if re.fullmatch(OFTEN, name) else pytest.mark.full
     return pytest.param(name, marks=() if name in QUICK else marks)
