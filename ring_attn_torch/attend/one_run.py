@@ -48,7 +48,7 @@ def _local(positions: Tensor, intervals: Tensor) -> Tensor:
     return torch.searchsorted(positions, intervals.contiguous(), out_int32=True)
 
 
-@lru_cache(maxsize=64)  # 4 bytes a token on the device; the shards of a ring, whose layout is another in each batch
+@lru_cache(maxsize=64)  # an entry per rank and layout, 4 bytes per token on the device: packed batches have new layouts
 def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
     """Return the position of each token of a shard, int32 [tokens]; that of padding is ``BEYOND``."""
     held = [torch.arange(start, start + length) for _, length, start in runs]
@@ -56,7 +56,7 @@ def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
     return torch.cat([*held, padding]).int().to(device)
 
 
-@lru_cache(maxsize=8)  # 16 bytes a query on the device; one for each mask of a batch's layers
+@lru_cache(maxsize=8)  # an entry per mask and layout, 16 bytes per query on the device
 def _limits(runs: Runs, tokens: int, band: Band, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the bounds (least, most), int32 [s 2] each, to which ``band`` clamps each query's extent (first, end)."""
     at = _positions(runs, tokens, torch.device("cpu")).long()
