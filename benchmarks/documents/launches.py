@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ring_attn_core import causal
 from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_core.plan.needed import NeededPlan
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.options import Options
 from ring_attn_torch.attend.state import State
@@ -36,14 +37,18 @@ def drawn(length: int, rng: np.random.Generator) -> list[int]:
 
 
 def ranks_of(sizes: Sizes, layout: str, documents: list[int], ranks: int, skip: bool = False) -> list[Rank]:
-    """Return all ranks of a ring. ``skip``: leave out the steps in which a rank sees no key."""
+    """Return all ranks of a ring. ``layout``: a name; "direct" is the balanced layout with the strategy "direct".
+
+    ``skip``: leave out the steps in which a rank sees no key.
+    """
     first = np.repeat(np.cumsum([0, *documents[:-1]]), documents)
-    given: Any = balanced_layout(documents, ranks) if layout == "balanced" else layout
+    given: Any = balanced_layout(documents, ranks) if layout in ("balanced", "direct") else layout
     generator = torch.Generator(sizes.device).manual_seed(0)
     draw = lambda heads: torch.randn(1, sizes.tokens, heads, sizes.dim, device=sizes.device, generator=generator)
     heads = (sizes.heads, sizes.kv_heads, sizes.kv_heads, sizes.heads)
     tensors = [draw(each).to(torch.bfloat16 if sizes.device == "cuda" else torch.float32) for each in heads]
-    return [Rank(tensors, Options(mask=causal(), layout=given), first, rank, ranks, skip) for rank in range(ranks)]
+    options = Options(mask=causal(), layout=given, strategy="direct" if layout == "direct" else "ring")
+    return [Rank(tensors, options, first, rank, ranks, skip) for rank in range(ranks)]
 
 
 class Rank:
@@ -61,27 +66,33 @@ class Rank:
         problem = problem_of(self.q, k, v, arrays := Arrays(extents=extents), ranks, options)
         compiled = checked(problem, anywhere=False)
         self.backends = compiled.backend, checked_backward(problem, anywhere=False).backend
-        self.keys, self.score = compiled.keys(k, v, arrays), compiled.scored(arrays)
+        keys, self.score = compiled.keys(k, v, arrays), compiled.scored(arrays)
         self.pairs = int((own - begin + 1).sum())
         sees = lambda keys: (np.searchsorted(keys, own, "right") > np.searchsorted(keys, begin)).any()
         shifts = [s for s in plan.shifts if not (skip and s) or sees(at[rank - s])]
-        self.steps = [(plan.rows(rank, s), s == shifts[-1]) for s in shifts]
-        self.total, self.arrived = self.forward(), torch.zeros_like(self.keys.kv, dtype=torch.float32)
+        self.steps = [(keys, plan.rows(rank, s), s == shifts[-1]) for s in shifts]
+        if isinstance(compiled.steps, NeededPlan):
+            tokens = compiled.steps.capacity(rank)
+            received = keys._replace(kv=keys.kv.repeat(1, -(-tokens // k.shape[1]), 1, 1)[:, :tokens].contiguous())
+            self.steps = [(keys, compiled.steps.rows(rank, 0), not tokens)]
+            self.steps += [(received, compiled.steps.rows(rank, 1), True)] * bool(tokens)
+        self.total, direct = self.forward(), isinstance(compiled.steps, NeededPlan)
+        self.arrived = None if direct else torch.zeros_like(keys.kv, dtype=torch.float32)
         self.works = {"forward": self.forward, "backward": self.backward}
 
     def forward(self) -> State:
         """Launch the forward of all steps."""
         total = None
-        for rows, last in self.steps:
-            total = self.backends[0].attend(self.q, self.keys, rows, self.score, total, last)
+        for keys, rows, last in self.steps:
+            total = self.backends[0].attend(self.q, keys, rows, self.score, total, last)
         assert total is not None
         return total
 
     def backward(self) -> Any:
-        """Launch the backward of all steps. Each but the first adds to the gradients ``arrived``."""
+        """Launch the backward of all steps. Each but the first adds to the gradients ``arrived``, except under "direct"."""
         dtotal, dq, dkv = State(self.dout, torch.zeros_like(self.total.lse)), None, None
-        of_q = self.backends[1].backward_inputs(self.q, self.keys, self.steps[0][0], self.score, self.total, dtotal)
-        for rows, last in self.steps:
+        of_q = self.backends[1].backward_inputs(self.q, *self.steps[0][:2], self.score, self.total, dtotal)
+        for keys, rows, last in self.steps:
             before = None if dq is None else self.arrived
-            dq, dkv = self.backends[1].attend_backward(of_q, self.keys, rows, self.score, dq, lambda x=before: x, last)
+            dq, dkv = self.backends[1].attend_backward(of_q, keys, rows, self.score, dq, lambda x=before: x, last)
         return dq, dkv

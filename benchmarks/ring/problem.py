@@ -92,9 +92,7 @@ class Problem(NamedTuple):
 
     def strategies(self, call: Call, ranks: int, memory: bool) -> dict[str, Strategy]:
         """Return the chosen strategies that can run the call, by name. ``memory``: GPUs whose memory PyTorch shares."""
-        fits = lambda name: (
-            objection(TRAVELLING[name], ranks, call.heads, call.layout_of(ranks)) is None and (memory or name not in PEERS)
-        )
+        fits = lambda name: objection(TRAVELLING[name], ranks, call.heads) is None and (memory or name not in PEERS)
         return {name: TRAVELLING[name] for name in self.strategy if fits(name)}
 
 

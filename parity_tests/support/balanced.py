@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ring_attn_core import TwoLevel, Ulysses, causal, full, sliding_window
@@ -44,6 +46,34 @@ JOINED_CASES = [
     case_of(3, 3, mask=sliding_window(9), extents="documents", key_mask="random", strategy="gather"),
 ]
 """Cases of strategies that join the shards of several ranks."""
+
+
+def direct_case(ranks: int, more: int = 0, **options) -> Case:
+    """Return a case of "direct" whose extents are those of ``DOCUMENTS``, for which the layout was made."""
+    case = case_of(ranks, more, extents="documents", strategy="direct", **options)
+    ends = np.cumsum(DOCUMENTS)
+    own = np.stack([np.repeat(ends - DOCUMENTS, DOCUMENTS), np.repeat(ends, DOCUMENTS)], -1)
+    return case.given(extents=np.broadcast_to(own.astype(np.int32), (case.batch, *own.shape)).copy())
+
+
+def of_unknown_documents(case: Case) -> Case:
+    """Return the case with a layout that knows no documents, so that under "direct" the mask alone limits what travels."""
+    return replace(case, layout=replace(case.layout, documents=()))
+
+
+DIRECT_CASES = [
+    direct_case(4),
+    direct_case(8, 2, dtype="float64", sinks=True, poison=True),
+    direct_case(3, alibi=True, dropout_rate=0.3, key_mask="random"),
+    of_unknown_documents(case_of(4, 1, mask=sliding_window(5), extents="documents", key_mask="random", strategy="direct")),
+    direct_case(2, 3, mask=sliding_window(9), softcap=2.0, dtype="bfloat16", v_dim=24),
+    case_of(4, 1, mask=full(), key_extents="tree", strategy="direct"),
+    direct_case(1, 1),
+    direct_case(4, mask=sliding_window(0)),
+    of_unknown_documents(case_of(3, 2, extents="any", strategy="direct", poison=True)),
+    direct_case(4, mask=sliding_window(0, 7), key_mask="shard"),
+]
+"""Cases of "direct", which sends each rank the keys of its documents: one rank, ranks that receive nothing, masks that look ahead."""
 
 
 def batch_of_documents() -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
@@ -129,5 +159,7 @@ KERNEL_CASES = [
     case_of(4, heads=4, batch=1, key_extents="tree", mask=full(), sinks=True, strategy=Ulysses(ranks=2)),
     case_of(1, extents="documents"),
     tree_case(3, 9, batch=2, heads=2, kv_heads=1),
+    direct_case(4, batch=1, heads=2, kv_heads=1, sinks=True),
+    direct_case(3, 1, key_mask="random", mask=sliding_window(9), softcap=2.0, dtype="float16", poison=True),
 ]
 """Cases that kernels run: without ALiBi and dropout."""

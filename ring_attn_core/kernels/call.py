@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from ..dropout import rescale, threshold
 from ..plan.ulysses import HeadSplit
@@ -91,6 +92,11 @@ class RingCall:
             "S": Scalar(self.seq_local, "i32"),
             "T": Scalar(self.kv_local, "i32"),
         }
+
+    @lru_cache(maxsize=4096)  # noqa: B019  # records are few, and equal ones share an entry
+    def of_keys(self, tokens: int) -> RingCall:
+        """Return the parameters of the launches on a shard of ``tokens`` keys."""
+        return replace(self, kv_local=tokens)
 
     def q_tiles(self, block: int) -> int:
         """Return the number of query tiles of ``block`` queries in a shard."""

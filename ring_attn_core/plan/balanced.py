@@ -80,11 +80,11 @@ def balanced_layout(
     tokens = local * ranks
     edges = sorted({*packed.boundaries, tokens})
     if _later_cost_more(packed.masks):
-        return BalancedLayout(deal(joined(edges, local), edges, ranks, packed.cost_before), packed.length)
+        return BalancedLayout(deal(joined(edges, local), edges, ranks, packed.cost_before), packed.length, packed.rows)
     edges, mirrored = [tokens - edge for edge in reversed(edges)], lambda position: -packed.cost_before(tokens - position)
     dealt = deal(joined(edges, local), edges, ranks, mirrored)
     back = tuple(tuple((tokens - start - length, length) for start, length in reversed(rank)) for rank in dealt)
-    return BalancedLayout(back, packed.length)
+    return BalancedLayout(back, packed.length, packed.rows)
 
 
 def layout_of_ids(ids: Sequence[Sequence[int]], ranks: int) -> BalancedLayout:

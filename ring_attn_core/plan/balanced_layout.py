@@ -20,12 +20,14 @@ class BalancedLayout:
     """The token positions of each rank, as computed by :func:`balanced_layout`. It is plain data, equal on every rank.
 
     ``runs``: for each rank the (start, length) of its runs of consecutive positions, in order of position; the lengths of each
-    rank add up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding. Raise
-    ValueError if the runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once.
+    rank add up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
+    ``documents``: the lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
+    Raise ValueError if the runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
     length: int
+    documents: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         check_length(self.length)
@@ -45,8 +47,8 @@ class BalancedLayout:
             )
 
     def __str__(self) -> str:
-        """Return ranks, length and a digest of the runs; ranks compare their layouts by this text."""
-        digest = sha256(repr(self.runs).encode()).hexdigest()[:16]
+        """Return ranks, length and a digest of runs and documents; ranks compare layouts by this text."""
+        digest = sha256(repr((self.runs, self.documents)).encode()).hexdigest()[:16]
         return f"balanced over {self.ranks} ranks, length {self.length}, runs {digest}"
 
     @property

@@ -175,7 +175,7 @@ class RingPlan:
             of_runs = self.q_runs[rank], self.k_runs[(rank - shift) % self.ranks]
             if isinstance(self.layout, BalancedLayout):
                 return _recent_rows(*of_runs, self.band, self.q_slot, self.k_slot)
-            known = self._rows[rank, shift] = _rows_of(*of_runs, self.band, self.q_slot, self.k_slot)
+            known = self._rows[rank, shift] = rows_of(*of_runs, self.band, self.q_slot, self.k_slot)
         return known
 
     @cached_property
@@ -264,9 +264,9 @@ class RingPlan:
         return -self.shifts[-1] % self.ranks
 
 
-def _rows_of(q_runs: Runs, k_runs: Runs, band: Band, q_slot: int, k_slot: int) -> Rows:
+def rows_of(q_runs: Runs, k_runs: Runs, band: Band, q_slot: int, k_slot: int) -> Rows:
     return tuple(tuple(row(q, k, band, q_slot, k_slot) for k in k_runs) for q in q_runs)
 
 
 # A rank has 30 runs or more of packed documents, so the rows of a step take 200 KB: too much to keep for each batch's plan.
-_recent_rows = lru_cache(maxsize=256)(_rows_of)
+_recent_rows = lru_cache(maxsize=256)(rows_of)

@@ -68,7 +68,7 @@ def candidates(load: Load) -> Iterator[Strategy]:
     if load.hosts > 1 and load.host_ranks > 1:
         all_of_them += (Ulysses(ranks=load.host_ranks), TwoLevel(ranks=load.host_ranks))
     for strategy in all_of_them:
-        refused = objection(strategy, load.plan.ranks, load.heads, load.plan.layout) is not None
+        refused = objection(strategy, load.plan.ranks, load.heads) is not None
         if not refused and not (load.extents and name_of(strategy) in JOINED):
             yield strategy
 

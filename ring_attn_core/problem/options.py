@@ -88,7 +88,9 @@ class Options:
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])
         steps = None if self.steps is None else list(self.steps)
-        layout = (self.layout.runs, self.layout.length) if isinstance(self.layout, BalancedLayout) else self.layout
+        layout: object = self.layout
+        if isinstance(self.layout, BalancedLayout):
+            layout = self.layout.runs, self.layout.length, self.layout.documents
         return f"({layout!r}, {of_numbers}, {str(self.strategy)!r}, {self.backend!r}, {self.deterministic}, {steps})"
 
     @classmethod

@@ -55,7 +55,8 @@ class Problem:
     @cached_property
     def steps(self) -> RingPlan:
         """Return the plan of the chosen strategy's steps, made by ``plan_of_steps``."""
-        return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2])
+        extents = any(array.name == "extents" for array in self.arrays)
+        return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2], extents)
 
     @property
     def strategy(self) -> str:
@@ -103,7 +104,7 @@ class Problem:
                 f"dropout_rate={rate} needs dropout_seed, an integer that is the same on every rank and another at every step"
             )
         check_device(self.options.strategy, self.framework, self.device)
-        check_fit(self.travel, self.ranks, self.q_shape[2], self.plan.layout)
+        check_fit(self.travel, self.ranks, self.q_shape[2])
         return self.plan
 
     @property

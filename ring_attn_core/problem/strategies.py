@@ -12,6 +12,7 @@ from typing import Any
 from ..plan.balanced_layout import BalancedLayout
 from ..plan.direct import DirectPlan
 from ..plan.joined import JoinedPlan
+from ..plan.needed import NeededPlan
 from ..plan.ring import RingPlan
 from ..plan.two_level import TwoLevel, TwoLevelPlan
 from ..plan.ulysses import HeadSplit, Ulysses
@@ -56,13 +57,15 @@ def chosen(strategy: Strategy, plan: RingPlan) -> str:
     return name_of(strategy) if plan.travels else "ring"
 
 
-def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int) -> RingPlan:
-    """Return the plan that the strategy's steps follow.
+def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int, extents: bool) -> RingPlan:
+    """Return the plan that the strategy's steps follow. ``extents``: whether the queries have extents.
 
     The strategies "direct" and "two_level" have plans of their own. Under "gather" and "ulysses" the steps run on joined shards
     (JoinedPlan). All other strategies follow ``plan``.
     """
     name, own = chosen(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
+    if name == "direct" and isinstance(plan.layout, BalancedLayout):
+        return NeededPlan(**own, by_documents=extents)
     if name == "direct":
         return DirectPlan(**own)
     if name == "gather":
@@ -75,21 +78,19 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int)
     return plan
 
 
-def check_fit(strategy: Strategy, ranks: int, heads: int, layout: str | BalancedLayout) -> None:
-    """Raise ValueError if the strategy cannot run with this number of ranks or query heads, or in this layout."""
-    if (why := objection(strategy, ranks, heads, layout)) is not None:
+def check_fit(strategy: Strategy, ranks: int, heads: int) -> None:
+    """Raise ValueError if the strategy cannot run with this number of ranks or query heads."""
+    if (why := objection(strategy, ranks, heads)) is not None:
         raise ValueError(f'strategy={strategy!r} cannot run this: {why}. strategy="auto" takes one that can')
 
 
-def objection(strategy: Strategy, ranks: int, heads: int, layout: str | BalancedLayout) -> str | None:
-    """Return why the strategy cannot run with this number of ranks or query heads, or in this layout; None if it can."""
+def objection(strategy: Strategy, ranks: int, heads: int) -> str | None:
+    """Return why the strategy cannot run with this number of ranks or query heads; None if it can."""
     size, name = group_of(strategy, ranks), name_of(strategy)
     if name == "ulysses":
         return _of_ulysses(size, ranks, heads)
     if name == "two_level":
         return _of_hosts(strategy, size, ranks)
-    if name == "direct" and isinstance(layout, BalancedLayout):
-        return "its slices are cut from runs of equal length, and those of a balanced layout are of any length"
     return None
 
 

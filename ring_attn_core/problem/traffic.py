@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..plan.direct import DirectPlan
+from ..plan.needed import NeededPlan
 from ..plan.two_level import TwoLevelPlan
 from .checks import ITEM
 from .problem import Problem
@@ -98,6 +99,8 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     shift on any rank. These keys and their gradients, which are 0, are counted.
     """
     plan, even = problem.steps, problem.framework == "jax"
+    if isinstance(plan, NeededPlan):
+        return _needed(problem, plan, rank)
     assert isinstance(plan, DirectPlan)
 
     def sizes(owner: int, shift: int) -> list[SentSizes]:
@@ -109,6 +112,25 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
         sent, got = sizes(rank, shift), sizes(rank - shift, shift)
         keys += Traffic(bool(sent), sum(each.kv * each.item + each.of_keys for each in sent))
         gradients += Traffic(bool(got), sum(each.kv * each.wide for each in got))
+    return keys, keys + gradients
+
+
+def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Traffic]:
+    """Return the traffic of "direct" in a balanced layout that ``rank`` sends, as (forward, backward).
+
+    The forward sends each other rank the keys that it sees, and the backward sends these keys again, and gradients to each owner.
+    A key mask travels as 1 byte a key. In JAX every rank sends every other rank ``most_tokens`` keys, some of them padding.
+    """
+    others = [other for other in range(plan.ranks) if other != rank % plan.ranks]
+    padded = problem.framework == "jax"
+    count = lambda owner, reader: plan.most_tokens if padded else plan.tokens(owner, reader)
+    masked = problem.k_shape[0] * any(array.name == "key_mask" for array in problem.arrays)
+    keys = gradients = Traffic(0, 0)
+    for other in others:
+        out, back = (SentSizes(problem, 0, problem.k_shape[2], slice=count(*pair)) for pair in ((rank, other), (other, rank)))
+        of_keys = out.of_keys + masked * (out.keys - -(-out.keys // 8))
+        keys += Traffic(bool(out.keys), out.kv * out.item + of_keys)
+        gradients += Traffic(bool(back.keys), back.kv * back.wide)
     return keys, keys + gradients
 
 

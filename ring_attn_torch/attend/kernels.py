@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -42,6 +42,8 @@ class Kernels:
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         """See ``Backend.attend``."""
+        if keys.kv.shape[1] != self.call.kv_local:
+            return self._for(keys).attend(q, keys, rows, score, total, last)
         arrays = self._arrays(q, keys, rows, score)
         if total is not None:
             arrays |= {name + "_in": x for name, x in total._asdict().items() if x is not None}
@@ -80,6 +82,8 @@ class Kernels:
         last: bool,
     ) -> tuple[Tensor, Gradients]:
         """See ``Backend.attend_backward``."""
+        if keys.kv.shape[1] != self.call.kv_local:
+            return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
         if not steps.in_one_pass(self.call):
             dq = self.attend_dq(of_q, keys, rows, score, dq, last)
             return dq, self.attend_dkv(of_q, keys, rows, score, arrived())
@@ -113,6 +117,10 @@ class Kernels:
         _add_lists(arrays, steps.lists(self.call, "dkv"))
         dkv = launch(steps.dkv(self.call, arrived is None, not self.call.packed), arrays)
         return dkv[0] if len(dkv) == 1 else dkv
+
+    def _for(self, keys: Keys) -> Kernels:
+        """Return this backend for a shard of another number of keys, as "direct" receives it in a balanced layout."""
+        return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
         """Return the input arrays of a step's launches by name."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
+from ring_attn_core.plan.needed import NeededPlan, check_available
 from ring_attn_core.problem.checks import check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
 
@@ -95,6 +96,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total
         look = some and (problem.device == "cpu" or not agreed(problem, group))
         if extents is not None and look:
             check_extents(extents.long(), compiled.plan.q_runs[rank], compiled.plan.kv_length)
+            if isinstance(compiled.steps, NeededPlan):
+                check_available(extents.cpu().numpy(), compiled.steps, rank)
         if key_extents is not None and look:
             check_key_extents(key_extents.long(), compiled.plan.k_runs[rank], compiled.plan.length)
     agree(problem, group, again=look)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
@@ -137,6 +138,23 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
             operations += [dist.P2POp(dist.isend, x[i], group=group, group_peer=peer) for x, _ in pairs]
             operations += [dist.P2POp(dist.irecv, there[i], group=group, group_peer=peer) for _, there in pairs]
     return _started(operations, Transfer(arriving, sent, lambda: _others(ranks, group), group))
+
+
+def send_parts(sent: Arrays, counts: Sequence[int], arriving: Arrays, sizes: Sequence[int], group: Group) -> Transfer:
+    """Send the first ``counts[0]`` rows of each array to rank 0, the next ``counts[1]`` to rank 1, and so on.
+
+    ``arriving``: receive buffers, whose first ``sizes[0]`` rows come from rank 0, and so on. Counts and sizes are 0 for this rank.
+    """
+    operations, places = [], (list(accumulate(counts, initial=0)), list(accumulate(sizes, initial=0)))
+    for peer in range(len(counts)):
+        (first, end), (there, there_end) = (place[peer : peer + 2] for place in places)
+        for x, y in zip(sent, arriving, strict=True):
+            if x is not None and first < end:
+                operations.append(dist.P2POp(dist.isend, x[first:end], group=group, group_peer=peer))
+            if y is not None and there < there_end:
+                operations.append(dist.P2POp(dist.irecv, y[there:there_end], group=group, group_peer=peer))
+    meets = [peer for peer in range(len(counts)) if counts[peer] or sizes[peer]]
+    return _started(operations, Transfer(arriving, sent, lambda: _others(meets, group), group))
 
 
 def all_gather(arrays: Arrays, group: Group) -> Transfer:

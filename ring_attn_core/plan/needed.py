@@ -1,0 +1,180 @@
+"""The plan of "direct" in a balanced layout: each rank receives all keys of other ranks that its queries see, in one exchange.
+
+A rank attends to its own keys while the others arrive, and then to the others, sorted by position, as one shard. Documents of 4,
+12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
+
+    document    A A A A B B B B B B B B B B B B C C C C C C C C
+    rank        0 0 0 0 2 2 3 3 3 3 3 3 1 1 0 0 1 1 1 1 2 2 2 2
+
+    rank 0      holds A and the end of B, and receives the rest of B: 2 keys of rank 2, 6 of rank 3, 2 of rank 1
+    rank 2      holds the first keys of B and the end of C, and receives the 4 keys of C that rank 1 holds
+
+The documents are those that the layout was made for. They limit what travels only if the queries have extents; else the mask
+alone limits it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+from ..runs import Band, Run
+from .balanced_layout import BalancedLayout
+from .documents import PackedDocuments
+from .ring import RingPlan, Rows, rows_of
+
+PARTS = 8
+"""A shard of received keys is padded to a multiple of this part of a rank's tokens, so that few sizes occur."""
+
+
+class Stretch(NamedTuple):
+    """Consecutive positions whose keys one rank sends to another: ``first`` is the index of the first in the owner's shard."""
+
+    start: int
+    length: int
+    owner: int
+    first: int
+
+
+@dataclass(frozen=True)
+class NeededPlan(RingPlan):
+    """The plan of "direct" in a balanced layout. It has the shifts 0 (own keys) and 1 (the keys of all other ranks)."""
+
+    by_documents: bool = False
+    """Whether the documents of the layout limit what queries see."""
+
+    def received(self, reader: int) -> tuple[Stretch, ...]:
+        """Return the keys that ``reader`` receives, in order of position."""
+        return self._received[reader]
+
+    def sent(self, owner: int, reader: int) -> tuple[Stretch, ...]:
+        """Return the keys that ``owner`` sends to ``reader``, in order of position."""
+        return tuple(each for each in self._received[reader] if each.owner == owner)
+
+    def tokens(self, owner: int, reader: int) -> int:
+        """Return the number of keys that ``owner`` sends to ``reader``."""
+        return sum(each.length for each in self.sent(owner, reader))
+
+    @property
+    def most_tokens(self) -> int:
+        """Return the largest number of keys that one rank sends to another."""
+        ranks = range(self.ranks)
+        return max(self.tokens(owner, reader) for owner in ranks for reader in ranks)
+
+    def capacity(self, reader: int) -> int:
+        """Return the tokens of the shard in which ``reader`` places what it receives, padding included; 0 if it receives nothing."""
+        part = -(-self.kv_local // PARTS)
+        return -(-sum(each.length for each in self._received[reader]) // part) * part
+
+    @property
+    def _received(self) -> tuple[tuple[Stretch, ...], ...]:
+        assert isinstance(self.layout, BalancedLayout)
+        return _stretches(self.layout, self.mask, self.kv_length, self.by_documents)
+
+    @cached_property
+    def share(self) -> float:
+        """Return the keys that all ranks receive, as a share of those that they would receive if every shard visited every rank."""
+        whole = self.ranks * (self.ranks - 1) * self.kv_local
+        return sum(each.length for rank in self._received for each in rank) / whole if whole else 0.0
+
+    @property
+    def travels(self) -> bool:
+        """Return True: keys are packed, even if each document lies on one rank."""
+        return True
+
+    @cached_property
+    def shifts(self) -> tuple[int, ...]:
+        """Return (0, 1), or (0,) if no rank receives keys."""
+        return (0, 1) if any(self._received) else (0,)
+
+    def rows(self, rank: int, shift: int) -> Rows:
+        """Return the ``Row`` of each pair of runs at shift 0, on this rank's keys, or at shift 1, on all keys that it receives."""
+        if shift == 0:
+            return super().rows(rank, 0)
+        return rows_of(self.q_runs[rank], self._arrived_runs(rank), self.band, self.q_slot, self.capacity(rank))
+
+    def area(self, rank: int, shift: int) -> int:
+        """Return the number of pairs under the mask that ``rank`` computes at ``shift``, without the documents' limits."""
+        if shift == 0:
+            return super().area(rank, 0)
+        return sum(
+            self.mask.onto(Run(q_start, q_len, 1), Run(k_start, k_len, 1)).area(q_len, k_len)
+            for _, q_len, q_start, _ in self.q_runs[rank]
+            for _, k_len, k_start, _ in self._arrived_runs(rank)
+        )
+
+    def available(self, rank: int) -> list[tuple[int, int]]:
+        """Return the positions (first, end) whose keys a rank holds or receives, as disjoint intervals in order."""
+        assert isinstance(self.layout, BalancedLayout)
+        own = [(run.start, run.start + run.length) for run in self.layout.held(rank)]
+        return _merged(sorted([*own, *((each.start, each.start + each.length) for each in self.received(rank))]))
+
+    def _arrived_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
+        """Return the (base, length, start, stride) of each run of consecutive positions among the received keys."""
+        runs = _merged([(each.start, each.start + each.length) for each in self.received(rank)])
+        bases = accumulate((end - first for first, end in runs), initial=0)
+        return tuple((base, end - first, first, 1) for base, (first, end) in zip(bases, runs, strict=False))
+
+
+def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
+    """Raise ValueError if a query may see keys of other documents than those that the layout was made for.
+
+    ``extents``: int [batch, seq_local, 2] on the host, the first and end position that each query may see.
+    """
+    import numpy as np
+
+    assert isinstance(plan.layout, BalancedLayout)
+    at, runs = np.array(plan.layout.positions(rank)), plan.available(rank)
+    low, high = (
+        0 if plan.mask.hi is None else at - plan.mask.hi,
+        plan.kv_length if plan.mask.lo is None else at - plan.mask.lo + 1,
+    )
+    first, end = np.maximum(extents[..., 0], low), np.minimum(np.minimum(extents[..., 1], high), plan.kv_length)
+    starts, ends = np.array([run[0] for run in runs]), np.array([run[1] for run in runs])
+    inside = end <= ends[np.maximum(np.searchsorted(starts, first, side="right") - 1, 0)] if runs else np.zeros_like(end, bool)
+    outside = (first < end) & (at < plan.length) & ~inside
+    if outside.any():
+        row, query = (int(x[0]) for x in outside.nonzero())
+        raise ValueError(
+            f'strategy="direct" sends the keys of the documents that the layout was made for, and the query at position '
+            f"{at[query]} of row {row} has extent {[int(x) for x in extents[row, query]]}, which reaches beyond them: pass the extents "
+            'and the layout of one shard_batch, or strategy="ring"'
+        )
+
+
+@lru_cache(maxsize=64)  # an entry per batch of packed documents, some 50 KB for 8 ranks
+def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> tuple[tuple[Stretch, ...], ...]:
+    """Return for each rank the keys of other ranks that its queries see, in order of position."""
+    rows = layout.documents if by_documents and layout.documents else ((length,),)
+    packed, held = PackedDocuments(rows, ((mask, 1),)), _held(layout)
+    starts = [each.start for each in held]
+    found = []
+    for reader in range(layout.ranks):
+        received = []
+        for first, end in packed.seen(layout.held(reader)) if length else []:
+            at = max(bisect_right(starts, first) - 1, 0)
+            while at < len(held) and held[at].start < end:
+                each = held[at]
+                begin, stop = max(first, each.start), min(end, each.start + each.length)
+                if each.owner != reader and begin < stop:
+                    received.append(Stretch(begin, stop - begin, each.owner, each.first + begin - each.start))
+                at += 1
+        found.append(tuple(received))
+    return tuple(found)
+
+
+def _held(layout: BalancedLayout) -> list[Stretch]:
+    """Return the runs of all ranks without padding, in order of position."""
+    held = []
+    for owner in range(layout.ranks):
+        held += [Stretch(start, length, owner, base) for base, length, start, _ in layout.padded_runs(owner) if length]
+    return sorted(held)
+
+
+def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Join intervals (first, end), sorted and disjoint, where one begins at the end of another."""
+    edges = [i for i, (before, after) in enumerate(pairwise(intervals), 1) if before[1] != after[0]]
+    return [(intervals[i][0], intervals[j - 1][1]) for i, j in pairwise([0, *edges, len(intervals)])] if intervals else []
