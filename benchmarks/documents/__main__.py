@@ -4,8 +4,9 @@
 
 One GPU, bfloat16, 64 query heads and 8 key heads of 128. The launches of each rank run one after the other. Documents are
 log-normal: median 1,340 tokens, sigma 1.3, clipped to 64 and a quarter of the sequence; five batches of fixed seeds. "One launch"
-is the same sequence on one rank, its time divided by the ranks. "direct" is the balanced layout with the strategy "direct": two
-steps, on a rank's own keys and on those that it receives; the others are the steps of the strategy "ring". ``--steps seen`` omits the steps in which a rank sees no key.
+is the same sequence on one rank, its time divided by the ranks. "direct" is the balanced layout with the strategy "direct": one
+step on a rank's own keys, one on those that it receives. The others are the steps of the strategy "ring"; ``--steps seen`` omits
+those in which a rank sees no key.
 
 Prediction (8 ranks): the slowest rank takes at most 1.06 of the mean time in balanced, about twice in zigzag and contiguous. Each
 step reads and writes the float32 state, 0.54 GB or 0.2 ms, beside some 0.2 ms of products: with all steps, balanced stays far

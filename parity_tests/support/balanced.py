@@ -10,6 +10,7 @@ from ring_attn_core import TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.data.trees import tree_extents
 from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.reference.oracle import exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
 
@@ -51,13 +52,14 @@ JOINED_CASES = [
 def direct_case(ranks: int, more: int = 0, **options) -> Case:
     """Return a case of "direct" whose extents are those of ``DOCUMENTS``, for which the layout was made."""
     case = case_of(ranks, more, extents="documents", strategy="direct", **options)
-    ends = np.cumsum(DOCUMENTS)
-    own = np.stack([np.repeat(ends - DOCUMENTS, DOCUMENTS), np.repeat(ends, DOCUMENTS)], -1)
+    lengths, ends = np.array(DOCUMENTS), np.cumsum(DOCUMENTS)
+    own = np.stack([np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)], -1)
     return case.given(extents=np.broadcast_to(own.astype(np.int32), (case.batch, *own.shape)).copy())
 
 
 def of_unknown_documents(case: Case) -> Case:
     """Return the case with a layout that knows no documents, so that under "direct" the mask alone limits what travels."""
+    assert isinstance(case.layout, BalancedLayout)
     return replace(case, layout=replace(case.layout, documents=()))
 
 
@@ -73,7 +75,7 @@ DIRECT_CASES = [
     of_unknown_documents(case_of(3, 2, extents="any", strategy="direct", poison=True)),
     direct_case(4, mask=sliding_window(0, 7), key_mask="shard"),
 ]
-"""Cases of "direct", which sends each rank the keys of its documents: one rank, ranks that receive nothing, masks that look ahead."""
+"""Cases of "direct": a single rank, ranks that receive nothing, masks that look ahead, documents that are not known."""
 
 
 def batch_of_documents() -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:

@@ -65,7 +65,7 @@ class NeededPlan(RingPlan):
         return max(self.tokens(owner, reader) for owner in ranks for reader in ranks)
 
     def capacity(self, reader: int) -> int:
-        """Return the tokens of the shard in which ``reader`` places what it receives, padding included; 0 if it receives nothing."""
+        """Return the tokens of the shard of keys that ``reader`` receives, padding included; 0 if it receives none."""
         part = -(-self.kv_local // PARTS)
         return -(-sum(each.length for each in self._received[reader]) // part) * part
 
@@ -76,7 +76,7 @@ class NeededPlan(RingPlan):
 
     @cached_property
     def share(self) -> float:
-        """Return the keys that all ranks receive, as a share of those that they would receive if every shard visited every rank."""
+        """Return the keys that all ranks receive, as a share of those that they receive if every shard visits every rank."""
         whole = self.ranks * (self.ranks - 1) * self.kv_local
         return sum(each.length for rank in self._received for each in rank) / whole if whole else 0.0
 
@@ -91,7 +91,7 @@ class NeededPlan(RingPlan):
         return (0, 1) if any(self._received) else (0,)
 
     def rows(self, rank: int, shift: int) -> Rows:
-        """Return the ``Row`` of each pair of runs at shift 0, on this rank's keys, or at shift 1, on all keys that it receives."""
+        """Return the ``Row`` of each pair of runs at shift 0, on a rank's own keys, or 1, on all keys that it receives."""
         if shift == 0:
             return super().rows(rank, 0)
         return rows_of(self.q_runs[rank], self._arrived_runs(rank), self.band, self.q_slot, self.capacity(rank))
@@ -140,8 +140,8 @@ def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
         row, query = (int(x[0]) for x in outside.nonzero())
         raise ValueError(
             f'strategy="direct" sends the keys of the documents that the layout was made for, and the query at position '
-            f"{at[query]} of row {row} has extent {[int(x) for x in extents[row, query]]}, which reaches beyond them: pass the extents "
-            'and the layout of one shard_batch, or strategy="ring"'
+            f"{at[query]} of row {row} has extent {[int(x) for x in extents[row, query]]}, which reaches beyond them: pass the "
+            'extents and the layout of one shard_batch, or strategy="ring"'
         )
 
 

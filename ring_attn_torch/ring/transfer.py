@@ -143,9 +143,10 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
 def send_parts(sent: Arrays, counts: Sequence[int], arriving: Arrays, sizes: Sequence[int], group: Group) -> Transfer:
     """Send the first ``counts[0]`` rows of each array to rank 0, the next ``counts[1]`` to rank 1, and so on.
 
-    ``arriving``: receive buffers, whose first ``sizes[0]`` rows come from rank 0, and so on. Counts and sizes are 0 for this rank.
+    ``arriving``: receive buffers, whose first ``sizes[0]`` rows come from rank 0, and so on. This rank's count and size are 0.
     """
-    operations, places = [], (list(accumulate(counts, initial=0)), list(accumulate(sizes, initial=0)))
+    operations = []
+    places = [list(accumulate(rows, initial=0)) for rows in (counts, sizes)]
     for peer in range(len(counts)):
         (first, end), (there, there_end) = (place[peer : peer + 2] for place in places)
         for x, y in zip(sent, arriving, strict=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from ...attend.keys import Keys, bits_of, unpack
 from ...attend.state import Gradients
 from ..groups import rank_in, ranks_of
 from ..step import Ring, Step, T
-from ..transfer import Transfer, connect, send_parts
+from ..transfer import Arrays, connect, send_parts
 from .ring import rows
 
 
@@ -34,7 +34,7 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
     arriving = ArrivingKeys(keys, places, ring)
     own = NeededStep(keys, ring, places, 0)
     yield own
-    arrived = arriving.wait(plan.capacity(rank_in(ring.group)))
+    arrived = arriving.wait()
     if arrived.kv.shape[1]:
         yield NeededStep(arrived, ring, places, 1, own)
     # Without received keys ``own`` is the last step: it returns the gradients of the keys that it sent.
@@ -44,8 +44,8 @@ class Places(NamedTuple):
     """Where the keys of an exchange lie, as indices int64 on the device.
 
     ``sent``: for each other rank, the index in this rank's shard of each key that it is sent; empty for this rank. ``sizes``: the
-    number of keys that arrive from each rank. ``order``: for each key of the padded shard, its index among the arrivals in order of
-    their rank; the index after the last one is padding. ``back``: for each arrival, its index in the shard.
+    number of keys that arrive from each rank. ``order``: for each key of the padded shard, its index among the arrivals in
+    order of their rank; the index after the last one is padding. ``back``: for each arrival, its index in the shard.
     """
 
     sent: tuple[Tensor, ...]
@@ -76,22 +76,19 @@ class ArrivingKeys:
     """The keys in transfer: those that other ranks need from this rank's ``own`` keys, and those that it needs from them."""
 
     def __init__(self, own: Keys, places: Places, ring: Ring) -> None:
-        self._places, self._masked = places, own.bits is not None
+        self._order, index = places.order, torch.cat(places.sent)
         arrays = own._replace(bits=_bytes(unpack(own)))
-        index = torch.cat(places.sent)
-        first = lambda x: x.transpose(0, 1)
-        sent = tuple([x if x is None else first(x).index_select(0, index) for x in arrays])
+        sent: Arrays = tuple([x if x is None else x.transpose(0, 1).index_select(0, index) for x in arrays])
         # One more row, which stays 0, is the source of the padding.
-        self._arriving = [x if x is None else x.new_zeros((sum(places.sizes) + 1, *x.shape[1:])) for x in sent]
-        self._transfer = send_parts(sent, [len(x) for x in places.sent], self._arriving, places.sizes, ring.group)
+        arriving: Arrays = tuple([x if x is None else x.new_zeros((sum(places.sizes) + 1, *x.shape[1:])) for x in sent])
+        self._transfer = send_parts(sent, [len(x) for x in places.sent], arriving, places.sizes, ring.group)
 
-    def wait(self, tokens: int) -> Keys:
-        """Wait for the keys, and return them sorted by position, in a shard of ``tokens`` tokens."""
-        self._transfer.wait()
-        shard = Keys(
-            *[x if x is None else x.index_select(0, self._places.order).transpose(0, 1).contiguous() for x in self._arriving]
-        )
-        assert shard.kv.shape[1] == tokens
+    def wait(self) -> Keys:
+        """Wait for the keys, and return them sorted by position, in a padded shard."""
+        arrived: Arrays = self._transfer.wait()
+        sort = lambda x: x.index_select(0, self._order).transpose(0, 1).contiguous()
+        arrays: list[Any] = [x if x is None else sort(x) for x in arrived]
+        shard = Keys(*arrays)
         return shard if shard.bits is None else shard._replace(bits=bits_of(shard.bits.bool()))
 
 
