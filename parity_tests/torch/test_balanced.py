@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_attn_core import records
+from ring_attn_core import causal, records
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.balanced_layout import BalancedLayout
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.problem.traffic import traffic
 from ring_attn_torch import (
     RingTransformer,
     SequenceShardedDataset,
@@ -23,14 +26,19 @@ from ring_attn_torch import (
     shard_batch,
     to_layout,
 )
+from ring_attn_torch.attend.keys import Keys
+from ring_attn_torch.attend.one_run import as_one_run
+from ring_attn_torch.attend.score import Score
 from ring_attn_torch.ring import agreement
 
 from ..support import corpus
-from ..support.balanced import CASES, JOINED_CASES, TREE_CASES, batch_of_documents, check_documents
+from ..support.balanced import CASES, DIRECT_CASES, JOINED_CASES, TREE_CASES, batch_of_documents, check_documents
 from ..support.cases import check, check_same
 from ..support.selection import first
 from ..support.spawn import PerRank
+from ..support.strategies import problem_of
 from .ring import run
+from .test_strategies import count, delayed
 
 
 @pytest.mark.parametrize("case", first(CASES, 4), ids=str)
@@ -41,6 +49,50 @@ def test_each_feature_and_strategy_is_exact(gloo, case):
 @pytest.mark.parametrize("case", first(JOINED_CASES, 4), ids=str)
 def test_joined_shards_are_exact(gloo, case):
     check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("case", first(DIRECT_CASES, 4), ids=str)
+def test_keys_sent_to_their_readers_alone_are_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("case", [DIRECT_CASES[0], DIRECT_CASES[2], DIRECT_CASES[5]], ids=str)
+def test_direct_sends_what_the_plan_says(gloo, case):
+    counted = gloo(case.ranks, count, case, *(PerRank(*x) for x in case.inputs()))
+    assert counted == [traffic(problem_of(case, "torch"), rank) for rank in range(case.ranks)]
+
+
+def test_delays_of_ranks_change_no_bit_of_direct(gloo):
+    expected = run(gloo, DIRECT_CASES[0])
+    for number in range(3):
+        check_same(run(gloo, DIRECT_CASES[0], partial(delayed, number)), expected)
+
+
+OF_FOUR: Any = balanced_layout((24, 24, 8, 8), 4)
+
+
+def refusal_of_extents(group: Any) -> str:
+    """Return the error of a call of "direct" whose queries may see all keys, in a layout of documents."""
+    extents = torch.tensor([0, 64]).repeat(1, 16, 1)
+    return refusal(group, OF_FOUR, {"strategy": "direct", "extents": extents})
+
+
+def test_extents_beyond_the_documents_of_the_layout_are_refused_on_all_ranks(gloo):
+    refused = gloo(4, refusal_of_extents)
+    assert len(set(refused)) == 1 and "sends the keys of the documents that the layout was made for" in refused[0]
+
+
+def test_extents_that_change_in_place_are_converted_anew():
+    plan = RingPlan(OF_TWO, causal(), 2, 16)
+    extents = torch.tensor([0, 20], dtype=torch.int32).repeat(1, 16, 1)
+    keys, score = Keys(torch.zeros(1, 16, 1, 8)), Score(1.0, None, 0.0, extents)
+    converted = lambda: as_one_run(plan.rows(0, 1), keys, score, 16, plan.band)[2].extents
+    before = converted()
+    assert converted() is before
+    extents[..., 0] = 15
+    after = converted()
+    score = score._replace(extents=extents.clone())
+    assert torch.equal(after, converted()) and not torch.equal(before, after)
 
 
 @pytest.mark.parametrize("case", first(TREE_CASES, 2), ids=str)
@@ -112,7 +164,6 @@ UNORDERED: Any = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
         (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "dropout_seed counts positions along runs"),
         (UNORDERED, {"backend": "triton"}, "the runs of a rank are not in order of position"),
         (OF_TWO, {"backend": "flash"}, "it takes runs of equal length"),
-        (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),
         (OF_TWO, {"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens and 2 ranks"),
         (balanced_layout((20, 12), 4), {}, "this layout deals 32 tokens to 4 ranks, got 32 tokens and 2 ranks"),
         (balanced_layout((20, 20), 2), {}, "each shard of this balanced layout has 20 tokens, got 16 in q and 16 in k"),

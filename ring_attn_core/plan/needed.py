@@ -18,13 +18,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..runs import Band, Run
 from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments
-from .ring import RingPlan, Rows, rows_of
+from .ring import RingPlan, Rows, recent_rows
 
 PARTS = 8
 """A shard of received keys is padded to a multiple of this part of a rank's tokens, so that few sizes occur."""
@@ -94,7 +94,7 @@ class NeededPlan(RingPlan):
         """Return the ``Row`` of each pair of runs at shift 0, on a rank's own keys, or 1, on all keys that it receives."""
         if shift == 0:
             return super().rows(rank, 0)
-        return rows_of(self.q_runs[rank], self._arrived_runs(rank), self.band, self.q_slot, self.capacity(rank))
+        return recent_rows(self.q_runs[rank], _runs(self.received(rank)), self.band, self.q_slot, self.capacity(rank))
 
     def area(self, rank: int, shift: int) -> int:
         """Return the number of pairs under the mask that ``rank`` computes at ``shift``, without the documents' limits."""
@@ -103,7 +103,7 @@ class NeededPlan(RingPlan):
         return sum(
             self.mask.onto(Run(q_start, q_len, 1), Run(k_start, k_len, 1)).area(q_len, k_len)
             for _, q_len, q_start, _ in self.q_runs[rank]
-            for _, k_len, k_start, _ in self._arrived_runs(rank)
+            for _, k_len, k_start, _ in _runs(self.received(rank))
         )
 
     def available(self, rank: int) -> list[tuple[int, int]]:
@@ -111,12 +111,6 @@ class NeededPlan(RingPlan):
         assert isinstance(self.layout, BalancedLayout)
         own = [(run.start, run.start + run.length) for run in self.layout.held(rank)]
         return _merged(sorted([*own, *((each.start, each.start + each.length) for each in self.received(rank))]))
-
-    def _arrived_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
-        """Return the (base, length, start, stride) of each run of consecutive positions among the received keys."""
-        runs = _merged([(each.start, each.start + each.length) for each in self.received(rank)])
-        bases = accumulate((end - first for first, end in runs), initial=0)
-        return tuple((base, end - first, first, 1) for base, (first, end) in zip(bases, runs, strict=False))
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
@@ -166,6 +160,14 @@ def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bo
     return tuple(found)
 
 
+@lru_cache(maxsize=256)
+def _runs(received: tuple[Stretch, ...]) -> tuple[tuple[int, int, int, int], ...]:
+    """Return the (base, length, start, stride) of each run of consecutive positions among received keys."""
+    runs = _merged([(each.start, each.start + each.length) for each in received])
+    bases = accumulate((end - first for first, end in runs), initial=0)
+    return tuple((base, end - first, first, 1) for base, (first, end) in zip(bases, runs, strict=False))
+
+
 def _held(layout: BalancedLayout) -> list[Stretch]:
     """Return the runs of all ranks without padding, in order of position."""
     held = []
@@ -176,5 +178,9 @@ def _held(layout: BalancedLayout) -> list[Stretch]:
 
 def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join intervals (first, end), sorted and disjoint, where one begins at the end of another."""
-    edges = [i for i, (before, after) in enumerate(pairwise(intervals), 1) if before[1] != after[0]]
-    return [(intervals[i][0], intervals[j - 1][1]) for i, j in pairwise([0, *edges, len(intervals)])] if intervals else []
+    merged: list[tuple[int, int]] = []
+    for first, end in intervals:
+        if merged and merged[-1][1] == first:
+            first = merged.pop()[0]
+        merged.append((first, end))
+    return merged

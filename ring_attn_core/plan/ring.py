@@ -174,7 +174,7 @@ class RingPlan:
         if known is None:
             of_runs = self.q_runs[rank], self.k_runs[(rank - shift) % self.ranks]
             if isinstance(self.layout, BalancedLayout):
-                return _recent_rows(*of_runs, self.band, self.q_slot, self.k_slot)
+                return recent_rows(*of_runs, self.band, self.q_slot, self.k_slot)
             known = self._rows[rank, shift] = rows_of(*of_runs, self.band, self.q_slot, self.k_slot)
         return known
 
@@ -269,4 +269,4 @@ def rows_of(q_runs: Runs, k_runs: Runs, band: Band, q_slot: int, k_slot: int) ->
 
 
 # A rank has 30 runs or more of packed documents, so the rows of a step take 200 KB: too much to keep for each batch's plan.
-_recent_rows = lru_cache(maxsize=256)(rows_of)
+recent_rows = lru_cache(maxsize=256)(rows_of)

@@ -10,6 +10,7 @@ The converted extents hold the mask and the documents. Key extents are converted
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,15 +33,65 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
     """
     q_runs, k_runs = tuple([pairs[0][2:5] for pairs in rows]), tuple([pair[5:8] for pair in rows[0]])
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device
+    one = Row(-tokens, queries, 0, sum(run[1] for run in q_runs), 0, 0, sum(run[1] for run in k_runs), 0, 1, 0)
+    given = score.extents, keys.extents
+    shards = q_runs, k_runs, queries, tokens, batch, band, device
+    if any(x is not None and x.is_inference() for x in given) or (device.type == "cuda" and _capturing()):
+        extents, of_keys = _converted(*given, *shards)
+    else:
+        extents, of_keys = _recent(*map(Unchanged, given), _stream(device), *shards)
+    return ((one,),), keys._replace(extents=of_keys), score._replace(extents=extents)
+
+
+def _converted(
+    extents: Tensor | None,
+    key_extents: Tensor | None,
+    q_runs: Runs,
+    k_runs: Runs,
+    queries: int,
+    tokens: int,
+    batch: int,
+    band: Band,
+    device: torch.device,
+) -> tuple[Tensor, Tensor | None]:
+    """Return extents [b s 2] that hold the mask, and key extents [b t 2] or None, both in local indices."""
     least, most = _limits(q_runs, queries, band, device)
-    if score.extents is None:
+    if extents is None:
         extents = torch.stack([least[:, 0], most[:, 1]], -1).expand(batch, -1, -1)
     else:
-        extents = clipped(score.extents).clamp(least, most)
-    extents = _local(_positions(k_runs, tokens, device), extents)
-    of_keys = None if keys.extents is None else _local(_positions(q_runs, queries, device), keys.extents)
-    one = Row(-tokens, queries, 0, sum(run[1] for run in q_runs), 0, 0, sum(run[1] for run in k_runs), 0, 1, 0)
-    return ((one,),), keys._replace(extents=of_keys), score._replace(extents=extents)
+        extents = clipped(extents).clamp(least, most)
+    of_keys = None if key_extents is None else _local(_positions(q_runs, queries, device), key_extents)
+    return _local(_positions(k_runs, tokens, device), extents), of_keys
+
+
+class Unchanged:
+    """A tensor, or None, as the key of a cache: equal to itself until its values change in place."""
+
+    __slots__ = "tensor", "version"
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor, self.version = tensor, None if tensor is None else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unchanged) and self.tensor is other.tensor and self.version == other.version
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+@lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it
+def _recent(extents: Unchanged, key_extents: Unchanged, stream: int, *shards: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the result of ``_converted``. ``stream``: the CUDA stream that computes and reads it."""
+    return _converted(extents.tensor, key_extents.tensor, *shards)
+
+
+def _stream(device: torch.device) -> int:
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+def _capturing() -> bool:
+    """Return whether a CUDA graph is captured: its replays read extents whose values may have changed since."""
+    return torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _local(positions: Tensor, intervals: Tensor) -> Tensor:
