@@ -122,13 +122,12 @@ def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
 
     assert isinstance(plan.layout, BalancedLayout)
     at, runs = np.array(plan.layout.positions(rank)), plan.available(rank)
-    low, high = (
-        0 if plan.mask.hi is None else at - plan.mask.hi,
-        plan.kv_length if plan.mask.lo is None else at - plan.mask.lo + 1,
-    )
+    low = 0 if plan.mask.hi is None else at - plan.mask.hi
+    high = plan.kv_length if plan.mask.lo is None else at - plan.mask.lo + 1
     first, end = np.maximum(extents[..., 0], low), np.minimum(np.minimum(extents[..., 1], high), plan.kv_length)
-    starts, ends = np.array([run[0] for run in runs]), np.array([run[1] for run in runs])
-    inside = end <= ends[np.maximum(np.searchsorted(starts, first, side="right") - 1, 0)] if runs else np.zeros_like(end, bool)
+    starts, ends = np.array([(0, 0), *runs]).T  # an empty run comes first, so that each extent has a run at or before it
+    before = np.searchsorted(starts, first, side="right") - 1
+    inside = end <= ends[before]
     outside = (first < end) & (at < plan.length) & ~inside
     if outside.any():
         row, query = (int(x[0]) for x in outside.nonzero())
