@@ -17,10 +17,11 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
+from ring_attn_core.plan.needed import NeededPlan, check_available
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import check_array, check_extents, check_key_extents, rate_of
 from ring_attn_core.problem.options import Options
-from ring_attn_core.problem.strategies import Strategy
+from ring_attn_core.problem.strategies import Strategy, plan_of_steps
 from ring_attn_core.runs import Band
 
 from .attend.dropout import dropout_state
@@ -210,8 +211,11 @@ def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, 
     extents, key_extents = shards(arrays.extents), shards(arrays.key_extents)
     if extents or key_extents:
         plan = RingPlan(options.layout, options.mask, where.ranks, *lengths)
-        for runs, shard in zip(plan.q_runs, extents, strict=False):
-            check_extents(shard, runs, plan.kv_length)
+        steps = plan_of_steps("direct", plan, 1, 1, extents=True) if options.strategy == "direct" else plan
+        for rank, shard in enumerate(extents):
+            check_extents(shard, plan.q_runs[rank], plan.kv_length)
+            if isinstance(steps, NeededPlan):
+                check_available(shard, steps, rank)
         for runs, shard in zip(plan.k_runs, key_extents, strict=False):
             check_key_extents(shard, runs, plan.length)
 

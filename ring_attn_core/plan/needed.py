@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 from ..runs import Band, Run
 from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments
-from .ring import RingPlan, Rows, recent_rows
+from .ring import RingPlan, Rows, Runs, recent_rows
 
 PARTS = 8
-"""A shard of received keys is padded to a multiple of this part of a rank's tokens, so that few sizes occur."""
+"""Numbers of keys are padded to a multiple of this part of a rank's tokens, so that few sizes occur."""
 
 
 class Stretch(NamedTuple):
@@ -58,16 +58,24 @@ class NeededPlan(RingPlan):
         """Return the number of keys that ``owner`` sends to ``reader``."""
         return sum(each.length for each in self.sent(owner, reader))
 
-    @property
+    @cached_property
     def most_tokens(self) -> int:
-        """Return the largest number of keys that one rank sends to another."""
+        """Return the largest number of keys that one rank sends to another, padded: the size of every part in JAX."""
         ranks = range(self.ranks)
-        return max(self.tokens(owner, reader) for owner in ranks for reader in ranks)
+        return self._padded(max(self.tokens(owner, reader) for owner in ranks for reader in ranks))
 
     def capacity(self, reader: int) -> int:
         """Return the tokens of the shard of keys that ``reader`` receives, padding included; 0 if it receives none."""
+        return self._padded(sum(each.length for each in self._received[reader]))
+
+    @cached_property
+    def most_capacity(self) -> int:
+        """Return the largest ``capacity`` of a rank: that of every rank in JAX."""
+        return max(map(self.capacity, range(self.ranks)))
+
+    def _padded(self, tokens: int) -> int:
         part = -(-self.kv_local // PARTS)
-        return -(-sum(each.length for each in self._received[reader]) // part) * part
+        return -(-tokens // part) * part
 
     @property
     def _received(self) -> tuple[tuple[Stretch, ...], ...]:
@@ -94,7 +102,7 @@ class NeededPlan(RingPlan):
         """Return the ``Row`` of each pair of runs at shift 0, on a rank's own keys, or 1, on all keys that it receives."""
         if shift == 0:
             return super().rows(rank, 0)
-        return recent_rows(self.q_runs[rank], _runs(self.received(rank)), self.band, self.q_slot, self.capacity(rank))
+        return recent_rows(self.q_runs[rank], self.arrived_runs(rank), self.band, self.q_slot, self.capacity(rank))
 
     def area(self, rank: int, shift: int) -> int:
         """Return the number of pairs under the mask that ``rank`` computes at ``shift``, without the documents' limits."""
@@ -103,7 +111,7 @@ class NeededPlan(RingPlan):
         return sum(
             self.mask.onto(Run(q_start, q_len, 1), Run(k_start, k_len, 1)).area(q_len, k_len)
             for _, q_len, q_start, _ in self.q_runs[rank]
-            for _, k_len, k_start, _ in _runs(self.received(rank))
+            for _, k_len, k_start, _ in self.arrived_runs(rank)
         )
 
     def available(self, rank: int) -> list[tuple[int, int]]:
@@ -111,6 +119,10 @@ class NeededPlan(RingPlan):
         assert isinstance(self.layout, BalancedLayout)
         own = [(run.start, run.start + run.length) for run in self.layout.held(rank)]
         return _merged(sorted([*own, *((each.start, each.start + each.length) for each in self.received(rank))]))
+
+    def arrived_runs(self, rank: int) -> Runs:
+        """Return the (base, length, start, stride) of each run of consecutive positions among the received keys."""
+        return _runs(self.received(rank))
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:

@@ -32,7 +32,7 @@ def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Ba
     """
     q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
     batch, tokens = keys.kv.shape[:2]
-    q_pos, k_pos = _positions(q_runs, queries), _positions(k_runs, tokens)
+    q_pos, k_pos = positions_of(q_runs, queries), positions_of(k_runs, tokens)
     least, most = limits(q_pos, band)
     if score.extents is None:
         extents = jnp.broadcast_to(jnp.stack([least[:, 0], most[:, 1]], -1), (batch, queries, 2))
@@ -50,7 +50,7 @@ def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
     return jnp.searchsorted(positions, intervals, method="scan_unrolled").astype(jnp.int32)
 
 
-def _positions(runs: jax.Array, tokens: int) -> jax.Array:
+def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
     """Return the position of each token of a shard, int32 [tokens]; that of padding is ``BEYOND``.
 
     ``runs``: the base, length and start of each run, int32 [runs, 3].

@@ -20,6 +20,7 @@ from ..attend.state import State, carries_rest
 from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
 from ..ring.hardware import on_hardware
+from ..ring.strategies.needed import marked
 from .prepare import Arrays, CompiledCall, checked, problem_of
 
 OUT_NAME = "ring_attn_out"
@@ -70,7 +71,8 @@ def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, tot
     def forward(inputs: OpInputs, total: State | None) -> State:
         q, k, v, arrays = inputs
         keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)
-        return loop.forward(q, keys, score, compiled.ring(axis_name), compiled.backend, total)
+        ring = compiled.ring(axis_name)
+        return marked(loop.forward(q, keys, score, ring, compiled.backend, total), arrays.extents, ring)
 
     return on_auto_axes(forward, sharded_state(inputs))(inputs, total)
 

@@ -76,7 +76,8 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
         )
     if (name := name_of(options.strategy)) not in ("ring", "two_way", "two_level"):
         raise ValueError(
-            f'strategy={name!r} does not run a TracedLayout: pass "ring", "two_way" or TwoLevel, or a BalancedLayout'
+            f'strategy={name!r} does not run a TracedLayout: pass "ring", "two_way" or TwoLevel, or the shard.layout that the '
+            "TracedLayout was made of"
         )
     table = jnp.where(layout.table < layout.length, layout.table, BEYOND)
     at = table[lax.axis_index(axis_name)] if axis_name else table.reshape(-1)

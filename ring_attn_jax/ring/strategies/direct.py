@@ -4,7 +4,7 @@ The plan (``plan/direct.py`` of the core) determines the slices. Array sizes are
 neighboring keys to the length of the longest slice that any rank sends. A step places the received slices in a shard of zeros. No
 query sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step the next step's slices
 are in transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner adds the
-gradients in the order of the shifts.
+gradients in the order of the shifts. A balanced layout has a plan of its own (``needed.py``).
 """
 
 from __future__ import annotations
@@ -17,11 +17,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from ring_attn_core.plan.direct import DirectPlan, Slice
+from ring_attn_core.plan.needed import NeededPlan
 
 from ...attend.keys import Keys, cut, placed
 from ...attend.state import Gradients
 from ..step import Ring, Step, T
 from ..transfer import send_from
+from .needed import circulate_needed
 from .ring import OneWay, rows
 
 
@@ -30,6 +32,9 @@ class Direct(OneWay):
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step for each shift of the plan, on the keys of ``rank - shift`` that this rank sees."""
+        if isinstance(ring.plan, NeededPlan):
+            yield from circulate_needed(keys, ring.plan, ring)
+            return
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
