@@ -98,7 +98,6 @@ UNORDERED = BalancedLayout((((16, 16),), ((8, 8), (0, 8))), 32)
     [
         (OF_TWO, {"backend": "hopper", "dropout_rate": 0.1, "dropout_seed": 3}, "dropout_seed counts positions along runs"),
         (UNORDERED, {"backend": "triton"}, "the runs of a rank are not in order of position"),
-        (OF_TWO, {"strategy": "direct"}, "its slices are cut from runs of equal length"),
         (OF_TWO, {"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens and 2 ranks"),
         (balanced_layout((20, 12), 4), {}, "this layout deals 32 tokens to 4 ranks, got 32 tokens and 2 ranks"),
         (balanced_layout((20, 20), 2), {}, "each shard of this balanced layout has 20 tokens, got 16 in q and 16 in k"),
@@ -165,6 +164,7 @@ def test_a_traced_layout_is_exact_and_other_documents_do_not_compile_anew(option
     ("options", "message"),
     [
         ({"strategy": "gather"}, "strategy='gather' does not run a TracedLayout"),
+        ({"strategy": "direct"}, "or the shard.layout that the TracedLayout was made of"),
         ({"length": 31}, "this layout deals 32 tokens to 2 ranks, got 31 tokens"),
         ({"alibi_slopes": jnp.ones(4), "backend": "triton"}, "alibi_slopes counts positions along runs"),
         (

@@ -1,0 +1,127 @@
+"""The strategy "direct" of JAX in a balanced layout: exact, what it sends, and NaN or an error for keys that were not sent."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_core.plan.needed import NeededPlan
+from ring_attn_core.problem.traffic import traffic
+from ring_attn_core.reference.tolerance import relative_error
+from ring_attn_jax import sharded_ring_attention, to_layout
+from ring_attn_jax.attend.keys import Keys
+from ring_attn_jax.ring.step import Ring
+from ring_attn_jax.ring.strategies import STRATEGIES
+
+from ..support.balanced import DIRECT_CASES, DOCUMENTS, direct_case
+from ..support.cases import Case, check, computed_bound
+from ..support.selection import first
+from ..support.strategies import problem_of
+from .ring import SEQ, mesh_of, run, run_once
+from .test_strategies import arrays, gradients, traced_bytes
+
+
+@pytest.mark.parametrize("case", first(DIRECT_CASES, 2), ids=str)
+def test_needed_keys_are_exact_with_every_feature(case):
+    check(case, run_once(case))
+
+
+@pytest.mark.parametrize("case", first(DIRECT_CASES, 3), ids=str)
+def test_bytes_are_the_plans(case):
+    """Each rank sends all others equally many keys, which are more than those that they need."""
+    with jax.enable_x64(case.dtype == "float64"):
+        counted = traced_bytes(case)
+    for rank, mine in enumerate(counted):
+        ours, theirs = (sum(x.bytes for x in traffic(problem_of(case, name), rank)) for name in ("jax", "torch"))
+        assert mine == ours >= theirs
+        assert (mine > theirs) == (problem_of(case, "jax").strategy == "direct")
+
+
+def test_documents_that_each_lie_on_one_rank_send_nothing_and_are_exact():
+    documents = (9, 9, 9, 9)
+    extents = np.repeat([[[0, 9], [9, 18], [18, 27], [27, 36]]], 9, 1).astype(np.int32)
+    case = Case(balanced_layout(documents, 4), length=36, batch=1, extents="documents", strategy="direct").given(extents=extents)
+    assert problem_of(case, "jax").steps.shifts == (0,)
+    assert traced_bytes(case) == [0, 0, 0, 0]
+    check(case, run_once(case))
+    beyond = extents - (extents > 9)  # the third and fourth documents, whose queries also see the end of the one before
+    out = run.__wrapped__(case.given(extents=beyond)).out
+    np.testing.assert_array_equal(np.isnan(out).any((0, 2, 3)), np.arange(36) >= 18)
+
+
+def wrong(case: Case) -> np.ndarray:
+    """Return extents of which every third begins earlier, and every other one ends later, than the query's document."""
+    extents, rng = case.features["extents"].copy(), np.random.default_rng(5)
+    extents[:, ::3, 0] -= rng.integers(1, 20, extents[:, ::3, 0].shape, extents.dtype)
+    extents[:, ::2, 1] += rng.integers(1, 20, extents[:, ::2, 1].shape, extents.dtype)
+    return np.clip(extents, 0, case.length)
+
+
+@pytest.mark.parametrize("mask", first([causal(), sliding_window(6), full()], 1), ids=str)
+def test_queries_that_may_see_keys_that_did_not_travel_are_nan_and_all_others_exact(mask):
+    case = direct_case(4, 1, mask=mask)
+    steps, length = problem_of(case, "jax").steps, case.length
+    assert isinstance(steps, NeededPlan)
+    needed, outside = case.visible, np.zeros((case.batch, length), bool)
+    case = case.given(extents=wrong(case))
+    for rank in range(case.ranks):
+        own = [position for position in steps.positions(rank) if position < length]
+        there = needed[:, own].any((0, 1))
+        there[own] = True
+        outside[:, own] = (case.visible[:, own] & ~there).any(2)
+    out = run_once(case).out[:, :length]
+    assert 0 < outside.mean() < 1
+    np.testing.assert_array_equal(np.isnan(out), np.broadcast_to(outside[..., None, None], out.shape))
+    zero = lambda x: np.where(outside[..., None, None], 0, x)
+    assert relative_error(zero(out), zero(case.expected.out)) <= computed_bound(case, "out")
+
+
+@pytest.mark.parametrize("begin", [5, 0])
+def test_extents_that_can_be_read_are_refused_if_they_reach_beyond_the_documents(begin):
+    """And traced ones give NaN. The query at position 6, of the document 6 .. 17, sees a key that its rank does not have."""
+    layout, extents = balanced_layout(DOCUMENTS, 4), direct_case(4).features["extents"].copy()
+    extents[1, 6] = begin, 18
+    q = jnp.ones((2, 4 * layout.seq_local, 1, 8))
+    put = partial(to_layout, layout=layout, ranks=4)
+    call = partial(sharded_ring_attention, mesh=mesh_of(4), layout=layout, strategy="direct", length=sum(DOCUMENTS))
+    message = f"the query at position 6 of row 1 has extent [{begin}, 18], which reaches beyond them: pass the extents and the layout"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(q, q, q, extents=put(extents))
+    out = jax.jit(lambda q, extents: call(q, q, q, extents=put(extents)))(q, extents)
+    assert jnp.isnan(out).any((1, 2, 3)).tolist() == [False, True]
+
+
+def test_the_owner_adds_the_gradients_of_the_ranks_after_it_in_their_order():
+    plan = NeededPlan(balanced_layout((32,), 4, mask=full()), full(), 4, 8)
+    gradient = np.array([2**24, 1, -(2**24), 3], np.float32)  # each rank's, for every key that it receives
+
+    def home(kv: jax.Array, mine: jax.Array) -> jax.Array:
+        for step in (steps := [*STRATEGIES["direct"].circulate(Keys(kv), Ring(plan, "seq", "direct"))]):
+            step.send_home(jnp.ones_like(step.keys.kv) * (mine if step.shift else 0))
+        return steps[-1].home()
+
+    kv = jnp.zeros((1, 32, 1, 2))
+    of_ranks = jax.jit(jax.shard_map(home, mesh=mesh_of(4), in_specs=(SEQ, SEQ), out_specs=SEQ))(kv, gradient[None])
+    sums = [(gradient[(r + 1) % 4] + gradient[(r + 2) % 4]) + gradient[(r + 3) % 4] for r in range(4)]
+    backwards = [(gradient[(r + 3) % 4] + gradient[(r + 2) % 4]) + gradient[(r + 1) % 4] for r in range(4)]
+    assert sums != backwards
+    np.testing.assert_array_equal(np.asarray(of_ranks)[0, :, 0, 0], np.repeat(sums, 8))
+
+
+def test_the_step_on_received_keys_waits_for_the_step_on_own_keys():
+    """The exchange needs no result of the own step, and a barrier ties what arrives to the state of that step."""
+    layout = balanced_layout((16,), 8)
+    text = gradients(partial(sharded_ring_attention, mesh=mesh_of(8), layout=layout, strategy="direct")).lower(*arrays()).as_text()
+    arriving = re.findall(r'(%\w+) = "stablehlo.all_to_all"', text)
+    ties = [re.findall(r"%\w+", of) for of in re.findall(r"stablehlo.optimization_barrier (.*) :", text)]
+    assert len(arriving) == 1 + 1 + 1, "keys, keys again, and gradients"
+    assert [sum(each in arriving for each in tied) for tied in ties] == [1, 1]
+    assert all(len(tied) > 2 for tied in ties)
+    assert "collective_permute" not in text and "all_gather" not in text
