@@ -71,6 +71,18 @@ def test_a_traced_layout_lowers_to_kernels(backend):
 
 
 @needs_plugin
+@pytest.mark.parametrize(
+    ("backend", "forward", "backward"), [("triton", 2, 6), pytest.param("hopper", 6, 9, marks=needs_descriptors)]
+)
+def test_needed_keys_are_one_step_of_kernels(backend, forward, backward):
+    """Beside the one on own keys, for any number of ranks. Hopper's steps also make their lists of tiles."""
+    for ranks in (2, 4):
+        given = {"layout": balanced_layout((300, 212), ranks), "strategy": "direct", "backend": backend}
+        assert lowered(ring(ranks, **given), *shapes()).count(f"@{CUSTOM_CALL}") == forward
+        assert lowered(gradient(ring(ranks, **given)), *shapes()).count(f"@{CUSTOM_CALL}") == forward + 1 + backward
+
+
+@needs_plugin
 @needs_descriptors
 def test_the_zeros_that_dq_is_added_to_wait_for_their_layer():
     """XLA makes what depends on nothing for all layers of a model at once, and holds it."""

@@ -91,7 +91,7 @@ def test_extents_that_can_be_read_are_refused_if_they_reach_beyond_the_documents
     q = jnp.ones((2, 4 * layout.seq_local, 1, 8))
     put = partial(to_layout, layout=layout, ranks=4)
     call = partial(sharded_ring_attention, mesh=mesh_of(4), layout=layout, strategy="direct", length=sum(DOCUMENTS))
-    message = f"the query at position 6 of row 1 has extent [{begin}, 18], which reaches beyond them: pass the extents and the layout"
+    message = f"the query at position 6 of row 1 has extent [{begin}, 18], which reaches beyond them: pass the extents"
     with pytest.raises(ValueError, match=re.escape(message)):
         call(q, q, q, extents=put(extents))
     out = jax.jit(lambda q, extents: call(q, q, q, extents=put(extents)))(q, extents)
@@ -118,7 +118,8 @@ def test_the_owner_adds_the_gradients_of_the_ranks_after_it_in_their_order():
 def test_the_step_on_received_keys_waits_for_the_step_on_own_keys():
     """The exchange needs no result of the own step, and a barrier ties what arrives to the state of that step."""
     layout = balanced_layout((16,), 8)
-    text = gradients(partial(sharded_ring_attention, mesh=mesh_of(8), layout=layout, strategy="direct")).lower(*arrays()).as_text()
+    ring = partial(sharded_ring_attention, mesh=mesh_of(8), layout=layout, strategy="direct")
+    text = gradients(ring).lower(*arrays()).as_text()
     arriving = re.findall(r'(%\w+) = "stablehlo.all_to_all"', text)
     ties = [re.findall(r"%\w+", of) for of in re.findall(r"stablehlo.optimization_barrier (.*) :", text)]
     assert len(arriving) == 1 + 1 + 1, "keys, keys again, and gradients"
