@@ -170,7 +170,7 @@ def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     plan = ring.plan
     if not isinstance(plan, NeededPlan):
         return None
-    of_ranks = even([[(-1, 0), *plan.available(rank)] for rank in range(plan.ranks)], (BEYOND, 0))
+    of_ranks = even([[(0, 0), *plan.available(rank)] for rank in range(plan.ranks)], (BEYOND, 0))
     starts, ends = jnp.unstack(jnp.asarray(of_ranks)[lax.axis_index(ring.axis)], axis=-1)
     at = positions_of(rows(ring, 0)[:, 0, 2:5], extents.shape[1])
     first, end = jnp.unstack(jnp.clip(clipped(extents), *limits(at, plan.band)), axis=-1)
