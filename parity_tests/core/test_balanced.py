@@ -126,7 +126,7 @@ def test_the_cost_of_a_pair_is_what_is_balanced():
     assert max(pairs) * 4 / sum(pairs) > 1.5
 
 
-def test_rows_of_a_batch_are_balanced_together():
+def testrows_of_a_batch_are_balanced_together():
     rows = [packed_lengths(0, 16384), packed_lengths(1, 16384), [16384]]
     packed, layout = PackedDocuments.of(rows), balanced_layout(rows, 8)
     pairs = [work_of(packed, layout.held(rank)).pairs for rank in range(8)]
@@ -198,7 +198,7 @@ def test_no_documents_and_more_ranks_than_tokens_are_dealt():
 
 def test_a_plan_keeps_no_rows_of_its_many_runs(monkeypatch: pytest.MonkeyPatch):
     """Every batch has another plan, and caches hold hundreds of them."""
-    monkeypatch.setattr(ring, "_recent_rows", lru_cache(maxsize=1)(ring._rows_of))
+    monkeypatch.setattr(ring, "recent_rows", lru_cache(maxsize=1)(ring.rows_of))
     layout = BalancedLayout(tuple(tuple((2 * i + rank, 1) for i in range(30)) for rank in range(2)), 60)
     plans = [ring.RingPlan(layout, causal(offset=offset), 2, 30) for offset in range(8)]
     tracemalloc.start()

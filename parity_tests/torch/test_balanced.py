@@ -86,7 +86,7 @@ def test_extents_that_change_in_place_are_converted_anew():
     plan = RingPlan(OF_TWO, causal(), 2, 16)
     extents = torch.tensor([0, 20], dtype=torch.int32).repeat(1, 16, 1)
     keys, score = Keys(torch.zeros(1, 16, 1, 8)), Score(1.0, None, 0.0, extents)
-    converted = lambda: as_one_run(plan.rows(0, 1), keys, score, 16, plan.band)[2].extents
+    converted: Any = lambda: as_one_run(plan.rows(0, 1), keys, score, 16, plan.band)[2].extents
     before = converted()
     assert converted() is before
     extents[..., 0] = 15

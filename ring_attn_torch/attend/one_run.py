@@ -10,7 +10,7 @@ The converted extents hold the mask and the documents. Key extents are converted
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ Runs = tuple[tuple[int, ...], ...]
 """The (base, length, start) of each run of a shard."""
 
 
+class Shards(NamedTuple):
+    """The runs and sizes of a step's shards. ``queries``, ``keys``: tokens with padding. ``band``: the mask, in positions."""
+
+    q_runs: Runs
+    k_runs: Runs
+    queries: int
+    keys: int
+    batch: int
+    band: Band
+    device: torch.device
+
+
 def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -> tuple[Rows, Keys, Score]:
     """Return the single row of a step in which both shards are one run, and keys and score with extents in local indices.
 
@@ -34,34 +46,23 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
     q_runs, k_runs = tuple([pairs[0][2:5] for pairs in rows]), tuple([pair[5:8] for pair in rows[0]])
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device
     one = Row(-tokens, queries, 0, sum(run[1] for run in q_runs), 0, 0, sum(run[1] for run in k_runs), 0, 1, 0)
-    given = score.extents, keys.extents
-    shards = q_runs, k_runs, queries, tokens, batch, band, device
+    given, shards = (score.extents, keys.extents), Shards(q_runs, k_runs, queries, tokens, batch, band, device)
     if any(x is not None and x.is_inference() for x in given) or (device.type == "cuda" and _capturing()):
-        extents, of_keys = _converted(*given, *shards)
+        extents, of_keys = _converted(*given, shards)
     else:
-        extents, of_keys = _recent(*map(Unchanged, given), _stream(device), *shards)
+        extents, of_keys = _recent(*map(Unchanged, given), shards, _stream(device))
     return ((one,),), keys._replace(extents=of_keys), score._replace(extents=extents)
 
 
-def _converted(
-    extents: Tensor | None,
-    key_extents: Tensor | None,
-    q_runs: Runs,
-    k_runs: Runs,
-    queries: int,
-    tokens: int,
-    batch: int,
-    band: Band,
-    device: torch.device,
-) -> tuple[Tensor, Tensor | None]:
+def _converted(extents: Tensor | None, key_extents: Tensor | None, of: Shards) -> tuple[Tensor, Tensor | None]:
     """Return extents [b s 2] that hold the mask, and key extents [b t 2] or None, both in local indices."""
-    least, most = _limits(q_runs, queries, band, device)
+    least, most = _limits(of.q_runs, of.queries, of.band, of.device)
     if extents is None:
-        extents = torch.stack([least[:, 0], most[:, 1]], -1).expand(batch, -1, -1)
+        extents = torch.stack([least[:, 0], most[:, 1]], -1).expand(of.batch, -1, -1)
     else:
         extents = clipped(extents).clamp(least, most)
-    of_keys = None if key_extents is None else _local(_positions(q_runs, queries, device), key_extents)
-    return _local(_positions(k_runs, tokens, device), extents), of_keys
+    of_keys = None if key_extents is None else _local(_positions(of.q_runs, of.queries, of.device), key_extents)
+    return _local(_positions(of.k_runs, of.keys, of.device), extents), of_keys
 
 
 class Unchanged:
@@ -80,9 +81,9 @@ class Unchanged:
 
 
 @lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it
-def _recent(extents: Unchanged, key_extents: Unchanged, stream: int, *shards: Any) -> tuple[Tensor, Tensor | None]:
+def _recent(extents: Unchanged, key_extents: Unchanged, shards: Shards, stream: int) -> tuple[Tensor, Tensor | None]:
     """Return the result of ``_converted``. ``stream``: the CUDA stream that computes and reads it."""
-    return _converted(extents.tensor, key_extents.tensor, *shards)
+    return _converted(extents.tensor, key_extents.tensor, shards)
 
 
 def _stream(device: torch.device) -> int:

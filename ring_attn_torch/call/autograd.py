@@ -19,8 +19,6 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 from torch.autograd import forward_ad
 
-from ring_attn_core.plan.needed import NeededPlan, check_available
-from ring_attn_core.problem.checks import check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
 
 from ..attend.dropout import Dropout, dropout_state
@@ -88,18 +86,14 @@ def attention(
 
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
     """Check that all ranks agree on the call, and run the ring forward from the state ``total``. Return the new state."""
-    group, extents, key_extents = group_of(call.group), arrays.extents, arrays.key_extents
+    group = group_of(call.group)
     problem = problem_on(q, k, v, arrays, group, call.options)
     with same_error(group):
         compiled, rank = checked(problem, anywhere=False), rank_in(group)
-        some = extents is not None or key_extents is not None
+        some = arrays.extents is not None or arrays.key_extents is not None
         look = some and (problem.device == "cpu" or not agreed(problem, group))
-        if extents is not None and look:
-            check_extents(extents.long(), compiled.plan.q_runs[rank], compiled.plan.kv_length)
-            if isinstance(compiled.steps, NeededPlan):
-                check_available(extents.cpu().numpy(), compiled.steps, rank)
-        if key_extents is not None and look:
-            check_key_extents(key_extents.long(), compiled.plan.k_runs[rank], compiled.plan.length)
+        if look:
+            compiled.check_values(arrays, rank)
     agree(problem, group, again=look)
     with no_autocast(problem.device):
         keys, score = compiled.keys(k, v, arrays), compiled.scored(arrays)

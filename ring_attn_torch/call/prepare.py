@@ -14,8 +14,9 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from ring_attn_core.kernels.backends import PASSES, VENDORS, runnable
+from ring_attn_core.plan.needed import NeededPlan, check_available
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import OptionalArray
+from ring_attn_core.problem.checks import OptionalArray, check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import MOST_KNOWN
@@ -96,6 +97,16 @@ class CompiledCall(NamedTuple):
         """Return the score parameters with this call's extents, sinks, ALiBi slopes and dropout seed."""
         scale, softcap, rate = self.score[:3]
         return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
+
+    def check_values(self, arrays: Arrays, rank: int) -> None:
+        """Raise ValueError if extents or key extents of this rank are invalid. Their values are read from the device."""
+        extents, key_extents = arrays.extents, arrays.key_extents
+        if extents is not None:
+            check_extents(extents.long(), self.plan.q_runs[rank], self.plan.kv_length)
+            if isinstance(self.steps, NeededPlan):
+                check_available(extents.cpu().numpy(), self.steps, rank)
+        if key_extents is not None:
+            check_key_extents(key_extents.long(), self.plan.k_runs[rank], self.plan.length)
 
     def ring(self, group: Group) -> Ring:
         """Return the ring of ``group``, with this call's plan and strategy."""
