@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,7 @@ def test_extents_that_can_be_read_are_refused_if_they_reach_beyond_the_documents
     layout, extents = balanced_layout(DOCUMENTS, 4), direct_case(4).features["extents"].copy()
     extents[1, 6] = begin, 18
     q = jnp.ones((2, 4 * layout.seq_local, 1, 8))
-    put = partial(to_layout, layout=layout, ranks=4)
+    put = lambda x: to_layout(jnp.asarray(x), layout, 4)
     call = partial(sharded_ring_attention, mesh=mesh_of(4), layout=layout, strategy="direct", length=sum(DOCUMENTS))
     message = f"the query at position 6 of row 1 has extent [{begin}, 18], which reaches beyond them: pass the extents"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -102,7 +103,7 @@ def test_the_owner_adds_the_gradients_of_the_ranks_after_it_in_their_order():
     plan = NeededPlan(balanced_layout((32,), 4, mask=full()), full(), 4, 8)
     gradient = np.array([2**24, 1, -(2**24), 3], np.float32)  # each rank's, for every key that it receives
 
-    def home(kv: jax.Array, mine: jax.Array) -> jax.Array:
+    def home(kv: jax.Array, mine: jax.Array) -> Any:
         for step in (steps := [*STRATEGIES["direct"].circulate(Keys(kv), Ring(plan, "seq", "direct"))]):
             step.send_home(jnp.ones_like(step.keys.kv) * (mine if step.shift else 0))
         dkv = steps[-1].home()

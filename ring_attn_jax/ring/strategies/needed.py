@@ -42,7 +42,7 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
 
 
 class Places(NamedTuple):
-    """Where the keys of an exchange lie, as indices int32. Each rank is sent ``most_tokens`` keys, in order of the ranks.
+    """The places of an exchange's keys, as indices int32. Each rank is sent ``most_tokens`` keys, in order of the ranks.
 
     ``sent``: for each key that is sent, its index in this rank's shard. ``order``: for each key of the padded shard, its index
     among the arrivals. ``back``: for each arrival, its index in the shard. The index of padding lies beyond the array.
