@@ -190,7 +190,7 @@ def test_a_mistake_is_answered_with_what_was_expected_and_what_came(call: Callab
 
 
 def test_no_documents_and_more_ranks_than_tokens_are_dealt():
-    assert balanced_layout([], 3) == BalancedLayout(((), (), ()), 0)
+    assert balanced_layout([], 3) == BalancedLayout(((), (), ()), 0, ((),))
     assert balanced_layout([2], 3).runs == (((0, 1),), ((1, 1),), ((2, 1),)) or balanced_layout([2], 3).seq_local == 1
     assert balanced_layout([7, 2], 1).runs == (((0, 9),),)
     assert balanced_layout([7, 2], 1).held(0) == (Run(0, 9),)

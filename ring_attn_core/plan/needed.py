@@ -44,7 +44,7 @@ class NeededPlan(RingPlan):
     """The plan of "direct" in a balanced layout. It has the shifts 0 (own keys) and 1 (the keys of all other ranks)."""
 
     by_documents: bool = False
-    """Whether the documents of the layout limit what queries see."""
+    """True if the documents of the layout limit what queries see."""
 
     def received(self, reader: int) -> tuple[Stretch, ...]:
         """Return the keys that ``reader`` receives, in order of position."""

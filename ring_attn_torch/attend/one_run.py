@@ -26,7 +26,7 @@ Runs = tuple[tuple[int, ...], ...]
 """The (base, length, start) of each run of a shard."""
 
 
-class Shards(NamedTuple):
+class StepShards(NamedTuple):
     """The runs and sizes of a step's shards. ``queries``, ``keys``: tokens with padding. ``band``: the mask, in positions."""
 
     q_runs: Runs
@@ -46,7 +46,7 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
     q_runs, k_runs = tuple([pairs[0][2:5] for pairs in rows]), tuple([pair[5:8] for pair in rows[0]])
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device
     one = Row(-tokens, queries, 0, sum(run[1] for run in q_runs), 0, 0, sum(run[1] for run in k_runs), 0, 1, 0)
-    given, shards = (score.extents, keys.extents), Shards(q_runs, k_runs, queries, tokens, batch, band, device)
+    given, shards = (score.extents, keys.extents), StepShards(q_runs, k_runs, queries, tokens, batch, band, device)
     if any(x is not None and x.is_inference() for x in given) or (device.type == "cuda" and _capturing()):
         extents, of_keys = _converted(*given, shards)
     else:
@@ -54,7 +54,7 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
     return ((one,),), keys._replace(extents=of_keys), score._replace(extents=extents)
 
 
-def _converted(extents: Tensor | None, key_extents: Tensor | None, of: Shards) -> tuple[Tensor, Tensor | None]:
+def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShards) -> tuple[Tensor, Tensor | None]:
     """Return extents [b s 2] that hold the mask, and key extents [b t 2] or None, both in local indices."""
     least, most = _limits(of.q_runs, of.queries, of.band, of.device)
     if extents is None:
@@ -81,7 +81,7 @@ class Unchanged:
 
 
 @lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it
-def _recent(extents: Unchanged, key_extents: Unchanged, shards: Shards, stream: int) -> tuple[Tensor, Tensor | None]:
+def _recent(extents: Unchanged, key_extents: Unchanged, shards: StepShards, stream: int) -> tuple[Tensor, Tensor | None]:
     """Return the result of ``_converted``. ``stream``: the CUDA stream that computes and reads it."""
     return _converted(extents.tensor, key_extents.tensor, shards)
 

@@ -41,7 +41,7 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
 
 
 class Places(NamedTuple):
-    """Where the keys of an exchange lie, as indices int64 on the device.
+    """The places of the keys of an exchange, as indices int64 on the device.
 
     ``sent``: for each other rank, the index in this rank's shard of each key that it is sent; empty for this rank. ``sizes``: the
     number of keys that arrive from each rank. ``order``: for each key of the padded shard, its index among the arrivals in
