@@ -33,7 +33,7 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "an old cache": ({CACHE: "anything"}, f"{CACHE} is a str, of another kind, and a ring keeps a RingCache"),
     "weights": ({"output_attentions": True}, "output_attentions inside sequence_parallel: the weights of attention"),
     "trl's head": ({"fused_lm_head": True}, "has no head of trl: call trl's add_fused_lm_head"),
-    "routers": ({"output_router_logits": True}, "the routers' loss"),
+    "routers": ({"output_router_logits": True}, "computes no auxiliary loss of routers that sequence_parallel knows"),
     "last logits": ({"logits_to_keep": 1}, "logits_to_keep inside sequence_parallel: the last tokens are on one rank"),
     "generate without a cache": (
         {"logits_to_keep": 1, "use_cache": False},
@@ -125,8 +125,8 @@ def test_models_that_do_not_attend_by_softmax_are_refused_with_the_names_of_thei
         hf.enable(transformers.T5Config())
     with pytest.raises(ValueError, match="take a model of transformers, got Linear"):
         hf.enable(nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"MixtralConfig\.output_router_logits=True"):
-        hf.enable(transformers.MixtralConfig(output_router_logits=True))
+    with pytest.raises(ValueError, match=r"MixtralConfig\.output_attentions=True"):
+        hf.enable(transformers.MixtralConfig(output_attentions=True, attn_implementation="eager"))
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
         hf.enable(make("llama"), layout="spiral")
     with pytest.raises(ValueError, match="a config cannot keep group"):

@@ -17,6 +17,7 @@ The files, in the order of a call:
     masks.py        from transformers' masks to bands and intervals; accelerate's hooks, which remove masks
     attention.py    attention of one layer over the ring
     loss.py         the loss over the labels of all ranks
+    routers.py      the auxiliary loss of mixture-of-experts models
     cache.py        the cache of generate, and a call that continues it
     models.py       the models that are refused, and why
     trainer.py      RingTrainer and RingTraining

@@ -23,6 +23,7 @@ from ..ring.groups import is_dtensor
 from .cache import RingCache, cache_name, cache_of, with_cache_renamed
 from .masks import NAME, CallRing
 from .models import own_positions, text_config
+from .routers import check_routers
 from .trees import check_tree
 from .trl import check_call
 
@@ -31,7 +32,6 @@ SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification
 
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
-    "output_router_logits": "the routers' loss is no sum over tokens: leave it out",
     "logits_to_keep": "the last tokens are on one rank. Leave it out, or pass use_cache=True, for text",
     "is_causal": "the config says who sees whom: leave it out",
 }
@@ -124,6 +124,7 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
             f"(gather_logits=True gives all {length}); its gradient is then as many times one device's as there are ranks"
         )
     check_call(model, call_arguments)
+    check_routers(model, call_arguments, cache is not None)
     if "logits_to_keep" in call_arguments and call_arguments.get("use_cache") is False:
         raise ValueError(
             f"{name} got use_cache=False and logits_to_keep inside sequence_parallel, as generate(use_cache=False) passes them, "

@@ -25,6 +25,7 @@ from ..training.cross_entropy import sum_of_hidden
 from ..training.loss import labels_of, over_ranks
 from ..training.loss import loss as loss_of
 from .models import row_head_remedy
+from .routers import with_routers
 from .shards import GlobalBatch
 
 PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
@@ -45,6 +46,8 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
     changed: dict[str, Tensor | None] = {}
     if batch.labels is not None:
         changed["loss"] = _loss(result, batch.labels, batch, factor)
+    if fields is not None and fields.get("aux_loss") is not None:
+        changed |= with_routers(model, fields["aux_loss"], changed.get("loss"), batch.ring.group, factor)
     if fields is not None and fields.get("pooler_output") is not None:
         changed["pooler_output"] = None  # it would be that of a shard's first token
     if batch.head_sums:

@@ -74,10 +74,8 @@ def check_config(config: PreTrainedConfig) -> None:
             f"{type(text).__name__} has layers of kind {', '.join(kinds)}, which are not softmax attention over a band of keys: "
             f"a ring knows {', '.join(sorted(LAYER_TYPES))}"
         )
-    for flag in ("output_router_logits", "output_attentions"):
-        if getattr(text, flag, False) or getattr(config, flag, False):
-            why = "whose loss is no sum over tokens" if "router" in flag else "which are never made"
-            raise ValueError(f"{name}.{flag}=True asks for router logits or weights of attention, {why}: set it to False")
+    if getattr(text, "output_attentions", False) or getattr(config, "output_attentions", False):
+        raise ValueError(f"{name}.output_attentions=True asks for weights of attention, which are never made: set it to False")
 
 
 def _check_stack(config: PreTrainedConfig) -> None:

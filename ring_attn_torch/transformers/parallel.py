@@ -44,6 +44,7 @@ from .models import (
     hugging_face_model,
     text_config,
 )
+from .routers import take_over
 from .shards import GlobalBatch, rotary_by_length, sharded, with_largest_position
 
 T = TypeVar("T", nn.Module, PreTrainedConfig)
@@ -87,7 +88,7 @@ def sequence_parallel(
         loss: the mean over all labels of all ranks, the same on every rank. Its backward gives each rank the gradients of its own
             tokens; :func:`sum_gradients` adds them over the ranks. DDP and FSDP compute their mean instead, so multiply the loss
             by the number of their ranks. Divide a term of your own that every rank computes alike, such as a penalty on weights,
-            by the number of ranks of the ring.
+            by the number of ranks of the ring. With ``output_router_logits`` it includes ``aux_loss``, of all tokens.
         logits (or last_hidden_state of a model without them): this rank's shard in layout order, including the padding at the end
             of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
 
@@ -104,13 +105,11 @@ def sequence_parallel(
     Layers under activation checkpointing save attention's (out, lse), so that the ring runs once. After
     ``activation_checkpointing_enable(offload=True)`` they save these and their inputs in host memory. accelerate's hooks for
     context parallelism, which remove masks, are removed meanwhile. Attention's dropout is the same for any number of ranks. Other
-    dropout uses each rank's own generator; seed the ranks differently. Leaving restores the model: its attention, hooks, head and
-    checkpointing.
+    dropout uses each rank's own generator; seed the ranks differently. Leaving restores the model.
 
     Raise ValueError, the same on every rank and before anything is sent round the ring, in these cases: a model or an argument,
     which the error names, cannot be sharded, such as a head with one result per row; a GPU backend is set for a model on a CPU;
-    torchrun has started several processes without a process group; ranks hold different weights; ranks pass different batches
-    (compared at every call).
+    torchrun has started several processes without a process group; ranks hold different weights or pass different batches.
     """
     ring = ring_of_model(hugging_face_model(model), group, layout)
     _check_launched()
@@ -131,6 +130,7 @@ def on_shards(
     ``averaged``: multiply the gradient of each loss by the number of ranks, for DDP or FSDP, which average gradients.
     """
     inside = hugging_face_model(model)
+    take_over(inside)
     if inside in _hooks:
         raise ValueError("sequence_parallel is on already for this model: enter it once, outside of the loop over batches")
     if gather_logits and loss_chunk is not None:

@@ -88,6 +88,8 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
             whole.features = reader, features
     left_out = {*SHARDED, *LENGTHS, *VISUAL, "num_items_in_batch", "ignore_index", "use_cache"}
     whole.kwargs = {name: x for name, x in call_arguments.items() if name not in left_out} | kwargs
+    ones = torch.ones(batch, length, dtype=torch.bool, device=tokens.device)
+    whole.present = whole.filled(ones if present is None else present, 0)
     if {"labels", "shift_labels"} & call_arguments.keys():
         whole.ignore_index, whole.divisor = call_arguments.get("ignore_index", -100), call_arguments.get("num_items_in_batch")
         labels = call_arguments["shift_labels" if "shift_labels" in call_arguments else "labels"].to(tokens.device)
@@ -151,6 +153,8 @@ class GlobalBatch(RunningCall):
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
     """The submodel that reads image features, and their shards, because the outer model does not pass them on."""
+    present: Tensor | None = None
+    """``bool`` [batch, local], False for padding, of which the auxiliary loss of routers counts no token."""
     head_sums: bool = False
     """True if the model's head returns the sum of the losses in place of logits."""
     known: dict[Pattern, LayerMask] = field(default_factory=dict)

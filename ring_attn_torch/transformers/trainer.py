@@ -168,7 +168,9 @@ class RingTraining(Base):
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss and, unless ``prediction_loss_only``, global logits and labels."""
+        """Return the loss and, unless ``prediction_loss_only``, global logits and labels, without what routers return."""
+        if ignore_keys is None:
+            ignore_keys = [*getattr(self.model.config, "keys_to_ignore_at_inference", ()), "aux_loss", "router_logits"]
         with nullcontext() if prediction_loss_only else hooks_of(self.model).gathering():
             return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
@@ -238,10 +240,7 @@ def check_arguments(args: TrainingArguments) -> None:
             args.train_sampling_strategy == "batch_rebalance",
             '"batch_rebalance" deals rows to ranks, not to rings: choose another',
         ),
-        "dispatch_batches": (
-            bool(rows.dispatch_batches),
-            "one rank would read all rows and hand each rank its own: leave it None or False in accelerator_config",
-        ),
+        "dispatch_batches": (bool(rows.dispatch_batches), "one rank would read all rows: leave it None in accelerator_config"),
         "eval_use_gather_object": (
             bool(args.eval_use_gather_object),
             "rows of several rings are gathered as tensors, each once: leave it False",
@@ -261,12 +260,13 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_trainer(trainer: Any) -> None:
-    """Raise ValueError if a Trainer has a compute_loss_func, a model_init or FSDP version 1."""
+    """Raise ValueError if a Trainer has a compute_loss_func, a model_init, trl's auxiliary loss or FSDP version 1."""
     for name, why in (
         ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
         ("model_init", "pass the model, and make it with one seed on all ranks"),
+        ("aux_loss_enabled", "trl weighs the routers' loss in its own way: pass router_aux_loss_coef=0.0, or use RingTrainer"),
     ):
-        if getattr(trainer, name) is not None:
+        if getattr(trainer, name, None):
             raise ValueError(f"a Trainer on a ring takes no {name}: {why}")
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version != 2:

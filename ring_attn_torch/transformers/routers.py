@@ -1,0 +1,161 @@
+"""The auxiliary loss of mixture-of-experts models, which balances the load of their experts, over the tokens of all ranks.
+
+    aux = E sum_e f_e p_e      E: the number of experts
+    f_e                        the number of times that a token goes to expert e, over the number of tokens
+    p_e                        the mean over the tokens of the router's probability of expert e; the softmax of its logits
+
+The means are over the tokens of all layers, without padding (Switch Transformer, arXiv:2101.03961, equations 4 to 6). aux is a
+product of means, so the mean over ranks of a shard's aux is another number. Inside ``sequence_parallel`` the model's
+``load_balancing_loss_func`` therefore returns the sums of this rank's tokens, and ``with_routers`` adds them over the ranks after
+the model's forward. f_e has no gradient. That of p_e stays with the rank of the token.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..ring.groups import Group, ranks_of
+from .masks import running
+
+FUNCTION = "load_balancing_loss_func"
+"""The name of the function of the auxiliary loss in the module of each model of transformers."""
+
+TAKEN: set[Any] = set()
+"""The functions that ``take_over`` has put in place of such a function."""
+
+COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
+"""The attributes of a model, or of its text part's config, that hold the factor of the auxiliary loss."""
+
+
+def take_over(model: PreTrainedModel) -> None:
+    """Make the model's ``load_balancing_loss_func`` return ``router_sums`` in calls that run on shards.
+
+    In other calls it stays the same function, so it is replaced once for the process, and only if its formula is the known one.
+    """
+    scope = _scope(model)
+    original = scope.get(FUNCTION)
+    if original is None or original in TAKEN or not _known(original):
+        return
+
+    @functools.wraps(original)
+    def load_balancing_loss(
+        gate_logits: Any, num_experts: Any = None, top_k: int = 2, attention_mask: Tensor | None = None
+    ) -> Tensor | None:
+        call: Any = running()
+        if call is None:
+            return original(gate_logits, num_experts, top_k, attention_mask)
+        return None if call.cached else router_sums(gate_logits, num_experts, top_k, call.present)
+
+    scope[FUNCTION] = load_balancing_loss
+    TAKEN.add(load_balancing_loss)
+
+
+def _scope(model: PreTrainedModel) -> dict[str, Any]:
+    """Return the globals of the module in which the model's forward is written."""
+    return inspect.unwrap(type(model).forward).__globals__
+
+
+def _known(function: Any) -> bool:
+    """Return True if ``function`` computes the auxiliary loss of this module's formula, tried on random logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(4 * torch.randn(6, 5, generator=generator) for _ in range(3))
+    present = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    try:
+        for mask, counted in ((None, torch.ones_like(present)), (present, present)):
+            got, want = function(logits, 5, 2, mask), over_all(router_sums(logits, 5, 2, counted.bool()), None)
+            if not math.isclose(float(got), float(want), rel_tol=1e-5):
+                return False
+    except Exception:  # any error of a function with other arguments
+        return False
+    return True
+
+
+def router_sums(logits: tuple[Tensor, ...], experts: int, top_k: int, present: Tensor) -> Tensor:
+    """Return [2 experts + 1] in at least float32, summed over layers: assignments, probabilities, and the number of tokens.
+
+    ``logits``: [tokens, experts] of each layer. ``present``: bool, one for each token, False for padding.
+    """
+    device, dtype = logits[0].device, torch.promote_types(logits[0].dtype, torch.float32)
+    counted = present.flatten().to(device)
+    assigned = torch.zeros(experts, dtype=torch.int64, device=device)
+    probabilities = torch.zeros(experts, dtype=dtype, device=device)
+    for of_layer in logits:
+        p = of_layer.to(device).softmax(-1)
+        chosen = p.detach().topk(top_k, -1).indices
+        assigned = assigned.scatter_add(0, chosen.flatten(), counted.repeat_interleave(top_k).long())
+        probabilities = probabilities + p.to(dtype).masked_fill(~counted[:, None], 0).sum(0)
+    return torch.cat([assigned.to(dtype), probabilities, (counted.sum() * len(logits)).to(dtype)[None]])
+
+
+def over_all(sums: Tensor, group: Group) -> Tensor:
+    """Return the auxiliary loss from each rank's ``router_sums``, with the gradient of this rank's tokens."""
+    experts, total = len(sums) // 2, sums.detach().clone()
+    if ranks_of(group) > 1:
+        dist.all_reduce(total, group=group)
+    assigned, probabilities, tokens = total[:experts], total[experts:-1], total[-1]
+    aux = experts * (assigned / tokens * (sums[experts:-1] / tokens)).sum()
+    with torch.no_grad():
+        aux.copy_(experts * (assigned / tokens * (probabilities / tokens)).sum())
+    return aux
+
+
+def with_routers(
+    model: PreTrainedModel, sums: Tensor, loss: Tensor | None, group: Group, factor: int
+) -> dict[str, Tensor | None]:
+    """Return the fields ``aux_loss`` and, if the call has labels, ``loss`` with the auxiliary loss added.
+
+    ``sums``: the model's own aux_loss, this rank's ``router_sums``. ``factor``: the backward multiplies the gradient by it.
+    """
+    if sums.ndim != 1:
+        raise _unknown(model)
+    aux = over_all(sums, group)
+    if factor > 1 and aux.requires_grad:
+        aux.register_hook(lambda gradient: gradient * factor)
+    return {"aux_loss": aux, "loss": None if loss is None else loss + coefficient(model) * aux.to(loss.device)}
+
+
+def coefficient(model: PreTrainedModel) -> float:
+    """Return the factor by which the model adds the auxiliary loss to its loss."""
+    for holder in (model, model.config.get_text_config()):
+        for name in COEFFICIENTS:
+            if hasattr(holder, name):
+                return float(getattr(holder, name))
+    raise _unknown(model)
+
+
+def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached: bool) -> None:
+    """Raise ValueError if a call asks for an auxiliary loss that is not known, or together with what cannot have one."""
+    config, asked = model.config, call_arguments.get("output_router_logits")
+    in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))
+    if not (in_config if asked is None else asked):
+        return
+    if _scope(model).get(FUNCTION) not in TAKEN:
+        raise _unknown(model)
+    coefficient(model)
+    why = None
+    if cached and asked:
+        why = "a cache, whose call has no loss"
+    elif "tree" in call_arguments:
+        why = "a tree, in which several rollouts share tokens that the auxiliary loss would count once"
+    elif call_arguments.get("fused_lm_head"):
+        why = "fused_lm_head, whose output has no auxiliary loss"
+    elif call_arguments.get("return_dict") is False:
+        why = "return_dict=False, whose tuple has the auxiliary loss in the place of logits"
+    if why is not None:
+        raise ValueError(f"{type(model).__name__} got output_router_logits=True together with {why}: leave one of them out")
+
+
+def _unknown(model: PreTrainedModel) -> ValueError:
+    """Return the error about a model without the known auxiliary loss."""
+    return ValueError(
+        f"{type(model).__name__} got output_router_logits=True, in its config or its call, and computes no auxiliary loss of "
+        f"routers that sequence_parallel knows: it knows that of transformers' {FUNCTION}. Set output_router_logits=False"
+    )
