@@ -45,7 +45,7 @@ def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
     text, *more = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     found = config_of(tmp_path, text)
     others = [config_of(tmp_path, each) for each in more]
-    assert [other.data.pattern != "*.py" or len(other.optimizer.schedule or ()) for other in others] == [True, 1, 2]
+    assert [other.data.pattern != "*.py" or len(other.optimizer.schedule or ()) for other in others] == [True, True, 1, 2]
     assert found.rows == 2 and found.tokens == 2 * 4 * found.data.length
     rotary = found.transformer().rotary
     assert rotary is not None and rotary.base == 500000.0

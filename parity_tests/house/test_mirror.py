@@ -59,6 +59,7 @@ ONLY_IN_TORCH = {
     "transformers/masks.py": "the same",
     "transformers/models.py": "the same",
     "transformers/parallel.py": "the same",
+    "transformers/routers.py": "the same",
     "transformers/shards.py": "the same",
     "transformers/trainer.py": "the same",
     "transformers/trees.py": "the same",

@@ -37,6 +37,7 @@ DEFAULTS: dict[str, Any] = {
     "cache": None,
     "restart_positions": False,
     "ignore_index": -100,
+    "chat": None,
 }
 """The defaults of ``SequenceShardedDataset``."""
 

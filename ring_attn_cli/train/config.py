@@ -43,6 +43,7 @@ class Data:
     column: str = "text"
     tokenizer: str | None = None
     end: int | None = None
+    chat: str | None = None
     seed: int = 0
 
 

@@ -21,6 +21,7 @@ class DatasetArguments(TypedDict):
     tokenizer: str | None
     end: int | None
     cache: Path
+    chat: str | None
 
 
 def arguments(config: Config, held_out: bool) -> DatasetArguments:
@@ -37,6 +38,7 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
         "tokenizer": of.tokenizer,
         "end": of.end,
         "cache": Path(config.out, ".cache"),
+        "chat": of.chat,
     }
 
 

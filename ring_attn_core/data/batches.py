@@ -51,6 +51,11 @@ def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
             f"{settings.folder} holds files of rows such as {rows[0]} and texts such as {texts[0]}: pass "
             f"pattern='**/*{os.path.splitext(rows[0])[1]}' for the rows, or a pattern of the texts"
         )
+    if texts and settings.chat is not None:
+        raise ValueError(
+            f"chat={settings.chat!r} is for {', '.join(records.SUFFIXES)} files with a chat in each row, and {settings.folder} "
+            f"holds texts such as {texts[0]}: leave it out, or pass a pattern of such files"
+        )
     if texts and settings.column != COLUMN:
         raise ValueError(
             f"column={settings.column!r} is for {', '.join(records.SUFFIXES)} files, and {settings.folder} holds texts such as "
@@ -111,7 +116,7 @@ class Batches:
                 slots, span = slice(read.slot, read.slot + read.count), read.span
                 tokens, following = self.reader.read(read)
                 ids[row, slots] = tokens
-                labels[row, read.slot : read.slot + read.labelled] = following
+                labels[row, read.slot : read.slot + read.labelled] = np.where(following < 0, of.ignore_index, following)
                 extents[row, slots] = span.begin, span.begin + span.count
         if of.restart_positions:
             positions -= extents[..., 0]

@@ -5,9 +5,9 @@ The cache is a folder, by default ``.ring-attn`` in the folder of the data, with
     <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is the
                        hash of ids, names and lengths, so equal contents share a file
     <key>.json         the index: where each document lies in the tokens. The key is a hash of the tokenizer's file, ``end``, the
-                       column of rows, and the names, sizes and times of the files, so a second start reads no file. If a
-                       file's time of change (ctime) differs from the index, because it was copied or its size and time were
-                       set back, the file is read and compared
+                       column of rows, the chat template, and the names, sizes and times of the files, so a second start reads
+                       no file. If a file's time of change (ctime) differs from the index, because it was copied or its size and
+                       time were set back, the file is read and compared
 
 Both are written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
 an index are always complete. If several processes start at once, one locks the folder and tokenises while the others wait; the
@@ -30,6 +30,7 @@ from typing import Any
 
 from ..files import check_regular, identity, open_file, read_bytes, read_json, sample
 from . import records
+from .chat import TemplateFiles, template_files
 from .documents import Document, File, TokenizedDocuments, content_of, unchanged
 from .encoding import CODES, Encode, encoder
 from .settings import DatasetSettings
@@ -48,7 +49,8 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocu
     """
     folder = Path(settings.folder) / ".ring-attn" if settings.cache is None else Path(settings.cache)
     tokenizer = _tokenizer_text(settings)
-    index = folder / f"{_key(files, settings, tokenizer)}.json"
+    template = None if settings.chat is None else template_files(settings.tokenizer)
+    index = folder / f"{_key(files, settings, tokenizer, template)}.json"
     try:
         kept = _kept(index, files)
         if kept is None:
@@ -58,7 +60,7 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocu
                     left.unlink(missing_ok=True)
                 kept = _kept(index, files)
                 if kept is None:
-                    kept = _written(folder, index, files, encoder(settings, tokenizer), settings.end)
+                    kept = _written(folder, index, files, encoder(settings, tokenizer, template), settings)
     except OSError as error:
         raise ValueError(
             f"the tokens cannot be kept in {folder} ({error.strerror or error}): pass cache=, a folder that can be written and "
@@ -83,12 +85,14 @@ def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
         ) from error
 
 
-def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None) -> str:
+def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None, template: TemplateFiles | None) -> str:
     tokenizer = None if text is None else sha256(text).hexdigest()
     end = None if settings.end is None else int(settings.end)
     what = [INDEX_VERSION, tokenizer, end, *((file.name, file.size, file.modified) for file in files)]
     if any(map(records.is_records, files)):  # the key of a folder of texts stays that of older versions
         what.append(("column", settings.column))
+    if template is not None:
+        what.append(("chat", settings.chat, template.template, template.special))
     return sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 
@@ -138,17 +142,17 @@ def _described(path: Path, kept: dict[str, Any], files: Sequence[File]) -> Token
     width, offset, documents = kept["width"], 0, []
     size, where, dtype = width * sum(kept["tokens"]), str(path), f"<u{width}"
     for name, tokens in zip(_names(files, _rows(kept, files)), kept["tokens"], strict=True):
-        documents.append(Document(name, where, size, dtype, offset, tokens, None, kept["sample"]))
+        documents.append(Document(name, where, size, dtype, offset, tokens, None, kept["sample"], kept.get("marked", False)))
         offset += width * tokens
     return TokenizedDocuments(tuple(documents), kept["digest"], kept["vocab"])
 
 
 def _written(
-    folder: Path, index: Path, files: Sequence[File], encoding: tuple[Encode, int], ends: int | None
+    folder: Path, index: Path, files: Sequence[File], encoding: tuple[Encode, int], settings: DatasetSettings
 ) -> TokenizedDocuments:
-    encode, vocab = encoding
-    width = 1 if vocab <= 1 << 8 else 2 if vocab <= 1 << 16 else 4
-    end = b"" if ends is None else int(ends).to_bytes(width, "little")
+    (encode, vocab), marks = encoding, settings.marks_labels
+    width = next(width for width in CODES if vocab <= 1 << (8 * width - marks) or width == max(CODES))
+    end = b"" if settings.end is None else int(settings.end).to_bytes(width, "little")
     digest, counts, texts, rows = sha256(), [], [], []
     handle, path = tempfile.mkstemp(dir=folder, prefix=".writing-")
     try:
@@ -173,6 +177,8 @@ def _written(
         kept["changed"] = [file.changed for file in files]
         if any(rows):
             kept["rows"] = rows
+        if marks:
+            kept["marked"] = True
         with open_file(path) as written:
             kept["sample"] = sample(written)
         tokens = folder / f"{kept['digest']}.tokens"

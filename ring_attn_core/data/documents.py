@@ -45,6 +45,8 @@ class Document(NamedTuple):
     """Identity of the file; None if its name is a digest of its content, so that an equal file may replace it."""
     sample: str
     """Digest of blocks spread over the file."""
+    marked: bool = False
+    """True if the highest bit of an id says that its token has no label."""
 
 
 class TokenizedDocuments(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from ..files import open_file
 from ..validation import missing_package
 from . import records
+from .chat import ChatTemplate, Span, TemplateFiles, inside
 from .documents import CHUNK, File, vanished
 from .settings import BYTES, DatasetSettings
 
@@ -28,10 +29,11 @@ An id has ``width`` bytes, little-endian. A text is one document, at row 1. The 
 """
 
 
-def encoder(settings: DatasetSettings, tokenizer_text: bytes | None) -> tuple[Encode, int]:
+def encoder(settings: DatasetSettings, tokenizer_text: bytes | None, template: TemplateFiles | None) -> tuple[Encode, int]:
     """Return the function that encodes a file, and the vocabulary size.
 
-    ``tokenizer_text``: the content of a tokenizer.json; None encodes each byte as an id.
+    ``tokenizer_text``: the content of a tokenizer.json; None encodes each byte as an id. ``template``: that of chats, if the rows
+    are chats; the highest bit of an id is then set if its token has no label.
     """
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:
@@ -49,9 +51,13 @@ def encoder(settings: DatasetSettings, tokenizer_text: bytes | None) -> tuple[En
         largest = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)  # ids may have gaps
         vocab, ids_of, pieces_of = max(largest, end) + 1, of_rows, of_text
 
+        if template is not None:
+            return _chats(settings, tokenizer, template), vocab
+
     def encode(file: File, width: int, content: Any) -> Iterator[tuple[int, Iterable[bytes]]]:
         if records.is_records(file):
-            yield from _rows(file, settings.column, content, lambda texts: ids_of(texts, width))
+            rows = records.texts(file, settings.column, content)
+            yield from _rows(file, settings.column, rows, lambda texts: ids_of(texts, width))
         else:
             yield 1, _checked(pieces_of(file, width, content), file)
 
@@ -90,18 +96,52 @@ def _bytes_of_rows(texts: Sequence[str], width: int) -> list[bytes]:
     return [_widened(text.encode(), width) for text in texts]
 
 
+def _chats(settings: DatasetSettings, tokenizer: Any, files: TemplateFiles) -> Encode:
+    """Return the function that encodes a file of chats."""
+    template, column = ChatTemplate(files, parts=settings.marks_labels), settings.column
+
+    def encode(file: File, width: int, content: Any) -> Iterator[tuple[int, Iterable[bytes]]]:
+        unlabelled, labelled = 1 << (8 * width - 1), False
+
+        def ids_of(chats: Sequence[tuple[str, list[Span] | None]]) -> list[bytes]:
+            nonlocal labelled
+            packed = []
+            encoded = tokenizer.encode_batch([text for text, _ in chats], add_special_tokens=False)
+            for tokens, (_, spans) in zip(encoded, chats, strict=True):
+                ids = tokens.ids
+                if spans is not None:
+                    found = inside(tokens.offsets, spans)
+                    labelled = labelled or any(found)
+                    ids = [x if has else x | unlabelled for x, has in zip(ids, found, strict=True)]
+                packed.append(_packed(ids, width))
+            return packed
+
+        chats = records.chats(file, column, content)
+        rows = ((row, template.text_of(chat, f"{file.path}, row {row}")) for row, chat in chats)
+        yield from _rows(file, column, rows, ids_of, "chat")
+        if settings.marks_labels and not labelled:
+            raise ValueError(
+                f'{file.path} has no token of an assistant, which alone have labels with chat="assistant": the roles of its '
+                'messages must have "assistant" among them; else pass chat="all"'
+            )
+
+    return encode
+
+
 def _rows(
-    file: File, column: str, content: Any, ids_of: Callable[[Sequence[str]], list[bytes]]
+    file: File, column: str, rows: Iterator[tuple[int, Any]], ids_of: Callable[[Sequence[Any]], list[bytes]], what: str = "text"
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
-    """Yield the number and the ids of each row that has tokens. Raise ValueError if no row has any."""
-    empty, texts = True, records.texts(file, column, content)
-    while some := list(islice(texts, ROWS)):
-        for (row, _), ids in zip(some, ids_of([text for _, text in some]), strict=True):
+    """Yield the number and the ids of each of ``rows`` that has tokens. Raise ValueError if none has any."""
+    empty = True
+    while some := list(islice(rows, ROWS)):
+        for (row, _), ids in zip(some, ids_of([value for _, value in some]), strict=True):
             if ids:
                 empty = False
                 yield row, [ids]
     if empty:
-        raise ValueError(f"{file.path} has no row with a text in {column!r}: delete the file, or pass another pattern or column")
+        raise ValueError(
+            f"{file.path} has no row with a {what} in {column!r}: delete the file, or pass another pattern or column"
+        )
 
 
 def _checked(pieces: Iterable[bytes], file: File) -> Iterator[bytes]:

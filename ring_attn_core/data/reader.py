@@ -73,20 +73,32 @@ class Reader:
                 raise vanished(path, error) from error
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids [count] and the labels [labelled] of a span. The label of a token is the id of the next token."""
+        """Return the token ids [count] and the labels [labelled] of a span. The label of a token is the id of the next token.
+
+        The label is -1 if the document says that the next token has none.
+        """
         if read.stride == 1:
             tokens = self._tokens(read.span.document, read.first, max(read.count, read.labelled + 1), 1)
-            return tokens[: read.count], tokens[1 : 1 + read.labelled]
-        ids, labels = ((read.first, read.count), (read.first + 1, read.labelled))
-        return tuple(self._tokens(read.span.document, *each, read.stride) for each in (ids, labels))  # type: ignore[return-value]
+            ids, labels = tokens[: read.count], tokens[1 : 1 + read.labelled]
+        else:
+            parts = (read.first, read.count), (read.first + 1, read.labelled)
+            ids, labels = (self._tokens(read.span.document, *part, read.stride) for part in parts)
+        if self._documents[read.span.document].marked:
+            ids, labels = ids ^ (ids >> 63), labels.clip(-1)  # of a negative one the complement
+        return ids, labels
 
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
+        """Return ``count`` ids, or the complements of those without a label, which are negative."""
         import numpy as np
 
         of = self._documents[document]
         dtype = np.dtype(of.dtype)
         tokens = np.frombuffer(self._bytes(of, first, (count - 1) * stride + 1 if count else 0), dtype)[::stride]
         self.bytes_read += count * dtype.itemsize
+        if of.marked:
+            highest = 1 << (8 * dtype.itemsize - 1)
+            wide = tokens.astype(np.int64)
+            return np.where(wide & highest, ~(wide & ~highest), wide)
         if count and not 0 <= tokens.min() <= tokens.max() <= LARGEST:
             wrong = tokens[(tokens < 0) | (tokens > LARGEST)][0]
             raise ValueError(f"{of.path} holds the id {wrong}: token ids are 0 to {LARGEST}, so write the array anew without it")

@@ -33,6 +33,17 @@ def without_descriptions(files: list[File]) -> list[File]:
     return [file for file in files if file.name.rpartition("/")[2] not in BESIDE]
 
 
+def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the number (from 1) and the chat of each row, a list of messages. Rows whose chat is null or empty are skipped.
+
+    The arguments and errors are those of ``texts``.
+    """
+    rows = (
+        _of_lines(file, column, content) if file.name.endswith(LINES) else _of_arrow(file, column, content, "lists of messages")
+    )
+    return ((row, chat) for row, chat in rows if chat is not None and chat != [])
+
+
 def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
     """Yield the number (from 1) and the text of each row. Rows whose text is null or empty are skipped.
 
@@ -82,8 +93,8 @@ def _without(where: str, column: str, names: Any) -> ValueError:
     return ValueError(f"{where} has no column {column!r}: it has {', '.join(map(str, names)) or 'none'}; pass column=")
 
 
-def _of_arrow(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the ``column`` of each row of a Parquet or Arrow file."""
+def _of_arrow(file: File, column: str, content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
+    """Yield the number and the ``column`` of each row of a Parquet or Arrow file. ``what``: "texts", or lists."""
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:
@@ -92,7 +103,7 @@ def _of_arrow(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]
     row = 0
     try:
         with open_file(file.path) as opened:
-            for batch in _batches(pa, file, opened, column):
+            for batch in _batches(pa, file, opened, column, what):
                 for value in batch.column(column):
                     row += 1
                     yield row, value.as_py()
@@ -103,8 +114,8 @@ def _of_arrow(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]
         raise vanished(file.path, error) from error
 
 
-def _batches(pa: Any, file: File, opened: Any, column: str) -> Iterator[Any]:
-    """Yield the record batches of an open file. Raise ValueError if it has no text column of this name."""
+def _batches(pa: Any, file: File, opened: Any, column: str, what: str) -> Iterator[Any]:
+    """Yield the record batches of an open file. Raise ValueError if it has no column of this name that holds ``what``."""
     if file.name.endswith(PARQUET):
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 
@@ -122,8 +133,8 @@ def _batches(pa: Any, file: File, opened: Any, column: str) -> Iterator[Any]:
         raise _without(file.path, column, schema.names)
     kind = schema.field(column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not any(
-        check(kind) for check in (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
-    ):
-        raise ValueError(f"{file.path}: column {column!r} must hold texts, got {kind}: pass column=, that of the texts")
+    of = pa.types
+    checks = (of.is_string, of.is_large_string, of.is_string_view) if what == "texts" else (of.is_list, of.is_large_list)
+    if not any(check(kind) for check in (*checks, of.is_null)):
+        raise ValueError(f"{file.path}: column {column!r} must hold {what}, got {kind}: pass column=, that of the {what}")
     yield from batches()

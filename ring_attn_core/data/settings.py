@@ -12,6 +12,7 @@ from ..plan.balanced import balanced_layout
 from ..plan.balanced_layout import BalancedLayout
 from ..runs import Run
 from ..validation import in_words, is_integer
+from .chat import CHOICES
 
 BALANCED = "balanced"
 """The layout that deals the documents of each batch to ranks."""
@@ -49,6 +50,7 @@ class DatasetSettings:
     cache: Any
     restart_positions: bool
     ignore_index: int
+    chat: str | None = None
 
     def __post_init__(self) -> None:
         for name, what in (("folder", "the folder of the data"), ("tokenizer", "a tokenizer.json"), ("cache", "a folder")):
@@ -77,6 +79,8 @@ class DatasetSettings:
             raise ValueError(f"pattern must name files inside of the folder, such as '**/*.txt', got {in_words(self.pattern)}")
         if not isinstance(self.column, str):
             raise ValueError(f"column must be the name of the column that holds the texts, got {in_words(self.column)}")
+        if self.chat is not None:
+            self._check_chat()
         if self.replica >= self.replicas:
             raise ValueError(f"replica={self.replica} is not one of {self.replicas} replicas: pass 0 to {self.replicas - 1}")
         if self.end is not None and not (0 if self.tokenizer is not None else BYTES) <= self.end <= LARGEST:
@@ -90,6 +94,19 @@ class DatasetSettings:
                 f"length={self.length} cannot be cut into {self.ranks} ranks in the layout {self.layout!r}, {runs} equal run"
                 f"{'s' * (runs > 1)} a rank: pass a multiple of {unit}, such as {nearest}"
             )
+
+    def _check_chat(self) -> None:
+        if self.chat not in CHOICES:
+            raise ValueError(f"chat must be one of {', '.join(CHOICES)}, the tokens with labels, got {in_words(self.chat)}")
+        if self.tokenizer is None:
+            raise ValueError("chat= needs tokenizer=, a folder with a tokenizer.json and its chat template: pass it")
+        if self.end is not None:
+            raise ValueError(f"a chat template writes the end of a chat itself, got end={self.end}: leave it out")
+
+    @property
+    def marks_labels(self) -> bool:
+        """True if only some of a document's tokens have labels."""
+        return self.chat == "assistant"
 
     @property
     def rows(self) -> int:

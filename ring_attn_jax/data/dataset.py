@@ -34,7 +34,8 @@ class SequenceShardedDataset:
     files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the package tokenizers, or its
     folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
     by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``, ``ignore_index``: as
-    in ``shard_batch``.
+    in ``shard_batch``. ``chat``: "all" or "assistant"; the column then holds chats, lists of messages, which the tokenizer's chat
+    template writes as texts. With "assistant" only the assistant's tokens have labels.
 
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
     passed to ``resume``, or else at the beginning.
@@ -70,6 +71,7 @@ class SequenceShardedDataset:
         cache: str | os.PathLike[str] | None = None,
         restart_positions: bool = False,
         ignore_index: int = -100,
+        chat: str | None = None,
     ) -> None:
         settings = DatasetSettings(
             folder=folder,
@@ -91,6 +93,7 @@ class SequenceShardedDataset:
             cache=cache,
             restart_positions=restart_positions,
             ignore_index=ignore_index,
+            chat=chat,
         )
         self._batches = Batches(settings)
 
