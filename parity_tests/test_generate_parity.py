@@ -48,3 +48,17 @@ def test_both_draw_the_same_tokens_in_float32_of_a_large_vocabulary(sampling):
     assert sample_in_jax(jax.numpy.asarray(logits), **asdict(sampling), **at).tolist() == theirs.tolist()
     with jax.enable_x64(True):  # float32 draws in float32
         assert sample_in_jax(jax.numpy.asarray(logits), **asdict(sampling), **at).tolist() == theirs.tolist()
+
+
+def test_a_row_with_numbers_of_its_own_draws_as_if_all_had_them():
+    logits = np.random.default_rng(3).standard_normal((len(DRAWN), 400)).astype(np.float32) * 4
+    logits[0, :9] = logits[0].max() + 1  # of equal ones the greedy row takes the first
+    at, names = {"positions": list(range(7, 7 + len(DRAWN))), "seed": 3}, ("temperature", "top_k", "top_p")
+    options = {name: [getattr(sampling, name) for sampling in DRAWN] for name in names}
+    theirs = sample_in_torch(torch.tensor(logits), **options, **at)
+    assert theirs[0] == 0
+    for row, sampling in enumerate(DRAWN):
+        alone = {name: getattr(sampling, name) for name in names}
+        assert sample_in_torch(torch.tensor(logits), **alone, **at)[row] == theirs[row]
+    ours = sample_in_jax(jax.numpy.asarray(logits), **options | {"temperature": np.array(options["temperature"])}, **at)
+    assert ours.tolist() == theirs.tolist()

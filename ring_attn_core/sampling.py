@@ -12,15 +12,19 @@ rest of the batch. Between equal logits the lower token id wins.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
-from .validation import hold_numbers, in_words, is_integer
+from .validation import as_number, hold_numbers, in_words, is_integer
 
 DOMAIN = 1
 """Counter word of sampling. Dropout has 0 there, so the two draw different numbers from one seed."""
 
+
+ALL_TOKENS, ALL = 2**31 - 1, 2.0
+"""A ``top_k`` and a ``top_p`` that keep all tokens."""
 
 LEAST = 2.0**-126
 """The smallest normal number of float32; a smaller divisor may be flushed to 0."""
@@ -29,7 +33,9 @@ LEAST = 2.0**-126
 class SamplingParameters(NamedTuple):
     """Sampling parameters within the ranges of float32 and int32.
 
-    None means that a parameter is not used; a ``temperature`` of None means greedy decoding.
+    None means that a parameter is not used; a ``temperature`` of None means greedy decoding. A parameter may be a list with a
+    number for each request: 0 in ``temperature`` means that the request decodes greedily, and ``ALL_TOKENS`` in ``top_k`` or
+    ``ALL`` in ``top_p`` that it draws from all tokens.
     """
 
     temperature: Any
@@ -40,50 +46,103 @@ class SamplingParameters(NamedTuple):
     """The upper 32 bits of the seed; ``low`` holds the lower ones."""
 
 
+PER_REQUEST = "temperature", "top_k", "top_p"
+"""The options that may have a value for each request."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Sampling options of a user: temperature, top-k, top-p and the seed.
 
     ``temperature`` 0 takes the most probable token. ``top_k`` and ``top_p`` restrict the draw to the most probable tokens; None
-    allows all. Raise ValueError if a number is out of range, or if ``top_k`` or ``top_p`` is set at ``temperature`` 0.
+    allows all. Each of the three may be a list or a 1-D array with a value for each request, which becomes a tuple. Raise
+    ValueError if a number is out of range, or if ``top_k`` or ``top_p`` is set at ``temperature`` 0.
     """
 
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
+    temperature: Any = 0.0
+    top_k: Any = None
+    top_p: Any = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        hold_numbers(self, ("temperature", "top_k", "top_p", "seed"))
-        if not _is_finite(self.temperature) or self.temperature < 0:
-            raise ValueError(
-                "temperature must be a number of at least 0, 0 for the most probable token, got " + in_words(self.temperature)
-            )
-        if self.top_k is not None and (not is_integer(self.top_k) or self.top_k < 1):
-            raise ValueError(f"top_k must be an int of at least 1, or None for all tokens, got {in_words(self.top_k)}")
-        if self.top_p is not None and (not _is_finite(self.top_p) or not 0 < self.top_p <= 1):
-            raise ValueError(f"top_p must be a number above 0 and at most 1, or None for all tokens, got {in_words(self.top_p)}")
-        if not self.temperature and (self.top_k, self.top_p) != (None, None):
-            raise ValueError(
-                f"temperature=0 takes the most probable token, and top_k={self.top_k}, top_p={self.top_p} have no effect on it: "
-                "set a temperature above 0, or leave them out"
-            )
+        hold_numbers(self, ("seed",))
+        for name in PER_REQUEST:
+            object.__setattr__(self, name, _held(getattr(self, name)))
+        for name, x in _each("temperature", self.temperature):
+            if not _is_finite(x) or x < 0:
+                raise ValueError(f"{name} must be a number of at least 0, 0 for the most probable token, got {in_words(x)}")
+        for name, x in _each("top_k", self.top_k):
+            if x is not None and (not is_integer(x) or x < 1):
+                raise ValueError(f"{name} must be an int of at least 1, or None for all tokens, got {in_words(x)}")
+        for name, x in _each("top_p", self.top_p):
+            if x is not None and (not _is_finite(x) or not 0 < x <= 1):
+                raise ValueError(f"{name} must be a number above 0 and at most 1, or None for all tokens, got {in_words(x)}")
+        self._check_effects()
         if not is_integer(self.seed) or not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
+
+    def _check_effects(self) -> None:
+        """Raise ValueError if ``top_k`` or ``top_p`` is set for a request that takes the most probable token.
+
+        A number for all requests may be set if any of them draws.
+        """
+        counts = {len(x) for name in PER_REQUEST if isinstance(x := getattr(self, name), tuple)}
+        for i in range(*counts) if len(counts) == 1 else range(not counts):
+            temperature, k, p = (x[i] if isinstance(x, tuple) else x for x in (self.temperature, self.top_k, self.top_p))
+            if _any(self.temperature):
+                k, p = (x if isinstance(of, tuple) else None for x, of in ((k, self.top_k), (p, self.top_p)))
+            if not temperature and (k, p) != (None, None):
+                raise ValueError(
+                    f"temperature=0 takes the most probable token, and top_k={k}, top_p={p} have no effect on it"
+                    f"{f' (request {i})' if counts else ''}: set a temperature above 0, or leave them out"
+                )
+
+    def check_requests(self, count: int) -> None:
+        """Raise ValueError if a list does not have one value for each of ``count`` requests."""
+        for name in PER_REQUEST:
+            value = getattr(self, name)
+            if isinstance(value, tuple) and len(value) != count:
+                raise ValueError(
+                    f"{name} has {len(value)} values, and there are {count} requests: pass one for each, or a number"
+                )
 
     @property
     def parameters(self) -> SamplingParameters:
         """Return these options as sampling parameters, clamped to the ranges of float32 and int32."""
         low, high = seed_words(int(self.seed))
-        if not self.temperature:
+        if not _any(self.temperature):
             return SamplingParameters(None, None, None, low, high)
-        k = None if self.top_k is None else min(int(self.top_k), 2**31 - 1)
-        p = None if self.top_p in (None, 1) else max(float(self.top_p), LEAST)
-        return SamplingParameters(float(min(max(self.temperature, LEAST), 1 / LEAST)), k, p, low, high)
+        temperature = _mapped(self.temperature, lambda x: float(min(max(x, LEAST), 1 / LEAST)) if x else 0.0)
+        k = None if self.top_k is None else _mapped(self.top_k, lambda x: ALL_TOKENS if x is None else min(int(x), ALL_TOKENS))
+        p = None if self.top_p in (None, 1) else _mapped(self.top_p, lambda x: ALL if x in (None, 1) else max(float(x), LEAST))
+        return SamplingParameters(temperature, k, p, low, high)
 
 
-def check_drawn(logits: Any, parameters: SamplingParameters, requests: Any, positions: Any) -> None:
+def _held(x: Any) -> Any:
+    """Return a number of an option as a Python number, and a list or a 1-D array of them as a tuple."""
+    if not isinstance(x, list | tuple) and getattr(x, "ndim", 0) == 1:
+        x = x.tolist()
+    return tuple(map(as_number, x)) if isinstance(x, list | tuple) else as_number(x)
+
+
+def _each(name: str, value: Any) -> list[tuple[str, Any]]:
+    """Return the values of an option with their names in errors."""
+    return [(f"{name}[{i}]", x) for i, x in enumerate(value)] if isinstance(value, tuple) else [(name, value)]
+
+
+def _any(value: Any) -> bool:
+    return any(value) if isinstance(value, tuple) else bool(value)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Apply a function to the value of an option, or to each of its values."""
+    return list(map(function, value)) if isinstance(value, tuple) else function(value)
+
+
+def check_drawn(logits: Any, sampling: Sampling, requests: Any, positions: Any) -> None:
     """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
+
+    Raise ValueError also if a list of ``sampling`` does not have a value for each row.
 
     Raise ValueError also if ``positions`` is missing at a temperature above 0.
     """
@@ -93,7 +152,8 @@ def check_drawn(logits: Any, parameters: SamplingParameters, requests: Any, posi
             f"logits must be floats [batch, vocab], one row for each request, got {dtype} {list(shape)}: of what decode_step "
             "returns take logits[:, -1]"
         )
-    if parameters.temperature is not None and positions is None:
+    sampling.check_requests(shape[0])
+    if _any(sampling.temperature) and positions is None:
         raise ValueError(
             "positions is missing: at a temperature above 0 a token is drawn by its position, or every step would draw by the "
             "same numbers. Pass how many tokens of each request are cached, cache.lengths"

@@ -38,6 +38,9 @@ EACH = [3, 1, 9]
 """The numbers of new tokens of these prompts. The second prompt alone fills one rank's cache of 64 slots."""
 DRAW: dict[str, Any] = {"temperature": 1.3, "top_k": 20, "top_p": 0.95, "seed": 5}
 
+DRAW_EACH: dict[str, Any] = {"temperature": [1.3, 0.0, 4.0], "top_k": [20, None, 2], "top_p": [None, None, 0.9]}
+"""Sampling parameters of each of these prompts; the second is greedy."""
+
 FIRST = 7, 2, 4
 """Tokens of each request in the first chunk of the logits test. SECOND gives those of the next, and VALID those of two steps."""
 SECOND = 5, 6, 0
@@ -126,6 +129,10 @@ BAD_DRAWS: dict[str, tuple[dict[str, Any], str]] = {
     "an array": ({"requests": np.ones((2, 1), np.int32)}, r"requests must be 2 integers.* got ndarray of shape \[2, 1\]"),
     "top_p of nothing": ({"top_p": 0.5}, "temperature=0 takes the most probable token"),
     "temperature": ({"temperature": -1.0}, "temperature must be a number of at least 0"),
+    "too many temperatures": (
+        {"temperature": [0.0] * 3},
+        "temperature has 3 values, and there are 2 requests: pass one for each",
+    ),
 }
 """Refused arguments of sample, with the error: the shape and dtype of the logits, and other arguments by value."""
 
@@ -152,6 +159,16 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "top_k": ({"top_k": 0}, "top_k must be an int of at least 1"),
     "top_p": ({"top_p": 0.0}, "top_p must be a number above 0 and at most 1"),
     "top_p above": ({"top_p": 1.5}, "top_p must be a number above 0 and at most 1"),
+    "a temperature of one": ({"temperature": [1.0, -1.0, 0.0]}, r"temperature\[1\] must be a number of at least 0, got -1.0"),
+    "too few top_k": (
+        {"temperature": 1.0, "top_k": [1, None]},
+        "top_k has 2 values, and there are 3 requests: pass one for each",
+    ),
+    "a bool of top_p": ({"temperature": 1.0, "top_p": [0.5, None, True]}, r"top_p\[2\] must be a number above 0 .* got True"),
+    "top_k of a greedy one": (
+        {"temperature": [1.0, 0.0, 1.0], "top_k": [None, 5, 1]},
+        r"temperature=0 takes the most probable token, and top_k=5, top_p=None have no effect on it \(request 1\)",
+    ),
     "top_k of nothing": ({"top_k": 5}, "temperature=0 takes the most probable token, and top_k=5, top_p=None have no effect"),
     "seed": ({"seed": 2**63}, "seed must be an int that fits in 64 bits"),
     "stop": ({"stop": [VOCAB]}, f"stop holds {VOCAB}"),
@@ -169,9 +186,9 @@ BLIND: tuple[tuple[Band, str], ...] = ((full(), "layer 0 has the mask"), (Band(-
 
 
 def check_each(generate: Callable[..., list[list[int]]]) -> list[list[list[int]]]:
-    """Assert that a call with a number of new tokens for each request equals calls with one number for all.
+    """Assert that a call with numbers for each request, of new tokens and of sampling, equals calls with one number for all.
 
-    Return the greedy tokens and the drawn ones.
+    Return the greedy tokens, the drawn ones, and those drawn by numbers of each request.
     """
     answers = []
     for options in ({}, DRAW):
@@ -179,7 +196,11 @@ def check_each(generate: Callable[..., list[list[int]]]) -> list[list[list[int]]
         assert list(map(len, got)) == EACH
         assert got == [generate(FULL, new, **options)[row] for row, new in enumerate(EACH)]
         answers.append(got)
-    return answers
+    got = generate(FULL, 9, **DRAW_EACH, seed=5)
+    own = [{name: values[row] for name, values in DRAW_EACH.items()} for row in range(len(FULL))]
+    assert got == [generate(FULL, 9, **options, seed=5)[row] for row, options in enumerate(own)]
+    assert generate(FULL, 9, **DRAW_EACH | {"top_k": 3}, seed=5)[1] == got[1]  # greedy, whatever others keep
+    return [*answers, got]
 
 
 def call(**changes: Any) -> dict[str, Any]:

@@ -69,7 +69,9 @@ class Generation:
             )
         if kept not in (None, dtype, FP8):
             raise ValueError(f"cache_dtype must be one of {dtype}, {FP8}, or None for {dtype}, got {in_words(kept)}")
-        return cls(config, rows, most, Sampling(**options), stop, chunk if chunk is None else int(chunk), kept or dtype)
+        sampling = Sampling(**options)
+        sampling.check_requests(len(rows))
+        return cls(config, rows, most, sampling, stop, chunk if chunk is None else int(chunk), kept or dtype)
 
     @property
     def lengths(self) -> list[int]:

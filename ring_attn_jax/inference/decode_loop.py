@@ -147,7 +147,7 @@ class DecodeLoop:
     def __init__(self, placed: PlacedModel, cache: KVCache, generation: Generation) -> None:
         self._placed, self.cache = placed, cache
         parameters = generation.sampling.parameters
-        number = lambda x: None if x is None else np.asarray(x, jnp.result_type(type(x)))
+        number = lambda x: None if x is None else np.asarray(x, jnp.result_type(type(x[0] if isinstance(x, list) else x)))
         parameters = parameters._replace(
             low=np.uint32(parameters.low), high=np.uint32(parameters.high), temperature=number(parameters.temperature)
         )

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 def sample(
     logits: Float[Array, "batch vocab"],
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | Sequence[float | None] | None = None,
     seed: int = 0,
     requests: Int[Array, " batch"] | Sequence[int] | None = None,
     positions: Int[Array, " batch"] | Sequence[int] | None = None,
@@ -43,9 +43,10 @@ def sample(
     """
     for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
         if isinstance(number, Tracer):
-            raise ValueError(f"{name} is traced, and must be a number when the program is: make it a static argument of jit")
-    parameters = Sampling(temperature, top_k, top_p, seed).parameters
-    check_drawn(logits, parameters, requests, positions)
+            raise ValueError(f"{name} is traced, and must be known when the program is: make it a static argument of jit")
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    check_drawn(logits, sampling, requests, positions)
+    parameters = sampling.parameters
     logits = jnp.asarray(logits)
     return drawn(logits, parameters, _numbers(requests, logits), _numbers(positions, logits))
 
@@ -62,25 +63,33 @@ def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
 def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """Draw the tokens, int32 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    ``parameters``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
-    float64).
+    ``parameters``: the sampling parameters, numbers or [b]. The computation is that of :mod:`ring_attn_core.sampling`, in
+    float32 (float64 for float64).
     """
     if parameters.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
     wide = logits.astype(accumulation_dtype(logits.dtype))
-    scores = (wide - wide.max(-1, keepdims=True)) / jnp.asarray(parameters.temperature, wide.dtype)
+    temperature = _column(parameters.temperature, wide.dtype)
+    scores = (wide - wide.max(-1, keepdims=True)) / jnp.where(temperature == 0, 1.0, temperature)
     tokens = jnp.broadcast_to(jnp.arange(scores.shape[-1], dtype=jnp.int32), scores.shape)
     if parameters.top_k is not None or parameters.top_p is not None:
         tokens = jnp.argsort(scores, axis=-1, descending=True, stable=True).astype(jnp.int32)
         scores = jnp.take_along_axis(scores, tokens, -1)
         if parameters.top_k is not None:
             rank = jnp.arange(scores.shape[-1], dtype=jnp.int32)
-            scores = jnp.where(rank >= parameters.top_k, -jnp.inf, scores)
+            scores = jnp.where(rank >= _column(parameters.top_k, rank.dtype), -jnp.inf, scores)
         if parameters.top_p is not None:
             p = jax.nn.softmax(scores, -1)
-            scores = jnp.where(p.cumsum(-1) - p >= jnp.asarray(parameters.top_p, p.dtype), -jnp.inf, scores)
+            scores = jnp.where(p.cumsum(-1) - p >= _column(parameters.top_p, p.dtype), -jnp.inf, scores)
     best = (scores + gumbel(parameters, requests, positions, tokens, scores.dtype)).argmax(-1, keepdims=True)
-    return jnp.take_along_axis(tokens, best, -1)[:, 0]
+    new = jnp.take_along_axis(tokens, best, -1)[:, 0]
+    return jnp.where(temperature[:, 0] == 0, logits.argmax(-1).astype(jnp.int32), new) if temperature.ndim else new
+
+
+def _column(x: Any, dtype: Any) -> jax.Array:
+    """Return a number as an array, and one number for each request as [b, 1]."""
+    numbers = jnp.asarray(x, dtype)
+    return numbers[:, None] if numbers.ndim else numbers
 
 
 def gumbel(parameters: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:

@@ -14,7 +14,7 @@ from ..layers.transformer import RingTransformer
 from ..ring.groups import ranks_of
 from .cache import KVCache
 from .forward import decode_step, logits_of, summed
-from .sampling import drawn
+from .sampling import drawn, on_device
 
 Read = Callable[[], list[int]]
 
@@ -31,8 +31,8 @@ class DecodeLoop:
     """
 
     def __init__(self, model: RingTransformer, cache: KVCache, generation: Generation) -> None:
-        self._model, self._cache, self._parameters = model, cache, generation.sampling.parameters
-        device = cache.counts.device
+        self._model, self._cache, device = model, cache, cache.counts.device
+        self._parameters = on_device(generation.sampling.parameters, device)
         self.tokens = torch.zeros(cache.spec.batch, dtype=torch.int64, device=device)
         self.finished = torch.zeros(cache.spec.batch, dtype=torch.bool, device=device)
         self._requests = torch.arange(cache.spec.batch, device=device)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 def sample(
     logits: Float[Tensor, "batch vocab"],
     *,
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
+    temperature: float | Sequence[float] = 0.0,
+    top_k: int | Sequence[int | None] | None = None,
+    top_p: float | Sequence[float | None] | None = None,
     seed: int = 0,
     requests: Int[Tensor, " batch"] | Sequence[int] | None = None,
     positions: Int[Tensor, " batch"] | Sequence[int] | None = None,
@@ -42,9 +42,10 @@ def sample(
     Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
     temperature 0, or if ``positions`` is missing at a higher one.
     """
-    parameters = Sampling(temperature, top_k, top_p, seed).parameters
-    check_drawn(logits, parameters, requests, positions)
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    check_drawn(logits, sampling, requests, positions)
     logits = torch.as_tensor(logits)
+    parameters = on_device(sampling.parameters, logits.device)
     with torch.no_grad(), no_autocast(logits.device.type):
         return drawn(logits, parameters, _numbers(requests, logits), _numbers(positions, logits))
 
@@ -56,27 +57,41 @@ def _numbers(numbers: Any, logits: Tensor) -> Tensor:
     return torch.as_tensor(number_words(numbers), device=logits.device).long() & WORD
 
 
+def on_device(parameters: SamplingParameters, device: torch.device) -> SamplingParameters:
+    """Return the parameters with a tensor [b] on ``device`` in place of each list."""
+    lists = {name: x for name, x in parameters._asdict().items() if isinstance(x, list)}
+    return parameters._replace(**{name: torch.tensor(x, device=device) for name, x in lists.items()})
+
+
 def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
     """Draw the tokens, int64 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    ``parameters``: the sampling parameters. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for
-    float64).
+    ``parameters``: the sampling parameters, numbers or tensors [b]. The computation is that of :mod:`ring_attn_core.sampling`,
+    in float32 (float64 for float64).
     """
     if parameters.temperature is None:
         return logits.argmax(-1)
     wide = logits.to(accumulation_dtype(logits.dtype))
-    scores = (wide - wide.amax(-1, keepdim=True)) / parameters.temperature
+    greedy = parameters.temperature == 0 if isinstance(parameters.temperature, Tensor) else None
+    temperature = parameters.temperature if greedy is None else parameters.temperature.masked_fill(greedy, 1)
+    scores = (wide - wide.amax(-1, keepdim=True)) / _column(temperature, wide.dtype)
     tokens = torch.arange(scores.shape[-1], device=scores.device).expand_as(scores)
     if parameters.top_k is not None or parameters.top_p is not None:
         scores, tokens = torch.sort(scores, dim=-1, descending=True, stable=True)
         if parameters.top_k is not None:
             rank = torch.arange(scores.shape[-1], device=scores.device)
-            scores = scores.masked_fill(rank >= parameters.top_k, -torch.inf)
+            scores = scores.masked_fill(rank >= _column(parameters.top_k, rank.dtype), -torch.inf)
         if parameters.top_p is not None:
             p = scores.softmax(-1)
-            scores = scores.masked_fill(p.cumsum(-1) - p >= parameters.top_p, -torch.inf)
+            scores = scores.masked_fill(p.cumsum(-1) - p >= _column(parameters.top_p, p.dtype), -torch.inf)
     best = (scores + gumbel(parameters, requests, positions, tokens, scores.dtype)).argmax(-1, keepdim=True)
-    return tokens.gather(-1, best)[:, 0]
+    new = tokens.gather(-1, best)[:, 0]
+    return new if greedy is None else torch.where(greedy, logits.argmax(-1), new)
+
+
+def _column(x: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor [b] as [b, 1] in ``dtype``, a number unchanged."""
+    return x[:, None].to(dtype) if isinstance(x, Tensor) else x
 
 
 def gumbel(parameters: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:

@@ -190,9 +190,9 @@ class RingTransformer(nn.Module):
         prompts: Sequence[Any],
         max_new_tokens: int | Sequence[int],
         *,
-        temperature: float = 0.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
+        temperature: float | Sequence[float] = 0.0,
+        top_k: int | Sequence[int | None] | None = None,
+        top_p: float | Sequence[float | None] | None = None,
         stop: Sequence[int] = (),
         seed: int = 0,
         on_token: OnToken | None = None,
@@ -209,7 +209,8 @@ class RingTransformer(nn.Module):
         finished.
 
         ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` over the
-        ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. A draw depends only on the
+        ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. Each of the three may be a
+        list or a 1-D array with a value for each prompt. A draw depends only on the
         logits, ``seed``, the prompt's index and the position: it is the same on any ring, in either framework, and beside any
         other prompts.
 
