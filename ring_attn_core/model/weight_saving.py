@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from shutil import rmtree
@@ -38,24 +38,25 @@ def check_savable(name: str, dtype: str, valued: bool) -> None:
 
 
 @contextmanager
-def replacing(folder: str | Path) -> Iterator[Path]:
+def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` when the block ends; after an error the previous folder stays.
 
-    If the process is killed meanwhile, the previous folder stays complete, and ``current`` finds it. Wait while another process
-    saves there. Raise ValueError, before the block, if the folder holds anything but weights, and OSError, with the previous
-    folder intact, if writing or renaming fails.
+    ``files``: the names of the files that the block writes beside the weights. If the process is killed meanwhile, the previous
+    folder stays complete, and ``current`` finds it. Wait while another process saves there. Raise ValueError, before the block,
+    if the folder holds anything but weights and such files, and OSError, with the previous folder intact, if writing or renaming
+    fails.
     """
     from safetensors import SafetensorError
 
     folder = resolved(folder)
     new, old = (folder.with_name(name.format(folder.name)) for name in (SAVING, REPLACED))
-    _check_replaceable(folder)
+    _check_replaceable(folder, files)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
             try:
                 _settle(folder, old)
-                _check_replaceable(folder)
+                _check_replaceable(folder, files)
                 rmtree(new, ignore_errors=True)
                 new.mkdir()
                 yield new
@@ -139,11 +140,11 @@ def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> 
     (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": total}, "weight_map": of}, indent=2))
 
 
-def _check_replaceable(folder: Path) -> None:
-    """Raise ValueError if a save to ``folder`` would destroy a file, or a folder that holds anything but weights."""
+def _check_replaceable(folder: Path, files: Collection[str]) -> None:
+    """Raise ValueError if a save to ``folder`` would destroy a file, or a folder with anything but weights and ``files``."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: weights are saved as a folder")
-    ours = lambda path: path.name in (CONFIG, INDEX, WEIGHTS) or path.match("model-?????-of-?????.safetensors")
+    ours = lambda path: path.name in (CONFIG, INDEX, WEIGHTS, *files) or path.match("model-?????-of-?????.safetensors")
     kept = [path.name for path in folder.glob("*") if not ours(path)]
     if kept:
         raise ValueError(

@@ -48,7 +48,7 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
     return after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
     processes, or the folder holds other files, and OSError if it cannot be written. The error is the same in each process.
     """
-    save_folder(model, folder, lambda config: config.to_json(), OWN.renamed)
+    save_folder(model, folder, lambda config: {CONFIG: config.to_json().encode()}, OWN.renamed)
 
 
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
@@ -134,19 +134,22 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 
 
 def save_folder(
-    model: RingTransformer, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str]
+    model: RingTransformer,
+    folder: str | Path,
+    files: Callable[[TransformerConfig], dict[str, bytes]],
+    renamed: Callable[[str], str],
 ) -> None:
-    """Save each weight under the name ``renamed(name)``, and the text ``text(config)`` as config.json.
+    """Save each weight under the name ``renamed(name)``, and beside them ``files(config)``, the content of each file by name.
 
     Each process must call it.
     """
     from safetensors.numpy import save_file
 
     arrays: dict[str, Any] = {}
-    texts: list[str] = []
+    beside: dict[str, bytes] = {}
 
     def check() -> None:
-        texts.append(text(transformer_in(model).config))
+        beside.update(files(transformer_in(model).config))
         arrays.update({name: p.get_value() for name, (_, p) in _parameters(model).items()})
         for name, x in arrays.items():
             check_savable(name, str(x.dtype), valued=isinstance(x, jax.Array | np.ndarray))
@@ -155,8 +158,9 @@ def save_folder(
         weights, error = _whole(model), None
         if jax.process_index() == 0:
             try:
-                with replacing(folder) as new:
-                    (new / CONFIG).write_text(texts[0])
+                with replacing(folder, beside) as new:
+                    for name, content in beside.items():
+                        (new / name).write_bytes(content)
                     write(new, ((renamed(name), x) for name, x in weights), save_file)
             except Exception as objection:
                 error = objection

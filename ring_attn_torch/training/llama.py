@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_attn_core.model.llama import THEIRS, their_config
+from ring_attn_core.model.llama import THEIRS
+from ring_attn_core.model.source_folder import files_of
 from ring_attn_core.model.weight_names import llama_name
 
 from ..layers.transformer import RingTransformer
@@ -40,13 +40,21 @@ def load_llama(
 
 
 def save_llama(
-    model: nn.Module, folder: str | Path, *, length: int | None = None, group: dist.ProcessGroup | DeviceMesh | None = None
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    length: int | None = None,
+    source: str | Path | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> None:
     """Save a RingTransformer so that transformers loads it: as Llama, Mistral (windows), Qwen2 (qkv_bias) or Qwen3 (qk_norm).
 
     ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value that ``load_llama``
-    stored, with the special ids, in ``model.config.published``, or else 131072. No tokenizer is written. Everything else is as in
-    :func:`save_weights`. Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask
-    that is not causal, windows of several sizes, NTK or no rotary embedding, biases in other places.
+    stored, with the special ids, in ``model.config.published``, or else 131072. ``source``: the Hugging Face folder that the
+    model came from, whose tokenizer is copied, with the keys of config.json that the model does not decide; None: no tokenizer is
+    written. Everything else is as in :func:`save_weights`.
+
+    Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask that is not causal,
+    windows of several sizes, NTK or no rotary embedding, biases in other places. Raise it too if ``source`` has no tokenizer.
     """
-    save_folder(model, folder, lambda config: json.dumps(their_config(config, length), indent=2), llama_name, ring_of(group))
+    save_folder(model, folder, lambda config: files_of(config, length, source), llama_name, ring_of(group))

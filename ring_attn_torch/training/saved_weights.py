@@ -51,7 +51,7 @@ def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGro
     calls return after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ
     between ranks, or the folder holds other files, and OSError if it cannot be written. The error is the same on every rank.
     """
-    save_folder(model, folder, lambda config: config.to_json(), OWN.renamed, ring_of(group))
+    save_folder(model, folder, lambda config: {CONFIG: config.to_json().encode()}, OWN.renamed, ring_of(group))
 
 
 def load_weights(
@@ -135,20 +135,24 @@ def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
 
 
 def save_folder(
-    model: nn.Module, folder: str | Path, text: Callable[[TransformerConfig], str], renamed: Callable[[str], str], ring: Group
+    model: nn.Module,
+    folder: str | Path,
+    files: Callable[[TransformerConfig], dict[str, bytes]],
+    renamed: Callable[[str], str],
+    ring: Group,
 ) -> None:
-    """Save each weight under the name ``renamed(name)``, and the text ``text(config)`` as config.json.
+    """Save each weight under the name ``renamed(name)``, and beside them ``files(config)``, the content of each file by name.
 
     Every rank of ``ring`` must call it.
     """
     from safetensors.torch import save_file
 
     parameters: dict[str, nn.Parameter] = {}
-    texts: list[str] = []
+    beside: dict[str, bytes] = {}
 
     def check() -> None:
         inner = transformer_in(model)
-        texts.append(text(inner.config))
+        beside.update(files(inner.config))
         parameters.update(named_parameters(inner))
         for name, p in parameters.items():
             check_savable(name, str(p.dtype).removeprefix("torch."), valued=not p.is_meta)
@@ -162,8 +166,9 @@ def save_folder(
     weights, error = _whole(parameters), None
     try:
         if ring is None or rank_in(ring) == 0:
-            with replacing(folder) as new:
-                (new / CONFIG).write_text(texts[0])
+            with replacing(folder, beside) as new:
+                for name, content in beside.items():
+                    (new / name).write_bytes(content)
                 write(new, ((renamed(name), x) for name, x in weights), save_file)
     except Exception as objection:
         error = objection
