@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import jax
@@ -155,3 +156,28 @@ def test_an_unknown_backend_is_offered_those_of_this_package():
 
 def test_dir_lists_every_public_name():
     assert set(ring_attn_jax.__all__) <= set(dir(ring_attn_jax))
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("inside", [False, True], ids=["sharded", "inside a shard_map"])
+def test_layers_in_a_scan_are_those_of_a_loop(inside: bool, remat: bool):
+    weights, x = jax.random.normal(jax.random.key(0), (3, 8, 24)) / 4, jax.random.normal(jax.random.key(1), (1, 6, 8))
+    attend = ring_attention if inside else partial(sharded_ring_attention, mesh=TWO)
+
+    def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:
+        q, k, v = jnp.split((x @ weight).reshape(*x.shape[:2], 6, 4), 3, axis=2)
+        return x + attend(q, k, v, layout="contiguous").reshape(x.shape), None
+
+    def looped(x: jax.Array, weights: jax.Array) -> jax.Array:
+        for weight in weights:
+            x, _ = layer(x, weight)
+        return x
+
+    def gradients(stack: Any) -> Any:
+        of_all = jax.shard_map(stack, mesh=TWO, in_specs=(jax.P(None, "seq"), jax.P()), out_specs=jax.P(None, "seq"))
+        objective = lambda x, weights: jnp.sin((of_all if inside else stack)(x, weights)).sum()
+        return jax.jit(jax.value_and_grad(objective, (0, 1)), compiler_options=QUICK)(x, weights)
+
+    scanned = lambda x, weights: jax.lax.scan(jax.checkpoint(layer) if remat else layer, x, weights)[0]
+    got, want = gradients(scanned), gradients(looped)
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, want)
