@@ -16,6 +16,7 @@ if find_spec("torch") is None:
 
 from . import functional as functional  # by name only: import * must not hide torch.nn.functional
 from .block import attend_block, merge
+from .call.dropout_mask import dropout_mask
 from .call.signature import ring_attention
 from .data.batch import Shard as Shard  # by name only: import * must not hide the Shard of torch.distributed.tensor
 from .data.batch import shard_batch
@@ -82,6 +83,7 @@ __all__ = [
     "decode_step",
     "dilated_attention",
     "document_extents",
+    "dropout_mask",
     "from_layout",
     "from_numpy",
     "full",

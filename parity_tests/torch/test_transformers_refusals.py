@@ -126,7 +126,7 @@ def test_models_that_do_not_attend_by_softmax_are_refused_with_the_names_of_thei
     with pytest.raises(ValueError, match="take a model of transformers, got Linear"):
         hf.enable(nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"MixtralConfig\.output_attentions=True"):
-        hf.enable(transformers.MixtralConfig(output_attentions=True, attn_implementation="eager"))
+        hf.enable(transformers.MixtralConfig(**{"output_attentions": True, "attn_implementation": "eager"}))
     with pytest.raises(ValueError, match="unknown layout 'spiral'"):
         hf.enable(make("llama"), layout="spiral")
     with pytest.raises(ValueError, match="a config cannot keep group"):

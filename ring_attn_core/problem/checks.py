@@ -34,6 +34,15 @@ def check_softcap(softcap: Any) -> None:
         )
 
 
+def check_mask_sizes(batch: Any, heads: Any, *dims: int) -> None:
+    """Raise ValueError if a dropout mask of ``batch`` rows and ``heads`` cannot be made for positions of ``dims`` dimensions."""
+    for name, x in (("batch", batch), ("heads", heads)):
+        if not is_integer(x) or x < 1:
+            raise ValueError(f"{name} must be an int of at least 1, got {in_words(x)}")
+    if dims != (1, 1):
+        raise ValueError(f"q_positions and k_positions must be 1-D, a position for each token, got {dims[0]} and {dims[1]} dims")
+
+
 def check_dropout_rate(rate: Any) -> None:
     if not (_finite(rate) and 0 <= rate < 1):
         raise ValueError(
