@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -154,3 +155,32 @@ def test_other_trainers_of_trl_are_refused(name: str):
     mine: Any = object.__new__(kind)
     with pytest.raises(ValueError, match=f"cannot compute the loss of trl's {name}: it runs SFTTrainer and DPOTrainer"):
         check_kind(mine)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # which trl sets
+def test_trls_auxiliary_loss_is_refused_and_without_it_experts_train(tmp_path: Path):
+    from datasets import Dataset as Table  # type: ignore[import-not-found]
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer  # type: ignore[import-not-found]
+
+    from .test_transformers_routers import make as with_experts
+
+    class RingSFTTrainer(hf.RingTraining, SFTTrainer):
+        pass
+
+    words = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(VOCAB)}, "<0>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<0>", eos_token="<2>")
+
+    def trainer(**more: Any) -> Any:
+        settings = {"use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1, "save_strategy": "no", "disable_tqdm": True}
+        table = Table.from_dict({"input_ids": [list(range(3, 20))] * 8})
+        arguments = SFTConfig(str(tmp_path), **settings, **more)
+        return RingSFTTrainer(
+            model=with_experts("mixtral").float(), args=arguments, train_dataset=table, processing_class=tokenizer
+        )
+
+    with launched(0, 1):
+        with pytest.raises(ValueError, match=r"takes no aux_loss_enabled: trl weighs .*: pass router_aux_loss_coef=0.0"):
+            trainer()
+        assert trainer(router_aux_loss_coef=0.0).train().global_step == 1
