@@ -57,7 +57,7 @@ def extrapolation(ranks: list[int], tokens: list[int]) -> Table:
             load = Load(RingPlan("zigzag", causal(), n, local), 1, 32, 8, 128, 128, 2, min(n, 8))
             ideal = load.ideal(H200).both
             rows = []
-            for strategy in candidates(load):
+            for strategy in candidates(load, H200):
                 name, group = name_of(strategy), group_of(strategy, n)
                 rows.append((seconds(name, load, H200, group).both, str(strategy), memory(name, load, group)))
             for number, (taken, text, held) in enumerate(sorted(rows)):

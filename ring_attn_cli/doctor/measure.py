@@ -106,9 +106,22 @@ def table(framework: str, machine: Machine, timings: Sequence[Timings]) -> Rende
     for size, seconds in timings[0].link:
         found.add_row(f"to the next rank, {size / 2**20:.3g} MiB", f"{size / seconds / 1e9:.3g} GB/s")
     found.add_row("to the next rank", f"{machine.links[-1][1] / 1e9:.3g} GB/s after {machine.latency * 1e6:.3g} us")
+    found.add_row("kernels beside a transfer", f"{machine.contention:.0%} of its time longer")
+    if machine.peer:
+        found.add_row(
+            "copy engine, from the next rank", f"{machine.peer / 1e9:.3g} GB/s after {machine.peer_latency * 1e6:.3g} us"
+        )
+    elif timings[0].no_peer:
+        found.add_row("copy engine, from the next rank", f"not measured: {timings[0].no_peer}")
     found.add_row("all-gather, received", f"{machine.collective / 1e9:.3g} GB/s")
     found.add_row("to another host, as given", f"{machine.network / 1e9:.3g} GB/s")
     hosts = machine.host_forward, machine.host_backward, machine.host_send, machine.host_copy
     found.add_row("host: forward, backward, send, copy", ", ".join(f"{each * 1e6:.3g}" for each in hosts) + " us")
+    if machine.peer:
+        pull, push = (
+            (machine.host_pull_forward, machine.host_pull_backward),
+            (machine.host_push_forward, machine.host_push_backward),
+        )
+        found.add_row("host: a step of pull, push", ", ".join(f"{f * 1e6:.3g} / {b * 1e6:.3g}" for f, b in (pull, push)) + " us")
     found.add_row("memory of a rank", f"{machine.memory / 2**30:.4g} GiB")
     return found

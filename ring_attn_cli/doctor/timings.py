@@ -60,6 +60,10 @@ class Timings:
     ``copy``: (bytes, seconds). ``link`` counts bytes that each rank sends to the next, all ranks at once; ``collective`` bytes
     that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: seconds of the host to launch each, 0 on
     a CPU. ``memory``: the rank's memory in bytes. ``noise``: that of ``Repeats``.
+
+    ``contention``: see ``Machine``. ``peer``: (bytes, seconds) of copies from the next rank's memory by the copy engine, all
+    ranks at once; empty if they were not measured, and then ``no_peer`` says why. ``host_pull``, ``host_push``: the host's
+    seconds for a step, forward and backward.
     """
 
     device: str
@@ -75,6 +79,11 @@ class Timings:
     host_send: float
     host_copy: float
     noise: float
+    contention: float = 0.0
+    peer: Points = ()
+    no_peer: str = ""
+    host_pull: tuple[float, float] = (0.0, 0.0)
+    host_push: tuple[float, float] = (0.0, 0.0)
 
     def of_token(self, dim: int, backward: bool) -> tuple[float, float]:
         """Return the seconds of attention per query and head: a constant part, and the part per visible key."""
@@ -128,6 +137,7 @@ def _of_rank(each: Timings, ranks: int, network: float) -> Machine:
     backward_step, _ = each.of_token(FITTED, True)
     latency, of_byte = line(each.link)
     copies = 1 / line(each.copy)[1]
+    peer_latency, of_peer_byte = line(each.peer) if each.peer else (0.0, 0.0)
     return Machine(
         name=each.device,
         forward_rate=each.rate(FITTED, False),
@@ -146,4 +156,11 @@ def _of_rank(each: Timings, ranks: int, network: float) -> Machine:
         host_copy=each.host_copy,
         copies=copies,
         memory=each.memory,
+        contention=each.contention,
+        peer=1 / of_peer_byte if each.peer else 0.0,
+        peer_latency=peer_latency,
+        host_pull_forward=each.host_pull[0],
+        host_pull_backward=each.host_pull[1],
+        host_push_forward=each.host_push[0],
+        host_push_backward=each.host_push[1],
     )

@@ -11,7 +11,11 @@ import torch
 import torch.distributed as dist
 
 from ring_attn_core.masks import full
+from ring_attn_core.problem.strategies import PEERS
 from ring_attn_torch import ring_attention
+from ring_attn_torch.attend.keys import Keys
+from ring_attn_torch.ring.agreement import same_error
+from ring_attn_torch.ring.peers import FLAG_BYTES, copy, free, peers_of
 from ring_attn_torch.ring.transfer import send
 
 from ..processes import Report
@@ -21,6 +25,8 @@ from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, P
 REPEATS = 7
 LAUNCHES = 20
 """Number of calls whose launches are timed together on the host."""
+SHORT = 128
+"""Tokens of a rank in calls whose launches are timed."""
 
 
 def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience: float) -> None:
@@ -32,6 +38,8 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
     found = attention(clock, sizes) | copies(clock, sizes)
     with member(device, rank, ranks, store, patience):
         found |= transfers(clock, sizes, ranks)
+        if device.type == "cuda":
+            found |= contention(clock, sizes, found["link"][-1]) | peer_copies(clock, sizes, rank, ranks)
     name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
@@ -81,17 +89,22 @@ def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
         calls = {tokens: _passes(clock, sizes, tokens, dim) for tokens in sizes.tokens}
         forward[dim] = tuple((tokens, clock.seconds(call[0])) for tokens, call in calls.items())
         backward[dim] = tuple((tokens, clock.seconds(call[1])) for tokens, call in calls.items())
-    short = _passes(clock, sizes, 128, FITTED)
+    short = _passes(clock, sizes, SHORT, FITTED)
     host = {"host_forward": clock.host(short[0]), "host_backward": clock.host(short[1])}
     return {"forward": forward, "backward": backward} | host
 
 
-def _passes(clock: Clock, sizes: MeasuredSizes, tokens: int, dim: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return functions that run a forward and a backward of full attention, in a ring of one rank."""
+def _passes(
+    clock: Clock, sizes: MeasuredSizes, tokens: int, dim: int, **ring: Any
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """Return functions that run a forward and a backward of full attention.
+
+    ``ring``: the group and strategy. Before this process joins a group it is a ring of one rank.
+    """
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    run = lambda: ring_attention(*inputs, layout="contiguous", mask=full())
+    run = lambda: ring_attention(*inputs, layout="contiguous", mask=full(), **ring)
     out = run()
     return run, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)  # type: ignore[arg-type]
 
@@ -124,3 +137,44 @@ def transfers(clock: Clock, sizes: MeasuredSizes, ranks: int) -> dict[str, Any]:
 def hop(x: torch.Tensor, group: Any) -> None:
     """Send a tensor to the next rank and wait for the tensor from the previous rank."""
     send((x,), 1, group).wait()
+
+
+def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float]) -> dict[str, Any]:
+    """Return by which share of a hop's time attention takes longer beside the hop. ``hop_alone``: bytes and seconds of a hop."""
+    size, seconds = hop_alone
+    group, x = dist.group.WORLD, torch.zeros(int(size), dtype=torch.uint8, device=clock.device)
+    alone: Any = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    attend, _ = _passes(clock, sizes, sizes.tokens[-1], FITTED, group=alone)
+
+    def beside() -> None:
+        for _ in range(IN_FLIGHT):
+            hop = send((x,), 1, group)
+            attend()
+            hop.wait()
+
+    longer = clock.seconds(beside) - clock.seconds(lambda: [attend() for _ in range(IN_FLIGHT)])
+    return {"contention": max(longer, 0.0) / IN_FLIGHT / seconds}
+
+
+def peer_copies(clock: Clock, sizes: MeasuredSizes, rank: int, ranks: int) -> dict[str, Any]:
+    """Return the times of copies from the next rank's memory, and of the host in a step of "pull" and "push".
+
+    Return the reason if the GPUs do not share memory.
+    """
+    group: Any = dist.group.WORLD
+    there = Keys(torch.zeros(sizes.bytes[-1], dtype=torch.uint8, device=clock.device))
+    try:
+        with same_error(group):
+            buffers = peers_of(group, "push", there, torch.uint8)
+    except (ValueError, RuntimeError) as error:
+        return {"no_peer": str(error).partition("\n")[0]}
+    found: dict[str, Any] = {"peer": ()}
+    for size in sizes.bytes:
+        here, source = there.kv[:size], buffers.bytes_of((rank + 1) % ranks, FLAG_BYTES, size)
+        taken = clock.seconds(lambda here=here, source=source: [copy([here], [source]) for _ in range(IN_FLIGHT)])
+        found["peer"] += ((float(size), taken / IN_FLIGHT),)
+    for strategy in PEERS:
+        calls = _passes(clock, sizes, SHORT, FITTED, strategy=strategy)
+        found[f"host_{strategy}"] = tuple(clock.host(call) / ranks for call in calls)
+        free(group, strategy)
+    return found

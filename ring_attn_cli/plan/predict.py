@@ -120,6 +120,7 @@ def problem_of(prediction: PredictOptions, machine: Machine) -> Problem:
     q, k = (1, local, heads, prediction.head_dim), (1, local, kv_heads, prediction.head_dim)
     options = Options(layout=prediction.layout, mask=masks.parse(prediction.mask), length=prediction.length)
     where = {"device": "cuda", "framework": "torch", "machine": machine, "host_ranks": prediction.host_gpus}
+    where["peer_access"] = prediction.gpus <= prediction.host_gpus
     return Problem(q, k, k, ("bfloat16",) * 3, ranks=prediction.gpus, options=options, **where)  # type: ignore[arg-type]
 
 
@@ -138,7 +139,7 @@ def _table(problem: Problem) -> RenderableType:
     table.add_column("strategy", no_wrap=True)
     for name in ("forward ms", "backward", "efficiency", "sent GiB", "backward", "memory GiB"):
         table.add_column(name, justify="right")
-    for strategy in candidates(load):
+    for strategy in candidates(load, machine):
         held = memory(name_of(strategy), load, group_of(strategy, problem.ranks))
         seconds = predicted.get(str(strategy))
         if seconds is None:

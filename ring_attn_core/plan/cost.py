@@ -2,13 +2,15 @@
 
 Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order of ``ring/strategies/`` of both packages.
 All transfers of a call share one queue, like those of a process group in PyTorch, even if some of them cross between hosts. The
-plan gives the visible pairs, the shapes give the bytes, and a ``Machine`` gives the rates of computation and transfer.
+copies of "pull" and "push" share a copy engine. The plan gives the visible pairs, the shapes give the bytes, and a ``Machine``
+gives the rates of computation and transfer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import NamedTuple
 
 from .direct import DirectPlan
@@ -95,6 +97,8 @@ def memory(name: str, load: Load, group: int = 0) -> int:
     if name == "ulysses":
         sent = load.item * (load.q * (load.head_dim + 2 * load.v_dim) + load.kv * _head_split_of(load, group).copies)
         return 3 * sent + load.wide * (load.q * load.head_dim + 2 * load.kv) + (group < ranks) * (keys + 2 * gradients)
+    if name in PEER_SLOTS:
+        return PEER_SLOTS[name].memory * keys + 4 * gradients  # the inbox has two slots, and two gradients are on their way to it
     shards = {"ring": 1, "direct": 1, "two_way": 2, "two_level": 2}[name]
     return shards * (keys + 2 * gradients)
 
@@ -273,6 +277,51 @@ def _two_level(run: Pass, group: int) -> None:
         line.wait(line.send(gradients, load.hosts > 1) if levels.crossing_home else None)
 
 
+class PeerSlots(NamedTuple):
+    """The slots of keys of "pull" or "push". ``ahead``: the transfers that a rank starts ahead of the step that needs them.
+
+    ``published``: whether a rank copies its keys into a slot for others. ``memory``: all slots of a rank.
+    """
+
+    ahead: int
+    published: bool
+    memory: int
+
+
+PEER_SLOTS = {"pull": PeerSlots(2, True, 5), "push": PeerSlots(3, False, 3)}
+"""By strategy; see ``ring/strategies/pull.py`` and ``push.py`` of the PyTorch package."""
+
+
+def _peers(name: str, run: Pass, group: int) -> None:
+    """Schedule "pull" or "push": a copy engine brings whole shards straight from their owners, up to ``ahead`` steps early.
+
+    In the backward it also takes the gradients of a step to their owner, which adds them after its next step.
+    """
+    line, load, machine, slots = run.line, run.load, run.machine, PEER_SLOTS[name]
+    line.host_step = getattr(machine, f"host_{name}_{'backward' if run.backward else 'forward'}")
+    keys, gradients, steps = load.kv * load.item, load.kv * load.wide, len(load.plan.shifts)
+    if slots.published:
+        line.copy(2 * keys, 0)
+    arriving = {i: line.peer_copy(keys) for i in range(1, min(slots.ahead + 1, steps))}
+    returning: float | None = None
+    for i, shift in enumerate(load.plan.shifts):
+        line.wait(arriving.get(i))
+        line.compute(run.seconds(run.work(shift), True))
+        if run.backward and i:
+            sent = line.peer_copy(gradients)
+            _add_from_inbox(run, returning)
+            returning = sent
+        if 0 < i < steps - slots.ahead:
+            arriving[i + slots.ahead] = line.peer_copy(keys)
+    _add_from_inbox(run, returning)
+
+
+def _add_from_inbox(run: Pass, arrival: float | None) -> None:
+    if arrival is not None:
+        run.line.wait(arrival)
+        run.line.copy(3 * run.load.kv * run.load.wide, 0)
+
+
 SCHEDULES = {
     "ring": _ring,
     "direct": _direct,
@@ -280,5 +329,7 @@ SCHEDULES = {
     "gather": _gather,
     "ulysses": _ulysses,
     "two_level": _two_level,
+    "pull": partial(_peers, "pull"),
+    "push": partial(_peers, "push"),
 }
 """The schedule of each strategy."""

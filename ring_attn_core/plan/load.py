@@ -32,7 +32,7 @@ class Load:
 
     ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
     host, 0 if unknown. ``share``: visible pairs divided by the mask's pairs, below 1 for packed documents of known lengths.
-    ``extents``: whether queries have extents.
+    ``extents``: whether queries have extents. ``peer_access``: as in ``Problem``.
     """
 
     plan: RingPlan
@@ -45,6 +45,7 @@ class Load:
     host_ranks: int
     share: float = 1.0
     extents: bool = False
+    peer_access: bool = False
 
     @property
     def hosts(self) -> int:

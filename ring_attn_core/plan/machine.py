@@ -30,6 +30,11 @@ class Machine:
     a host. ``network``: bytes that a rank sends to another host. ``latency``, ``network_latency``: time before the first byte.
     ``host_forward``, ``host_backward``, ``host_send``, ``host_copy``: the host's time to start a step, a transfer or a copy.
     ``copies``: bytes moved by copies in a rank's memory. ``memory``: size of a rank's memory.
+
+    Fields with a default are 0 if they were not measured. ``contention``: the share of a transfer's time by which kernels beside
+    it take longer, because NCCL's kernels take multiprocessors from them. ``peer``, ``peer_latency``: bytes that a rank copies
+    from the memory of another GPU of its host by the copy engine, and the time before the first byte. ``host_pull_...``,
+    ``host_push_...``: the host's time for a step of the strategies "pull" and "push", transfers and flags included.
     """
 
     name: str
@@ -49,6 +54,13 @@ class Machine:
     host_copy: float
     copies: float
     memory: float
+    contention: float = 0.0
+    peer: float = 0.0
+    peer_latency: float = 0.0
+    host_pull_forward: float = 0.0
+    host_pull_backward: float = 0.0
+    host_push_forward: float = 0.0
+    host_push_backward: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -60,8 +72,9 @@ class Machine:
             if name in ("name", "links") and not isinstance(value, float | int):
                 continue
             number = isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or value < 0 or (value == 0 and name in RATES):
-                raise ValueError(f"{name} must be a finite number {'above' if name in RATES else 'of at least'} 0, got {value!r}")
+            above = name in RATES and name not in OPTIONAL
+            if not number or value < 0 or (value == 0 and above):
+                raise ValueError(f"{name} must be a finite number {'above' if above else 'of at least'} 0, got {value!r}")
 
     def link(self, ranks: int) -> float:
         """Return the rate of a link, in bytes per second, if ``ranks`` ranks of a host send at once.
@@ -82,18 +95,21 @@ class Machine:
             version = found.get("version") if isinstance(found, dict) else None
             raise ValueError(f"it is not a record of version {VERSION}, but of {version!r}")
         names = {field.name for field in fields(cls)}
-        wrong = sorted(names ^ (found.keys() - {"version"}))
+        wrong = sorted((names ^ (found.keys() - {"version"})) - (OPTIONAL - found.keys()))
         if wrong:
             raise ValueError(f"it lacks, or has besides the fields of a record: {', '.join(wrong)}")
         links = found["links"]
         if not isinstance(links, list) or not all(isinstance(pair, list) for pair in links):
             raise ValueError(f"links must be a list of pairs, got {links!r}")
-        values: dict[str, Any] = {name: found[name] for name in names} | {"links": tuple(map(tuple, links))}
+        values: dict[str, Any] = {name: found[name] for name in names & found.keys()} | {"links": tuple(map(tuple, links))}
         return cls(**values)
 
 
-RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "copies", "memory")
+RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "copies", "memory", "peer")
 """The fields whose larger values are better; in all other numeric fields smaller values are."""
+
+OPTIONAL = frozenset(field.name for field in fields(Machine) if field.default == 0)
+"""The fields that older records lack: 0 if they were not measured."""
 
 
 def slowest(machines: Sequence[Machine]) -> Machine:
@@ -135,8 +151,30 @@ H200 = Machine(
 and single launches, all else is fitted to calls on two GPUs (benchmarks/simulate). ``network`` and ``network_latency`` are
 nominal: 400 Gb/s for each GPU, 9 tenths of it data."""
 
-H100 = replace(H200, name="NVIDIA H100", copies=1.75e12, memory=80e9)
-"""As H200, with the bandwidth and size of its own memory; otherwise not measured."""
+H100 = replace(
+    H200,
+    name="NVIDIA H100",
+    forward_rate=615e12,
+    backward_rate=502e12,
+    forward_step=0.2e-9,
+    forward_state=0.18e-9,
+    backward_step=0.34e-9,
+    host_forward=75e-6,
+    host_backward=310e-6,
+    host_send=195e-6,
+    host_copy=22e-6,
+    copies=1.75e12,
+    memory=80e9,
+    contention=0.7,
+    peer=374e9,
+    peer_latency=5e-6,
+    host_pull_forward=220e-6,
+    host_pull_backward=600e-6,
+    host_push_forward=245e-6,
+    host_push_backward=620e-6,
+)
+"""One of four NVLink GPUs of a host, fitted to calls of 2,048 and 8,192 tokens on them (benchmarks/simulate). ``peer`` was
+measured alone; links, collectives and the network are those of the H200."""
 
 BUILT_IN = (H200, H100)
 

@@ -20,10 +20,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Hardware(NamedTuple):
-    """The hardware of a ring: the record of its machine (None: not measured), and ``host_ranks`` as in ``Problem``."""
+    """The hardware of a ring: its machine's record (None: not measured), ``host_ranks`` and ``peer_access`` as in ``Problem``."""
 
     machine: Machine | None = None
     host_ranks: int = 0
+    peer_access: bool = False
 
 
 def path_of(framework: str, device: str) -> Path:

@@ -2,11 +2,13 @@
 
 All ranks run the same program, and each step takes as long as on its slowest rank, so the model needs only one rank. The host
 starts launches and transfers ahead of time. A transfer begins when all earlier launches on the GPU and all earlier transfers in
-the queue have ended. A launch waits for the transfers that it needs; launches before it overlap with these transfers.
+the queue have ended. A launch waits for the transfers that it needs; launches before it overlap with these transfers, and take
+longer by a share of the overlap. Copies between GPUs by the copy engine have a queue of their own and slow no launch.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .machine import Machine
@@ -14,7 +16,7 @@ from .machine import Machine
 
 @dataclass
 class Timeline:
-    """The times, in seconds from the start of a call, at which the host, the GPU and the queue are free. Nothing is measured.
+    """The seconds from the start of a call until the host, the GPU, the queue and the copy engine are free. Nothing is measured.
 
     ``ranks``: number of ranks of a host that send at the same time. ``host_step``: the host's time to start a step.
     """
@@ -25,11 +27,13 @@ class Timeline:
     host: float = 0.0
     gpu: float = 0.0
     queue: float = 0.0
+    engine: float = 0.0
 
     def compute(self, seconds: float) -> None:
         """Add the kernels of a step, which take ``seconds`` on the GPU."""
         self.host += self.host_step
-        self.gpu = max(self.gpu, self.host) + seconds
+        start = max(self.gpu, self.host)
+        self.gpu = start + seconds + self.machine.contention * max(min(self.queue - start, seconds), 0.0)
 
     def copy(self, size: float, launches: int = 1) -> None:
         """Add a copy of ``size`` bytes within the GPU's memory, in ``launches`` launches."""
@@ -45,6 +49,15 @@ class Timeline:
         """Add a collective that receives ``inside`` bytes from this host and ``across`` bytes from others; return its end."""
         seconds = max(inside / self.machine.collective, across / self.machine.network)
         return self._transfer(seconds, across > 0)
+
+    def peer_copy(self, size: float) -> float:
+        """Add a copy of ``size`` bytes from or to the memory of another GPU, by the copy engine, and return its end.
+
+        It never ends if the copy engine was not measured. The host's time for it is a part of ``host_step``.
+        """
+        seconds = self.machine.peer_latency + size / self.machine.peer if self.machine.peer else math.inf
+        self.engine = max(self.engine, self.gpu, self.host) + seconds
+        return self.engine
 
     def _transfer(self, seconds: float, crosses: bool) -> float:
         self.host += self.machine.host_send

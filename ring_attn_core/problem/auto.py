@@ -18,6 +18,9 @@ from .strategies import Strategy, group_of, name_of, objection
 GAIN = 1.02
 """The least predicted gain over the ring for which "auto" takes another strategy; smaller ones are noise."""
 
+MARGIN = 1.005
+"""The least predicted gain over another candidate than the ring; otherwise "auto" takes the first of them."""
+
 ROOM = 1 / 16
 """The share of a rank's memory that a strategy may take in addition to the memory that the ring takes."""
 
@@ -40,8 +43,8 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
     """Choose the strategy that "auto" takes for a call.
 
     The choice is "ring" if no keys travel, if the machine is unknown (``machine`` is None), or if the cost model does not cover
-    the call. Otherwise the choice is the fastest candidate within the limits ROOM (memory) and GAIN (time). ``backend``: the
-    call's option. ``device``: kind of the device.
+    the call. Otherwise the choice is the fastest candidate within the limits ROOM (memory), GAIN and MARGIN (time).
+    ``backend``: the call's option. ``device``: kind of the device.
     """
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:
@@ -52,19 +55,24 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
         return ring(f"the ring: {why}")
     predicted: dict[str, Seconds] = {}
     fastest: Strategy = "ring"
-    for strategy in candidates(load):
+    for strategy in candidates(load, machine):
         name, group = name_of(strategy), group_of(strategy, load.plan.ranks)
         if memory(name, load, group) - memory("ring", load) > ROOM * machine.memory:
             continue
         predicted[str(strategy)] = taken = seconds(name, load, machine, group)
-        if taken.both < predicted[str(fastest)].both / (GAIN if fastest == "ring" else 1.0):
+        if taken.both < predicted[str(fastest)].both / (GAIN if fastest == "ring" else MARGIN):
             fastest = strategy
     return Choice(fastest, _why(load, fastest, predicted), predicted)
 
 
-def candidates(load: Load) -> Iterator[Strategy]:
-    """Yield the strategies that can run a call, "ring" first. The ranks of a host form a group."""
+def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
+    """Yield the strategies that can run a call, "ring" first. The ranks of a host form a group.
+
+    "push" and "pull" are among them only if their copies were measured on the machine and all ranks are on one host.
+    """
     all_of_them: tuple[Strategy, ...] = ("ring", "direct", "two_way", "gather", "ulysses")
+    if load.peer_access and machine.peer and load.hosts == 1:
+        all_of_them += ("push", "pull")
     if load.hosts > 1 and load.host_ranks > 1:
         all_of_them += (Ulysses(ranks=load.host_ranks), TwoLevel(ranks=load.host_ranks))
     for strategy in all_of_them:
@@ -102,6 +110,8 @@ def _gain(load: Load, strategy: Strategy) -> str:
             return "gradients go straight to their owner, while the next step is computed"
         case "two_way":
             return "no step waits for gradients of the step before it, and at most half of the hops follow one another"
+        case "pull" | "push":
+            return "copy engines move keys and gradients straight between owners and readers, beside the kernels"
         case "gather":
             return f"shards of {tokens:,} tokens are short: one step and one transfer cost less than {hops + 1} steps"
         case "ulysses":

@@ -26,7 +26,8 @@ class Problem:
     ``arrays``: the optional arrays of the call, in the order of the signature. ``capability``: compute capability of the NVIDIA
     GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
     descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX. ``machine``: the machine's record for the cost
-    model, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown.
+    model, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown. ``peer_access``:
+    whether the ranks can copy from and to the memory of each other's GPUs in this call, so that "auto" may take "pull" or "push".
     """
 
     q_shape: tuple[int, ...]
@@ -43,6 +44,7 @@ class Problem:
     traced_layout: bool = False
     machine: Machine | None = None
     host_ranks: int = 0
+    peer_access: bool = False
 
     @cached_property
     def plan(self) -> RingPlan:
@@ -82,7 +84,8 @@ class Problem:
         (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
         extents = any(array.name in ("extents", "key_extents") for array in self.arrays)
         hosts = min(self.host_ranks, self.ranks)
-        return Load(self.plan, b, heads, kv_heads, d, e, ITEM[self.dtypes[0]], hosts, extents=extents)
+        item, access = ITEM[self.dtypes[0]], self.peer_access
+        return Load(self.plan, b, heads, kv_heads, d, e, item, hosts, extents=extents, peer_access=access)
 
     @property
     def scale(self) -> float:

@@ -61,7 +61,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
     """Describe the call as a Problem that includes the ring's hardware record. ``exchange``: see ``on_hardware``."""
-    return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), group, exchange)
+    return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
 
 
 @lru_cache(maxsize=MOST_KNOWN)

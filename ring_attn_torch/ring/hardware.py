@@ -16,6 +16,7 @@ from ring_attn_core.records import MOST_KNOWN
 
 from .agreement import exchange, same_error
 from .groups import Group, rank_in
+from .reach import Reach, reach, shared
 
 MEASURED = ("cuda",)
 """The kinds of device whose records are read. On CPUs "auto" takes the ring, so that no test depends on a user's file."""
@@ -23,36 +24,38 @@ MEASURED = ("cuda",)
 _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 
 
-def on_hardware(problem: Problem, group: Group, may_exchange: bool = True) -> Problem:
+def on_hardware(problem: Problem, device: torch.device, group: Group, may_exchange: bool = True) -> Problem:
     """Add rank 0's machine record to the problem if strategy "auto" can use it, else return the problem unchanged.
 
-    A group's first call is a collective: the ranks exchange rank 0's record and their host names. Later calls read the cached
-    result. With ``may_exchange`` False, as in a backward, and during CUDA graph capture only the cache is read. Raise ValueError,
-    the same on every rank, if rank 0 cannot read its record or if the ranks disagree on the problem.
+    A group's first call is a collective: the ranks exchange rank 0's record, their host names and the GPUs that each of them
+    reaches. Later calls read the cached result. With ``may_exchange`` False, as in a backward, and during CUDA graph capture only
+    the cache is read. A graph cannot hold "pull" and "push", so their memory counts as out of reach during capture. Raise
+    ValueError, the same on every rank, if rank 0 cannot read its record or if the ranks disagree on the problem.
     """
     if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
         return problem
-    known = _known.get(group)
+    known, capturing = _known.get(group), torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     if known is None:
-        if not may_exchange or (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):
+        if not may_exchange or capturing:
             return problem
-        known = _known[group] = _exchanged(problem, group)
-    return problem if known.machine is None else _with(problem, known)
+        known = _known[group] = _exchanged(problem, device, group)
+    return problem if known.machine is None else _with(problem, known, known.peer_access and not capturing)
 
 
-def _exchanged(problem: Problem, group: dist.ProcessGroup) -> Hardware:
+def _exchanged(problem: Problem, device: torch.device, group: dist.ProcessGroup) -> Hardware:
     with same_error(group):
         problem.check()
         record = stored("torch", device_name()) if rank_in(group) == 0 else None
-        mine = [host(), None if record is None else record.to_json()]
+        mine = [host(), None if record is None else record.to_json(), reach(device)]
     sent = exchange({"call": "ring_attention"} | problem.fingerprint(), mine, group)
     if None in sent:
         raise RuntimeError(
             f'this rank runs its first call with strategy="auto" on this group, and rank {sent.index(None)} does not: every rank '
             "must make the same calls in the same order"
         )
-    text = sent[0][1]
-    return Hardware(None if text is None else Machine.from_json(text), ranks_of_a_host([name for name, _ in sent]))
+    hosts, records, reached = zip(*sent, strict=True)
+    machine = None if records[0] is None else Machine.from_json(records[0])
+    return Hardware(machine, ranks_of_a_host(hosts), shared([Reach(*each) for each in reached]))
 
 
 def device_name() -> str:
@@ -61,5 +64,5 @@ def device_name() -> str:
 
 
 @lru_cache(maxsize=MOST_KNOWN)
-def _with(problem: Problem, known: Hardware) -> Problem:
-    return replace(problem, machine=known.machine, host_ranks=known.host_ranks)
+def _with(problem: Problem, known: Hardware, peer_access: bool) -> Problem:
+    return replace(problem, machine=known.machine, host_ranks=known.host_ranks, peer_access=peer_access)

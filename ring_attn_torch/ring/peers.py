@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn_core.kernels import driver
-from ring_attn_core.plan.measured import host
 
 from ..attend.keys import Keys
 from .agreement import exchange, timeout
 from .groups import rank_in, ranks_of
+from .reach import check_access
 from .rendezvous import rendezvous
 
 FLAG_BYTES = 4096
@@ -254,25 +254,6 @@ def free(group: dist.ProcessGroup, strategy: str) -> None:
         if found.device.type == "cuda":
             torch.cuda.synchronize(found.device)
         exchange("free the memory of peers", None, group)  # no rank may still read or write these buffers
-
-
-def check_access(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Raise ValueError, the same on every rank, if a rank is on another host or its GPU cannot reach the others' memory."""
-    visible = range(torch.cuda.device_count()) if device.type == "cuda" else ()
-    uuid = lambda gpu: str(torch.cuda.get_device_properties(gpu).uuid)
-    reached = [uuid(gpu) for gpu in visible if gpu == device.index or torch.cuda.can_device_access_peer(device, gpu)]
-    here = {uuid(gpu) for gpu in visible}
-    mine = [host(), uuid(device) if visible else "", [gpu for gpu in here if gpu not in reached]]
-    found = exchange("the reach of GPUs", mine, group)
-    gpus = {gpu for _, gpu, _ in found}
-    away = [rank for rank, (name, *_) in enumerate(found) if name != found[0][0]]
-    cut_off = [rank for rank, (*_, unreached) in enumerate(found) if gpus & {*unreached}]
-    if away or cut_off:
-        why = f"rank {away[0]} is on another host" if away else f"the GPU of rank {cut_off[0]} does not reach that of the others"
-        raise ValueError(
-            f'strategy="pull" and "push" copy between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
-            'strategy="auto", which takes one that can'
-        )
 
 
 def copy(to: Sequence[Tensor | None], source: Sequence[Tensor | None]) -> None:

@@ -1,0 +1,66 @@
+"""The GPUs whose memory each rank can copy: what the strategies "pull" and "push" need, and "auto" before it takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from ring_attn_core.plan.measured import host
+
+from .agreement import exchange
+
+
+class Reach(NamedTuple):
+    """The GPU of a rank and its access to other GPUs, by their UUIDs.
+
+    ``index``: the GPU's number among those that the rank's process sees. ``reached``: the GPUs whose memory it can copy, itself
+    included. ``cut_off``: the other GPUs that the process sees.
+    """
+
+    host: str
+    gpu: str = ""
+    index: int = 0
+    reached: Sequence[str] = ()
+    cut_off: Sequence[str] = ()
+
+
+def reach(device: torch.device) -> Reach:
+    """Return the reach of this rank's GPU, or of a rank without a GPU."""
+    if device.type != "cuda":
+        return Reach(host())
+    mine, visible = device.index, range(torch.cuda.device_count())
+    gpus = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in visible]
+    reached = [gpus[gpu] for gpu in visible if gpu == mine or torch.cuda.can_device_access_peer(mine, gpu)]
+    return Reach(host(), gpus[mine], mine, reached, [gpu for gpu in gpus if gpu not in reached])
+
+
+def shared(ranks: Sequence[Reach]) -> bool:
+    """Return True if each rank has a GPU of its own on one host, and sees and reaches those of all others."""
+    gpus = {each.gpu for each in ranks}
+    apart = len(gpus) == len({each.index for each in ranks}) == len(ranks)
+    return apart and not cut_off(ranks) and all(gpus <= {*each.reached} for each in ranks)
+
+
+def cut_off(ranks: Sequence[Reach]) -> str:
+    """Return why a rank cannot copy the memory of the others, or "" if nothing is known to prevent it."""
+    gpus = {each.gpu for each in ranks}
+    for rank, each in enumerate(ranks):
+        if each.host != ranks[0].host:
+            return f"rank {rank} is on another host"
+    for rank, each in enumerate(ranks):
+        if gpus & {*each.cut_off}:
+            return f"the GPU of rank {rank} does not reach that of the others"
+    return ""
+
+
+def check_access(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Raise ValueError, the same on every rank, if a rank is on another host or its GPU cannot reach the others' memory."""
+    ranks = [Reach(*each) for each in exchange("the reach of GPUs", reach(device), group)]
+    if why := cut_off(ranks):
+        raise ValueError(
+            f'strategy="pull" and "push" copy between GPUs that reach each other\'s memory, and {why}: pass another strategy, or '
+            'strategy="auto", which takes one that can'
+        )
