@@ -41,11 +41,12 @@ from .points import points
 
 def errors() -> Table:
     """Return the error of each measured point in percent."""
-    table = Table("call", "framework", "strategy", "fitted", "forward", "backward", "both", title="error of the model, %")
+    names = "GPU", "call", "framework", "strategy", "fitted", "forward", "backward", "both"
+    table = Table(*names, title="error of the model, %")
     for point in points():
-        forward, backward = point.errors(H200)
-        numbers = (f"{each:+.1%}" for each in (forward, backward, point.error(H200)))
-        table.add_row(point.call, point.framework, point.strategy, "yes" if point.fitted else "", *numbers)
+        gpu, (forward, backward) = f"{point.load.plan.ranks} x {point.machine.name}", point.errors()
+        numbers = (f"{each:+.1%}" for each in (forward, backward, point.error()))
+        table.add_row(gpu, point.call, point.framework, point.strategy, "yes" if point.fitted else "", *numbers)
     return table
 
 

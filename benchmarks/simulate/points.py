@@ -1,4 +1,4 @@
-"""The measured points: calls of benchmarks/results/ring-h200-x2.json as loads of the cost model, and which ones were fitted."""
+"""The measured points: calls of benchmarks/results as loads of the cost model, and which ones its records were fitted to."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Any, NamedTuple
 from ring_attn_core import causal
 from ring_attn_core.plan.cost import SCHEDULES, seconds
 from ring_attn_core.plan.load import Load, Seconds
-from ring_attn_core.plan.machine import Machine
+from ring_attn_core.plan.machine import H100, H200, Machine
 
 from ..ring.problem import Call
 from ..support.report import RESULTS
 
-RANKS = 2
+FILES = (("ring-h200-x2", H200), ("ring-h100-x4", H100), ("documents-h100-x4", H100))
+"""The results, and the records of the machines on which they were measured."""
 
 
 class Point(NamedTuple):
     """A measured call and strategy. ``fitted``: True if the machine's record was fitted to it."""
 
+    machine: Machine
     framework: str
     call: str
     strategy: str
@@ -27,36 +29,58 @@ class Point(NamedTuple):
     load: Load
     fitted: bool
 
-    def errors(self, machine: Machine) -> Seconds:
-        """Return predicted / measured time - 1, for the forward and for the backward."""
-        predicted = seconds(self.strategy, self.load, machine, RANKS)
-        return Seconds(*(a / b - 1 for a, b in zip(predicted, self.measured, strict=True)))
+    def __str__(self) -> str:
+        return f"{self.machine.name}, {self.framework}, {self.call}, {self.strategy}"
 
-    def error(self, machine: Machine) -> float:
+    @property
+    def predicted(self) -> Seconds:
+        """Return the time that the model predicts."""
+        return seconds(self.strategy, self.load, self.machine, self.load.plan.ranks)
+
+    def errors(self) -> Seconds:
+        """Return predicted / measured time - 1, for the forward and for the backward."""
+        return Seconds(*(a / b - 1 for a, b in zip(self.predicted, self.measured, strict=True)))
+
+    def error(self) -> float:
         """Return predicted / measured time - 1, for forward and backward together."""
-        return seconds(self.strategy, self.load, machine, RANKS).both / self.measured.both - 1
+        return self.predicted.both / self.measured.both - 1
 
 
 def points() -> list[Point]:
-    """Return the measured points of two H200s."""
-    rows: list[dict[str, Any]] = json.loads((RESULTS / "ring-h200-x2.json").read_text())["rows"]
-    return [_point(row) for row in rows if row["candidate"] in SCHEDULES]
+    """Return the measured points, without those of balanced layouts, in which "auto" is the ring."""
+    found = []
+    for name, machine in FILES:
+        rows: list[dict[str, Any]] = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+        found += [_point(row, machine) for row in rows if row["candidate"] in SCHEDULES and "balanced" not in row["call"]]
+    return found
 
 
-def _point(row: dict[str, Any]) -> Point:
-    found = re.match(r"([\d,]+) tokens, (\d+)/(\d+) heads of (\d+), (\w+)", row["call"])
+def _point(row: dict[str, Any], machine: Machine) -> Point:
+    found = re.match(r"([\d,]+) tokens, (\d+)/(\d+) heads of (\d+), (\w+).*, (\w+)", row["call"])
     assert found is not None
     tokens, heads, kv_heads, dim = (int(number.replace(",", "")) for number in found.groups()[:4])
-    call = Call(tokens, heads, kv_heads, found[5], dim=dim)
-    whole = causal().area(tokens * RANKS, tokens * RANKS)
-    share = sum(causal().area(n, n) for n in call.documents(RANKS)) / whole if call.mask == "documents" else 1.0
-    load = Load(call.plan(RANKS), 1, heads, kv_heads, dim, dim, 2, RANKS, share, call.mask == "documents")
-    short_or_usual = heads == 32 and tokens <= 8192 and call.mask == "causal"
-    fitted = row["framework"] == "torch" and (short_or_usual or (call.mask == "documents" and row["candidate"] == "ring"))
+    call, ranks, strategy = (
+        Call(tokens, heads, kv_heads, found[5], dim=dim, layout=found[6]),
+        row.get("ranks", 2),
+        row["candidate"],
+    )
+    whole, documents = causal().area(tokens * ranks, tokens * ranks), call.mask == "documents"
+    share = sum(causal().area(n, n) for n in call.documents(ranks)) / whole if documents else 1.0
+    access = machine.peer > 0
+    load = Load(call.plan(ranks), 1, heads, kv_heads, dim, dim, 2, ranks, share, documents, access)
+    usual = heads == 32 and call.mask == "causal" and row["framework"] == "torch"
+    if machine == H200:
+        fitted = (usual and tokens <= 8192) or (documents and strategy == "ring" and row["framework"] == "torch")
+    else:
+        fitted = usual and (tokens == 2048 or (tokens == 8192 and strategy in ("ring", "direct")))
     measured = Seconds(row["forward ms"] / 1e3, row["backward ms"] / 1e3)
-    return Point(row["framework"], row["call"], row["candidate"], measured, load, fitted)
+    return Point(machine, row["framework"], row["call"], strategy, measured, load, fitted)
 
 
-def joined_documents(point: Point) -> bool:
-    """Return True if the strategy computes on joined shards with extents, which the cost model does not describe."""
-    return point.load.extents and point.strategy in ("gather", "ulysses")
+def undescribed(point: Point) -> bool:
+    """Return True if the cost model does not describe the point.
+
+    These are documents on joined shards, and documents in contiguous: the model spreads the pairs of documents over all steps
+    alike, while in contiguous nearly all of them are in a rank's own shard.
+    """
+    return point.load.extents and (point.strategy in ("gather", "ulysses") or point.load.plan.layout == "contiguous")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulate.points import joined_documents, points
+from benchmarks.simulate.points import points, undescribed
 from ring_attn_core import LAYOUTS, Band, RingPlan, TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.plan.cost import SCHEDULES, memory, seconds
 from ring_attn_core.plan.load import Load
@@ -127,22 +127,23 @@ def test_no_strategy_is_predicted_faster_than_its_work_alone(name):
             assert seconds(name, call, H200, group).both > call.ideal(H200).both
 
 
-@pytest.mark.parametrize(
-    "point", [p for p in POINTS if not joined_documents(p)], ids=lambda p: f"{p.framework}-{p.call}-{p.strategy}"
-)
+@pytest.mark.parametrize("point", [p for p in POINTS if not undescribed(p)], ids=str)
 def test_the_model_is_within_ten_percent_of_what_was_measured(point):
     worst = 0.18 if point.fitted and point.strategy == "ulysses" and point.load.plan.seq_local == 2048 else 0.10
-    assert abs(point.error(H200)) < worst
+    assert abs(point.error()) < worst
 
 
-@pytest.mark.parametrize("call", sorted({(p.framework, p.call) for p in POINTS}), ids="-".join)
+@pytest.mark.parametrize("call", sorted({(p.machine.name, p.framework, p.call) for p in POINTS}), ids="-".join)
 def test_auto_takes_nothing_slower_than_the_ring_and_at_most_five_percent_slower_than_the_fastest(call):
-    here = {p.strategy: p.measured.both for p in POINTS if (p.framework, p.call) == call}
-    of_a_user = replace(next(p.load for p in POINTS if (p.framework, p.call) == call), share=1.0)  # documents are not known
-    taken = choose(of_a_user, H200, "auto", "cuda")
+    of_call = [p for p in POINTS if (p.machine.name, p.framework, p.call) == call]
+    here, one = {p.strategy: p.measured.both for p in of_call}, of_call[0]
+    of_a_user = replace(one.load, share=1.0)  # documents are not known
+    taken = choose(of_a_user, one.machine, "auto", "cuda")
+    assert str(taken.strategy) in taken.why
+    if str(taken.strategy) not in here:  # four GPUs were measured with four of the strategies
+        pytest.skip(f"{taken.strategy} was not measured")
     assert here[str(taken.strategy)] <= here["ring"]
     assert here[str(taken.strategy)] < 1.05 * min(here.values())
-    assert str(taken.strategy) in taken.why
 
 
 def test_a_record_is_read_back_from_its_json():

@@ -39,7 +39,7 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
     with member(device, rank, ranks, store, patience):
         found |= transfers(clock, sizes, ranks)
         if device.type == "cuda":
-            found |= contention(clock, sizes, found["link"][-1]) | peer_copies(clock, sizes, rank, ranks)
+            found |= contention(clock, sizes, found["link"][-1]) | peer_copies(clock, sizes, dist.group.WORLD)
     name, memory = "cpu", os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
     if device.type == "cuda":
         name, memory = torch.cuda.get_device_name(device), torch.cuda.get_device_properties(device).total_memory
@@ -156,12 +156,12 @@ def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float
     return {"contention": max(longer, 0.0) / IN_FLIGHT / seconds}
 
 
-def peer_copies(clock: Clock, sizes: MeasuredSizes, rank: int, ranks: int) -> dict[str, Any]:
+def peer_copies(clock: Clock, sizes: MeasuredSizes, group: Any) -> dict[str, Any]:
     """Return the times of copies from the next rank's memory, and of the host in a step of "pull" and "push".
 
     Return the reason if the GPUs do not share memory.
     """
-    group: Any = dist.group.WORLD
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     there = Keys(torch.zeros(sizes.bytes[-1], dtype=torch.uint8, device=clock.device))
     try:
         with same_error(group):
@@ -174,7 +174,7 @@ def peer_copies(clock: Clock, sizes: MeasuredSizes, rank: int, ranks: int) -> di
         taken = clock.seconds(lambda here=here, source=source: [copy([here], [source]) for _ in range(IN_FLIGHT)])
         found["peer"] += ((float(size), taken / IN_FLIGHT),)
     for strategy in PEERS:
-        calls = _passes(clock, sizes, SHORT, FITTED, strategy=strategy)
+        calls = _passes(clock, sizes, SHORT, FITTED, group=group, strategy=strategy)
         found[f"host_{strategy}"] = tuple(clock.host(call) / ranks for call in calls)
         free(group, strategy)
     return found
