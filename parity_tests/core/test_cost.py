@@ -10,16 +10,19 @@ import pytest
 
 from benchmarks.simulate.points import points, undescribed
 from ring_attn_core import LAYOUTS, Band, RingPlan, TwoLevel, Ulysses, causal, full, sliding_window
+from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.cost import SCHEDULES, memory, seconds
 from ring_attn_core.plan.load import Load
-from ring_attn_core.plan.machine import H100, H200, Machine, built_in, slowest
+from ring_attn_core.plan.machine import H100, H200, OPTIONAL, Machine, built_in, slowest
 from ring_attn_core.problem.auto import choose
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
+from ring_attn_core.problem.strategies import PEERS
 
 from .test_plan import MASKS, plans, visible
 
+BALANCED = balanced_layout([8192] * 4, 4)
 EXTENTS = OptionalArray("extents", (1, 8192, 2), "int32")
 POINTS = points()
 
@@ -81,6 +84,31 @@ def test_a_ring_hides_transfers_behind_compute_and_waits_for_the_rest():
     assert seconds("two_way", load(), PLAIN).backward < seconds("ring", load(), PLAIN).backward
 
 
+def test_kernels_take_longer_beside_a_transfer_of_nccl_and_not_beside_a_copy_engine():
+    work, hop = 2 * 2 * 512, 2 * 512
+    crowded = replace(PLAIN, contention=0.5, peer=1.0)
+    assert seconds("ring", load(), crowded).forward == 4 * work + 3 * 0.5 * hop
+    assert seconds("push", load(), crowded).forward == 4 * work
+    short = replace(crowded, links=((2, 0.25),))  # a hop takes twice as long as a step: the overlap is the step
+    assert seconds("ring", load(2), short).forward == 1.5 * work + (4 * hop - 1.5 * work) + work
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_a_copy_engine_brings_keys_early_and_takes_gradients_to_their_owner_meanwhile(name):
+    work, shard = 2 * 2 * 512, 2 * 512
+    fast, slow = replace(PLAIN, peer=1.0), replace(PLAIN, peer=1 / 8)
+    assert seconds(name, load(), fast).forward == 4 * work
+    assert seconds(name, load(), slow).forward == 3 * 8 * shard + work
+    assert seconds(name, load(), fast).backward == 2.5 * 4 * work + 2 * shard  # the last gradients' way home
+    busy = replace(fast, **{f"host_{name}_forward": 4.0 * work, f"host_{name}_backward": 5.0 * work})
+    assert seconds(name, load(2), busy).forward == 2 * 4 * work + work
+    assert seconds(name, load(2), busy).backward == 2 * 5 * work + 2.5 * work + 2 * shard
+
+
+def test_a_copy_engine_that_was_not_measured_never_ends():
+    assert seconds("pull", load(), PLAIN).forward == seconds("push", load(), PLAIN).backward == float("inf")
+
+
 def test_what_crosses_between_hosts_takes_the_network():
     wide = replace(PLAIN, network=1 / 64, links=((2, 64.0),))
     one, two = load(host_ranks=4), load(host_ranks=2)
@@ -115,16 +143,18 @@ def test_a_step_takes_the_host_its_time_even_if_the_gpu_is_idle():
 def test_memory_of_a_gather_grows_with_the_ranks_and_that_of_a_ring_does_not():
     few, many = load(ranks=4), load(ranks=16)
     assert memory("gather", many) == 4 * memory("gather", few)
-    for name in ("ring", "direct", "two_way"):
+    for name in ("ring", "direct", "two_way", "push", "pull"):
+        assert memory("ring", few) <= memory(name, few)
         assert memory(name, few) == memory(name, many)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_no_strategy_is_predicted_faster_than_its_work_alone(name):
+    machine = replace(H200, peer=H100.peer)
     for mask in (causal(), full(), sliding_window(4096)):
         for ranks, group in ((2, 2), (8, 4)):
             call = Load(RingPlan("zigzag", mask, ranks, 8192), 1, 32, 8, 128, 128, 2, 4)
-            assert seconds(name, call, H200, group).both > call.ideal(H200).both
+            assert call.ideal(machine).both < seconds(name, call, machine, group).both < float("inf")
 
 
 @pytest.mark.parametrize("point", [p for p in POINTS if not undescribed(p)], ids=str)
@@ -150,6 +180,13 @@ def test_a_record_is_read_back_from_its_json():
     assert Machine.from_json(H200.to_json()) == H200
 
 
+def test_a_record_from_before_copy_engines_were_measured_is_read_without_them():
+    old = {name: value for name, value in asdict(H100).items() if name not in OPTIONAL}
+    found = Machine.from_json(json.dumps({"version": 1, **old}))
+    assert {name: getattr(found, name) for name in old} == {name: getattr(H100, name) for name in old}
+    assert OPTIONAL and all(getattr(found, name) == 0 for name in OPTIONAL)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -162,6 +199,8 @@ def test_a_record_is_read_back_from_its_json():
         ({"links": [[2, -1.0]]}, "links must be a finite number above 0"),
         ({"links": 3}, "links must be a list of pairs"),
         ({"name": ""}, "name must be the name of the hardware"),
+        ({"peer": -1.0}, "peer must be a finite number of at least 0"),
+        ({"contention": "1"}, "contention must be a finite number"),
         ({"speed": 1}, "it lacks, or has besides the fields of a record: speed"),
     ],
 )
@@ -177,6 +216,7 @@ def test_the_slowest_of_machines_does_not_depend_on_their_order():
     assert both == slowest([other, H200])
     assert (both.latency, both.memory, both.links) == (1.0, 80e9, ((2, 1.0), (4, 1.0), (8, 1.0)))
     assert slowest([H200, H200]) == H200
+    assert slowest([H200, H100]).peer == 0  # one of them has no copies between GPUs
 
 
 def test_hardware_without_measurements_has_no_record():
@@ -207,6 +247,33 @@ def test_auto_says_what_it_takes_and_why(call, taken):
     assert call.travel == taken
     assert "ring" in call.choice.why or "nothing travels" in call.choice.why
     assert call.fingerprint()["strategy"] == "auto"
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken"),
+    [
+        ({}, True),
+        ({"tokens": 32768}, True),
+        ({"arrays": (EXTENTS,)}, True),
+        ({"machine": replace(H100, peer=0.0)}, False),
+        ({"peer_access": False}, False),
+        ({"host_ranks": 2}, False),
+        ({"host_ranks": 0}, False),
+        ({"dtypes": ("float32",) * 3}, False),
+        ({"options": Options(backend="flash")}, False),
+        ({"options": Options(mask=sliding_window(0))}, False),
+        ({"options": Options(layout=BALANCED)}, False),
+        ({"machine": replace(H100, memory=1e9)}, False),
+        ({"machine": replace(H100, host_push_backward=1.0, host_pull_backward=1.0)}, False),
+    ],
+    ids=range(13),
+)
+def test_auto_takes_push_on_one_host_of_h100s_only_if_it_was_measured_and_can_run_the_call(fields, taken):
+    call = problem(**{"ranks": 4, "host_ranks": 4, "machine": H100, "peer_access": True} | fields)
+    call.check()
+    assert (call.travel == "push") == taken
+    assert ("copy engines" in call.choice.why) == taken
+    assert all(each.both < float("inf") for each in call.choice.predicted.values())  # what was not measured is not predicted
 
 
 def test_auto_takes_no_strategy_that_a_call_refuses():

@@ -13,10 +13,11 @@ from typer.testing import CliRunner
 from ring_attn_cli.doctor import measure
 from ring_attn_cli.doctor.timings import FITTED, NARROW, OF_GPU, Repeats, Timings, line, record
 from ring_attn_cli.main import app
-from ring_attn_core.plan.machine import H200, Machine
+from ring_attn_core.plan.machine import H100, H200, OPTIONAL, Machine
 from ring_attn_core.plan.measured import stored
 
-EXPECTED = replace(H200, links=((4, 160e9),), forward_state=8 * 129 / H200.copies, network_latency=H200.latency)
+PEERS = {name: getattr(H100, name) for name in OPTIONAL}
+EXPECTED = replace(H200, links=((4, 160e9),), forward_state=8 * 129 / H200.copies, network_latency=H200.latency, **PEERS)
 """The record of four H200s, with what one host does not measure."""
 
 
@@ -42,6 +43,10 @@ def times(machine: Machine = EXPECTED) -> Timings:
         host_send=machine.host_send,
         host_copy=machine.host_copy,
         noise=0.02,
+        contention=machine.contention,
+        peer=sent(machine.peer, machine.peer_latency),
+        host_pull=(machine.host_pull_forward, machine.host_pull_backward),
+        host_push=(machine.host_push_forward, machine.host_push_backward),
     )
 
 
@@ -61,6 +66,12 @@ def test_each_number_is_that_of_the_slowest_rank():
     found = record([times(), slow], EXPECTED.network)
     assert (found.forward_rate, found.latency) == (pytest.approx(3e14), pytest.approx(1e-3))
     assert found.backward_rate == pytest.approx(EXPECTED.backward_rate)
+
+
+def test_a_rank_without_copies_from_a_peer_leaves_them_out_of_the_record():
+    alone = replace(times(), peer=(), no_peer="rank 1 is on another host", host_pull=(0.0, 0.0), host_push=(0.0, 0.0))
+    found = record([times(), alone], EXPECTED.network)
+    assert (found.peer, found.contention) == (0.0, pytest.approx(EXPECTED.contention))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +114,18 @@ def test_the_record_is_printed_and_saved_for_its_framework(framework: str, two_g
         "160 GB/s after 28 us",
         "25 GB/s",
         "28, 460, 16, 34 us",
+        "374 GB/s after 5 us",
+        "70% of its time longer",
+        "220 / 600, 245 / 620 us",
     ):
         assert words in done.output
     assert f"{framework}-NVIDIA-H200.json" in done.output
+
+
+def test_the_reason_is_printed_if_gpus_do_not_share_memory(two_gpus: None, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torch")
+    monkeypatch.setattr(measure, "measured", lambda *_: [replace(times(), peer=(), no_peer="the GPU of rank 0 is alone")] * 2)
+    assert "not measured: the GPU of rank 0 is alone" in doctor("--framework", "torch").output
 
 
 def test_repeats_are_compared_by_halves_and_one_slow_repeat_is_no_noise():

@@ -38,6 +38,7 @@ ONLY_IN_TORCH = {
     "ring/groups.py": "process groups and device meshes",
     "ring/peers.py": "memory that GPUs share, which JAX leaves to XLA",
     "ring/rendezvous.py": "the exchange by which ranks map that memory",
+    "ring/reach.py": "the GPUs whose memory each rank can copy",
     "ring/strategies/pull.py": "likewise",
     "ring/strategies/push.py": "likewise",
     "MultiheadAttention": "the module of torch.nn; flax's modules take an attention_fn",

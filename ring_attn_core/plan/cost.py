@@ -9,70 +9,23 @@ gives the rates of computation and transfer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from typing import NamedTuple
 
 from .direct import DirectPlan
 from .load import Load, Seconds
 from .machine import Machine
+from .passes import Pass, Work
 from .ring import RingPlan
-from .timeline import Timeline
 from .two_level import TwoLevelPlan
 from .ulysses import HeadSplit
 
 GATHERED, EXCHANGED = 1.12, 1.50
 """The factors of the backward kernels' time on joined keys, and on joined keys and queries: measured on two H200s."""
 
-EXTENTS = 3.9
-"""The factor by which extents of queries lengthen a backward step without its products: measured on two H200s."""
-
 SLICE, EXCHANGE = 13, 6
 """Numbers of launches by which PyTorch places a slice, and reorders arrays around an exchange; they take time on the host."""
-
-
-class Work(NamedTuple):
-    """The visible pairs of a step, and the share of a rank's queries that see a key in this step."""
-
-    pairs: float
-    queries: float
-
-
-@dataclass
-class Pass:
-    """One pass of a call on a machine, forward or backward: its timeline, and the seconds of its steps."""
-
-    load: Load
-    machine: Machine
-    backward: bool
-
-    def __post_init__(self) -> None:
-        load, machine = self.load, self.machine
-        self.line = Timeline(machine, load.local, machine.host_backward if self.backward else machine.host_forward)
-        self.rate = load.backward_rate(machine) if self.backward else load.forward_rate(machine)
-
-    def seconds(self, work: Work, continued: bool, slower: float = 1.0) -> float:
-        """Return the predicted time of a step's kernels, in seconds.
-
-        ``continued``: whether the online-softmax state comes from an earlier step or goes to a later step. ``slower``: factor of
-        the time of the backward's matrix products.
-        """
-        machine, load = self.machine, self.load
-        of_query = machine.backward_step if self.backward else machine.forward_step
-        of_query += machine.forward_state if continued and not self.backward else 0.0
-        of_query *= EXTENTS if load.extents and self.backward else 1.0
-        products = load.operations(work.pairs)[self.backward] / self.rate * (slower if self.backward else 1.0)
-        return products + of_query * load.q * work.queries * load.v_dim / 128
-
-    def work(self, shift: int) -> Work:
-        """Return the most pairs and the largest query share of any sampled rank at a shift."""
-        return self.of_shifts(dict.fromkeys(self.load.sample, shift))
-
-    def of_shifts(self, shifts: dict[int, int]) -> Work:
-        """Return the most pairs and the largest query share of some ranks; ``shifts`` maps each rank to its shift."""
-        load = self.load
-        queries = max(load.queries(rank, shift) for rank, shift in shifts.items())
-        return Work(max(load.area(rank, shift) for rank, shift in shifts.items()), queries / max(load.plan.seq_local, 1))
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
