@@ -55,6 +55,22 @@ def test_a_machine_is_a_name_or_a_record_in_a_file(tmp_path):
     assert rows(of_name.output) != rows(plan(*short).output)
 
 
+@pytest.mark.parametrize(
+    ("machine", "gpus", "words"),
+    [
+        ("H200", "8", "copies between GPUs were not measured on NVIDIA H200; ring-attn doctor --measure does it on one host"),
+        ("H100", "16", "they copy between the GPUs of one host, and these are 2 hosts"),
+        ("H100", "8", ""),
+    ],
+)
+def test_a_prediction_says_why_pull_and_push_are_left_out(machine, gpus, words):
+    printed = plan("--gpus", gpus, "--length", "64K", "--machine", machine).output
+    assert {"pull", "push"} & rows(printed).keys() == (set() if words else {"pull", "push"})
+    said = " ".join(printed.split())
+    assert words in said
+    assert ('"pull" and "push" are left out' in said) == bool(words)
+
+
 def test_a_machine_alone_predicts_for_eight_gpus():
     assert "one host of 8 GPUs" in plan("--machine", "H200").output
 

@@ -66,6 +66,8 @@ def answer(prediction: PredictOptions) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
+    from ring_attn_core.problem.auto import without_peers
+
     from .words import title
 
     machine = machine_of(prediction.machine)
@@ -75,11 +77,13 @@ def answer(prediction: PredictOptions) -> RenderableType:
     hosts = f"{load.hosts} hosts of {load.local} GPUs" if load.hosts > 1 else f"one host of {load.local} GPUs"
     if not choice.predicted:
         return Group(Text(title(problem.plan), style="bold"), Text(choice.why))
+    why = without_peers(load, machine)
     return Group(
         Text(f"{title(problem.plan)}, {load.plan.seq_local:,} a GPU", style="bold"),
         Text(f"{prediction.heads} heads of {prediction.head_dim}, bfloat16, one layer, on {hosts}, {machine.name}; predicted"),
         _table(problem),
         Text(f'"auto" with this record takes {choice.why}'),
+        *([] if why is None else [Text(f'"pull" and "push" are left out: {why}')]),
     )
 
 

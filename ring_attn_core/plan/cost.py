@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
-from typing import NamedTuple
 
 from .direct import DirectPlan
 from .load import Load, Seconds
@@ -50,8 +49,8 @@ def memory(name: str, load: Load, group: int = 0) -> int:
     if name == "ulysses":
         sent = load.item * (load.q * (load.head_dim + 2 * load.v_dim) + load.kv * _head_split_of(load, group).copies)
         return 3 * sent + load.wide * (load.q * load.head_dim + 2 * load.kv) + (group < ranks) * (keys + 2 * gradients)
-    if name in PEER_SLOTS:
-        return PEER_SLOTS[name].memory * keys + 4 * gradients  # the inbox has two slots, and two gradients are on their way to it
+    if name in AHEAD:
+        return 3 * keys + 4 * gradients  # the slots of keys and of the inbox, and two gradients on their way to an inbox
     shards = {"ring": 1, "direct": 1, "two_way": 2, "two_level": 2}[name]
     return shards * (keys + 2 * gradients)
 
@@ -230,32 +229,21 @@ def _two_level(run: Pass, group: int) -> None:
         line.wait(line.send(gradients, load.hosts > 1) if levels.crossing_home else None)
 
 
-class PeerSlots(NamedTuple):
-    """The slots of keys of "pull" or "push". ``ahead``: the transfers that a rank starts ahead of the step that needs them.
-
-    ``published``: whether a rank copies its keys into a slot for others. ``memory``: all slots of a rank.
-    """
-
-    ahead: int
-    published: bool
-    memory: int
-
-
-PEER_SLOTS = {"pull": PeerSlots(2, True, 5), "push": PeerSlots(3, False, 3)}
-"""By strategy; see ``ring/strategies/pull.py`` and ``push.py`` of the PyTorch package."""
+AHEAD = {"pull": 2, "push": 3}
+"""Numbers of key shards that are on their way or in use, besides a rank's own; ``slots`` in ``pull.py`` and ``push.py``."""
 
 
 def _peers(name: str, run: Pass, group: int) -> None:
-    """Schedule "pull" or "push": a copy engine brings whole shards straight from their owners, up to ``ahead`` steps early.
+    """Schedule "pull" or "push": a copy engine brings whole shards straight from their owners, up to ``AHEAD`` steps early.
 
     In the backward it also takes the gradients of a step to their owner, which adds them after its next step.
     """
-    line, load, machine, slots = run.line, run.load, run.machine, PEER_SLOTS[name]
-    line.host_step = getattr(machine, f"host_{name}_{'backward' if run.backward else 'forward'}")
+    line, load, ahead = run.line, run.load, AHEAD[name]
+    line.host_step = getattr(run.machine, f"host_{name}_{'backward' if run.backward else 'forward'}")
     keys, gradients, steps = load.kv * load.item, load.kv * load.wide, len(load.plan.shifts)
-    if slots.published:
-        line.copy(2 * keys, 0)
-    arriving = {i: line.peer_copy(keys) for i in range(1, min(slots.ahead + 1, steps))}
+    if name == "pull":
+        line.copy(2 * keys, 0)  # into the buffer from which others read
+    arriving = {i: line.peer_copy(keys) for i in range(1, min(ahead + 1, steps))}
     returning: float | None = None
     for i, shift in enumerate(load.plan.shifts):
         line.wait(arriving.get(i))
@@ -264,8 +252,8 @@ def _peers(name: str, run: Pass, group: int) -> None:
             sent = line.peer_copy(gradients)
             _add_from_inbox(run, returning)
             returning = sent
-        if 0 < i < steps - slots.ahead:
-            arriving[i + slots.ahead] = line.peer_copy(keys)
+        if 0 < i < steps - ahead:
+            arriving[i + ahead] = line.peer_copy(keys)
     _add_from_inbox(run, returning)
 
 

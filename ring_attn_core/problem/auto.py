@@ -68,10 +68,10 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
     """Yield the strategies that can run a call, "ring" first. The ranks of a host form a group.
 
-    "push" and "pull" are among them only if their copies were measured on the machine and all ranks are on one host.
+    "push" and "pull" are among them unless ``without_peers`` says why not.
     """
     all_of_them: tuple[Strategy, ...] = ("ring", "direct", "two_way", "gather", "ulysses")
-    if load.peer_access and machine.peer and load.hosts == 1:
+    if without_peers(load, machine) is None:
         all_of_them += ("push", "pull")
     if load.hosts > 1 and load.host_ranks > 1:
         all_of_them += (Ulysses(ranks=load.host_ranks), TwoLevel(ranks=load.host_ranks))
@@ -79,6 +79,17 @@ def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
         refused = objection(strategy, load.plan.ranks, load.heads) is not None
         if not refused and not (load.extents and name_of(strategy) in JOINED):
             yield strategy
+
+
+def without_peers(load: Load, machine: Machine) -> str | None:
+    """Return why "auto" leaves out "pull" and "push", or None if they are candidates."""
+    if load.hosts > 1:
+        return f"they copy between the GPUs of one host, and these are {load.hosts} hosts"
+    if not machine.peer:
+        return f"copies between GPUs were not measured on {machine.name}; ring-attn doctor --measure does it on one host"
+    if not load.peer_access:
+        return "the ranks cannot copy from and to the memory of each other's GPUs in this call"
+    return None
 
 
 def _unmeasured(load: Load, backend: str, device: str) -> str | None:

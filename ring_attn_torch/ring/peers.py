@@ -39,7 +39,8 @@ ALIGNMENT = 256
 """Bytes to which each array in a buffer is aligned."""
 
 GRADIENT_SLOTS = 2
-KEY_SLOTS = 3
+KEY_SLOTS = {"pull": 1, "push": 3}
+"""Slots of keys in a rank's buffer, by strategy."""
 
 BEGUN, READ, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(6)
 """The kinds of flags. The first four have one flag for each other rank, the last two one for each slot."""
@@ -54,16 +55,16 @@ LAST_WORDS = 10.0
 class Peers:
     """The buffers of all ranks of a ring for one strategy. All ranks make, use and replace them together.
 
-    ``keys``, ``gradients``: bytes of a slot. ``number``: number of passes begun, equal on all ranks. ``running``: whether a pass
-    has begun and not ended.
+    ``keys``, ``gradients``: bytes of a slot. ``key_slots``: slots of keys in each buffer. ``number``: number of passes begun,
+    equal on all ranks. ``running``: whether a pass has begun and not ended.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int, key_slots: int) -> None:
         self.rank, self.ranks, self.device = rank_in(group), ranks_of(group), device
         self.keys, self.gradients, self.number, self.running = keys, gradients, 0, False
         self.read_in = [0] * self.ranks
         """For each rank the last pass in which it read this rank's keys."""
-        self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + KEY_SLOTS * keys)
+        self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + key_slots * keys)
         exchange("the memory of peers", None, group)  # no rank may write a flag before its owner has set it to 0
 
     def allocate(self, group: dist.ProcessGroup, size: int) -> None:
@@ -244,7 +245,7 @@ def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dt
     else:
         free(group, strategy)
         size, gradients = max(size, found.keys), max(gradients, found.gradients)
-    made[strategy] = MAKERS[keys.kv.device.type](group, keys.kv.device, size, gradients)
+    made[strategy] = MAKERS[keys.kv.device.type](group, keys.kv.device, size, gradients, KEY_SLOTS[strategy])
     return made[strategy]
 
 

@@ -29,7 +29,7 @@ class Push(Pull):
 class PushPass(PullPass):
     """A pass in which owners fill the slots of readers."""
 
-    strategy, slots = "push", KEY_SLOTS
+    strategy, slots = "push", KEY_SLOTS["push"]
 
     def publish(self) -> None:
         """Do nothing: the keys are copied from where they are."""
