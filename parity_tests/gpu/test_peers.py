@@ -10,13 +10,18 @@ import sys
 import time
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from ring_attn_core import causal, full, sliding_window
+from ring_attn_core.plan.machine import H100
+from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import PEERS
 from ring_attn_torch import ring_attention
+from ring_attn_torch.call.prepare import Arrays, problem_of
+from ring_attn_torch.ring import hardware
 
 from ..support.cases import Case, check
 from ..support.combinations import EVERYTHING
@@ -108,6 +113,30 @@ def repeated(group: Any, strategy: str, times: int) -> int:
         expected = first.setdefault(which, found)
         differ += not all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
     return differ
+
+
+def test_auto_takes_push_on_the_gpus_of_a_host_and_another_strategy_in_a_cuda_graph(nccl):
+    assert nccl(GPUS, automatic) == [("push", True, False, True)] * GPUS
+
+
+def automatic(group: Any) -> tuple[str, bool, bool, bool]:
+    """Return what "auto" takes, if out has the ring's bits, if a graph takes "pull" or "push", and if its out is right."""
+    slow = replace(H100, name="slow NCCL", host_send=1e-2, host_pull_forward=1e-2)
+    q = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
+    problem = problem_of(q, q, q, Arrays(), GPUS, Options())
+    with torch.no_grad(), patch.object(hardware, "stored", lambda *_: slow):
+        hardware._known.pop(group, None)
+        expected, out = ring_attention(q, q, q, group=group, strategy="ring"), ring_attention(q, q, q, group=group)
+        taken, graph = hardware.on_hardware(problem, q.device, group).travel, torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            inside = hardware.on_hardware(problem, q.device, group).travel
+            captured = ring_attention(q, q, q, group=group)
+        graph.replay()
+        torch.cuda.synchronize()
+        hardware._known.pop(group, None)
+    close = torch.allclose(captured.float(), expected.float(), atol=2e-2)
+    return str(taken), torch.equal(out, expected), inside in PEERS, close
 
 
 @pytest.mark.parametrize("strategy", PEERS)

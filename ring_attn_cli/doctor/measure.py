@@ -106,7 +106,8 @@ def table(framework: str, machine: Machine, timings: Sequence[Timings]) -> Rende
     for size, seconds in timings[0].link:
         found.add_row(f"to the next rank, {size / 2**20:.3g} MiB", f"{size / seconds / 1e9:.3g} GB/s")
     found.add_row("to the next rank", f"{machine.links[-1][1] / 1e9:.3g} GB/s after {machine.latency * 1e6:.3g} us")
-    found.add_row("kernels beside a transfer", f"{machine.contention:.0%} of its time longer")
+    if machine.contention:
+        found.add_row("kernels beside a transfer", f"{machine.contention:.0%} of its time longer")
     if machine.peer:
         found.add_row(
             "copy engine, from the next rank", f"{machine.peer / 1e9:.3g} GB/s after {machine.peer_latency * 1e6:.3g} us"

@@ -95,16 +95,16 @@ def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def _passes(
-    clock: Clock, sizes: MeasuredSizes, tokens: int, dim: int, **ring: Any
+    clock: Clock, sizes: MeasuredSizes, tokens: int, dim: int, group: Any = None, strategy: str = "ring"
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return functions that run a forward and a backward of full attention.
 
-    ``ring``: the group and strategy. Before this process joins a group it is a ring of one rank.
+    ``group``: None before this process joins a group: a ring of one rank.
     """
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))
     inputs = tuple(x.requires_grad_() for x in (q, k, v))
-    run = lambda: ring_attention(*inputs, layout="contiguous", mask=full(), **ring)
+    run = lambda: ring_attention(*inputs, layout="contiguous", mask=full(), group=group, strategy=strategy)
     out = run()
     return run, lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)  # type: ignore[arg-type]
 
