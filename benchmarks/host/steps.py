@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -13,17 +13,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_attn_core import causal
+from ring_attn_core.problem import problem as of_call
 from ring_attn_core.problem.options import Options
 from ring_attn_torch.attend.state import BackwardInputs, Gradients, State
 from ring_attn_torch.call.prepare import Arrays, checked, problem_of
-from ring_attn_torch.ring import loop
+from ring_attn_torch.ring import loop, peers
 
 from ..support.process import answer, run_fresh
 from .timing import microseconds
 
 RANKS, FEW = 8, 2
 TOKENS, HEADS, HEAD_DIM = 16, 8, 8  # small: the sums of gradients that arrive are not what is measured
-STRATEGIES = "ring", "two_way", "direct", "gather", "ulysses"
+STRATEGIES = "ring", "two_way", "direct", "gather", "ulysses", "pull", "push"
 
 
 class Idle:
@@ -53,11 +54,42 @@ class Sent:
         """Return at once."""
 
 
+class Unshared(peers.Peers):
+    """Buffers of which each rank has its own only. Flags and streams, which exist on GPUs only, are left out."""
+
+    def allocate(self, group: Any, size: int) -> None:
+        self._own = torch.empty(size, dtype=torch.uint8)
+
+    def bytes_of(self, rank: int, begin: int, count: int) -> Tensor:
+        return self._own[begin : begin + count]
+
+    def raise_flag(self, *_: Any, **__: Any) -> None: ...
+
+    def await_flag(self, *_: Any, **__: Any) -> None: ...
+
+    def on_side(self) -> Any:
+        return nullcontext()
+
+    def mark(self) -> None: ...
+
+    def await_mark(self, mark: Any) -> None: ...
+
+    def keep_alive(self, x: Tensor) -> None: ...
+
+    def await_end(self) -> None: ...
+
+    def end(self, what: str) -> None:
+        self.running = False
+
+
 @contextmanager
 def silent_transport() -> Iterator[None]:
-    """Replace torch.distributed's batched sends and receives and its all-gather by functions that do nothing."""
+    """Replace torch.distributed's batched sends and receives, its all-gather and shared memory by ones that send nothing."""
     works = [Sent()]
     with (
+        patch.dict(peers.MAKERS, {"cpu": Unshared}),
+        patch.object(peers, "exchange", lambda *_: []),
+        patch.object(peers, "check_access", lambda *_: None),
         patch.object(dist, "batch_isend_irecv", lambda operations: works),
         patch.object(dist, "all_gather_into_tensor", lambda *_, **__: works[0]),
     ):
@@ -104,7 +136,8 @@ _CALLS: Sequence[Any] = (dist.isend, dist.irecv)
 
 def _passes(strategy: str, ranks: int, group: Any, q: Tensor) -> dict[str, Callable[[], Any]]:
     options = Options(mask=causal(), strategy=strategy)
-    compiled = checked(problem_of(q, q, q, Arrays(), ranks, options), anywhere=False)
+    with patch.object(of_call, "check_device", lambda *_: None):  # "pull" and "push" are of GPUs
+        compiled = checked(problem_of(q, q, q, Arrays(), ranks, options), anywhere=False)
     keys, score, ring = compiled.keys(q, q, Arrays()), compiled.scored(Arrays()), compiled.ring(group)
     lse = q[..., 0].clone()
     state = State(q, lse, lse)

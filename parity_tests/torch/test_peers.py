@@ -116,15 +116,34 @@ def test_bytes_copied_between_ranks_are_the_plans(gloo, case, strategy):
 
 def count(group: Any, case: Case, *shards: Any) -> int:
     """Return the bytes that this rank copies from or to other ranks in a forward and a backward."""
-    remote, bytes_of = [], Mapped.bytes_of
+    remote, view = [], Mapped._view
 
-    def counted(self: Mapped, rank: int, begin: int, count: int) -> torch.Tensor:
-        remote.append(count * (rank != self.rank and begin >= peers.FLAG_BYTES))
-        return bytes_of(self, rank, begin, count)
+    def counted(self: Mapped, rank: int, begin: int, like: torch.Tensor) -> torch.Tensor:
+        remote.append(like.numel() * like.element_size() * (rank != self.rank))
+        return view(self, rank, begin, like)
 
-    with patch.object(Mapped, "bytes_of", counted):
+    with patch.object(Mapped, "_view", counted):
         over_files(group, case, *shards)
     return sum(remote)
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+def test_a_call_in_inference_mode_leaves_buffers_that_training_can_use(gloo, strategy):
+    assert gloo(2, inferred_and_trained, strategy) == [True] * 2
+
+
+def inferred_and_trained(group: Any, strategy: str) -> bool:
+    q = torch.randn(1, 7, 2, 8, requires_grad=True)
+    attend = partial(ring_attention, q, q, q, group=group, layout="contiguous")
+    with mapped():
+        peers.free(group, strategy)
+        with torch.inference_mode():
+            out = attend(strategy=strategy)
+        trained = attend(strategy=strategy)
+        trained.sum().backward()
+        with torch.inference_mode():
+            again = attend(strategy=strategy)
+    return torch.equal(out, trained) and torch.equal(out, again)
 
 
 @pytest.mark.parametrize("strategy", PEERS)

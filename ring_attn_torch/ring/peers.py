@@ -45,6 +45,9 @@ KEY_SLOTS = {"pull": 1, "push": 3}
 BEGUN, READ, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(6)
 """The kinds of flags. The first four have one flag for each other rank, the last two one for each slot."""
 
+MOST_VIEWS = 4096
+"""The most cached views of the buffers."""
+
 LONGEST_NAP = 0.2
 """The longest time between two queries of an event, in seconds."""
 
@@ -62,6 +65,7 @@ class Peers:
     def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int, key_slots: int) -> None:
         self.rank, self.ranks, self.device = rank_in(group), ranks_of(group), device
         self.keys, self.gradients, self.number, self.running = keys, gradients, 0, False
+        self._views: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self.read_in = [0] * self.ranks
         """For each rank the last pass in which it read this rank's keys."""
         self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + key_slots * keys)
@@ -149,20 +153,30 @@ class Peers:
 
     def inbox(self, rank: int, slot: int, like: Tensor) -> Tensor:
         """Return a slot for gradients in a rank's buffer, shaped like ``like``."""
-        size = like.numel() * like.element_size()
-        return self.bytes_of(rank, FLAG_BYTES + slot * self.gradients, size).view(like.dtype).view(like.shape)
+        return self._view(rank, FLAG_BYTES + slot * self.gradients, like)
 
     def key_slot(self, rank: int, slot: int, like: Keys) -> Keys:
         """Return a slot for keys in a rank's buffer, shaped like ``like``."""
         begin, arrays = FLAG_BYTES + GRADIENT_SLOTS * self.gradients + slot * self.keys, []
         for x in like:
-            if x is None:
-                arrays.append(None)
-                continue
-            size = x.numel() * x.element_size()
-            arrays.append(self.bytes_of(rank, begin, size).view(x.dtype).view(x.shape))
-            begin += aligned(size)
+            arrays.append(None if x is None else self._view(rank, begin, x))
+            begin += 0 if x is None else aligned(x.numel() * x.element_size())
         return Keys(*arrays)
+
+    def _view(self, rank: int, begin: int, like: Tensor) -> Tensor:
+        """Return the bytes of a rank's buffer from ``begin`` on as an array like ``like``, cached.
+
+        The cached array is no inference tensor, so calls with and without inference mode can write to it.
+        """
+        key = rank, begin, like.shape, like.dtype
+        found = self._views.get(key)
+        if found is None:
+            if len(self._views) >= MOST_VIEWS:
+                self._views.clear()
+            with torch.inference_mode(False):
+                found = self.bytes_of(rank, begin, like.numel() * like.element_size()).view(like.dtype).view(like.shape)
+            self._views[key] = found
+        return found
 
     def _flag(self, kind: int, of: int) -> int:
         """Return the index of a flag. ``of``: a rank, or a slot."""
