@@ -166,7 +166,7 @@ class Peers:
     def _view(self, rank: int, begin: int, like: Tensor) -> Tensor:
         """Return the bytes of a rank's buffer from ``begin`` on as an array like ``like``, cached.
 
-        The cached array is no inference tensor, so calls with and without inference mode can write to it.
+        Calls inside and outside of inference mode can write to it.
         """
         key = rank, begin, like.shape, like.dtype
         found = self._views.get(key)
