@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulate.points import points, undescribed
+from benchmarks.simulate.points import HOST_BOUND, HOST_IN_STEPS, IN_A_ROW, points, undescribed
 from ring_attn_core import LAYOUTS, Band, RingPlan, TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.cost import SCHEDULES, memory, seconds
 from ring_attn_core.plan.load import Load
-from ring_attn_core.plan.machine import H100, H200, OPTIONAL, Machine, built_in, slowest
-from ring_attn_core.problem.auto import choose
+from ring_attn_core.plan.machine import H100, H200, NOISE, OPTIONAL, Machine, built_in, slowest
+from ring_attn_core.problem.auto import GAIN, JOINED_GAIN, choose
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
@@ -163,6 +163,14 @@ def test_the_model_is_within_ten_percent_of_what_was_measured(point):
     assert abs(point.error()) < worst
 
 
+def test_kernels_on_joined_shards_are_as_slow_as_predicted():
+    """A gather at long shards takes less time than the ring forward and more backward, and both to 5 percent."""
+    of_gathers = [p for p in POINTS if p.strategy == "gather" and p.machine == IN_A_ROW]
+    assert len(of_gathers) == 3
+    for point in of_gathers:
+        assert max(map(abs, point.errors())) < 0.05, point
+
+
 @pytest.mark.parametrize("call", sorted({(p.machine.name, p.framework, p.call) for p in POINTS}), ids="-".join)
 def test_auto_takes_nothing_slower_than_the_ring_and_at_most_five_percent_slower_than_the_fastest(call):
     of_call = [p for p in POINTS if (p.machine.name, p.framework, p.call) == call]
@@ -201,6 +209,9 @@ def test_a_record_from_before_copy_engines_were_measured_is_read_without_them():
         ({"name": ""}, "name must be the name of the hardware"),
         ({"peer": -1.0}, "peer must be a finite number of at least 0"),
         ({"contention": "1"}, "contention must be a finite number"),
+        ({"noise": -0.1}, "noise must be a finite number of at least 0"),
+        ({"forward_step": -1e-9}, "forward_step must be a finite number of at least 0"),
+        ({"backward_rate": 1e15}, "backward_rate must be at most 990 TFLOP/s, the peak of NVIDIA H200 in bfloat16, got 1000"),
         ({"speed": 1}, "it lacks, or has besides the fields of a record: speed"),
     ],
 )
@@ -216,6 +227,7 @@ def test_the_slowest_of_machines_does_not_depend_on_their_order():
     assert both == slowest([other, H200])
     assert (both.latency, both.memory, both.links) == (1.0, 80e9, ((2, 1.0), (4, 1.0), (8, 1.0)))
     assert slowest([H200, H200]) == H200
+    assert slowest([replace(H200, noise=0.3), H200]).noise == 0.3
     assert slowest([H200, H100]).peer == 0  # one of them has no copies between GPUs
 
 
@@ -274,6 +286,24 @@ def test_auto_takes_push_on_one_host_of_h100s_only_if_it_was_measured_and_can_ru
     assert (call.travel == "push") == taken
     assert ("copy engines" in call.choice.why) == taken
     assert all(each.both < float("inf") for each in call.choice.predicted.values())  # what was not measured is not predicted
+
+
+def test_auto_with_a_noisy_record_is_the_ring_and_says_what_to_do():
+    quiet, noisy = (problem(machine=replace(H200, noise=noise)) for noise in (NOISE, 0.45))
+    assert quiet.travel == "two_way"
+    assert (noisy.travel, noisy.choice.predicted) == ("ring", {})
+    assert "measurements of NVIDIA H200 differ by 45%" in noisy.choice.why
+    assert "run ring-attn doctor --measure again" in noisy.choice.why
+
+
+def test_auto_joins_shards_only_for_a_gain_that_covers_their_unmeasured_kernels():
+    short = problem(tokens=2048, ranks=2, host_ranks=2, machine=HOST_BOUND)
+    assert short.travel == "gather"  # predicted 20 % faster than the ring, measured 15 %
+    long = problem(tokens=32768, ranks=2, host_ranks=2, machine=HOST_IN_STEPS)
+    times = {name: each.both for name, each in long.choice.predicted.items()}
+    assert min(times, key=lambda name: times[name]) == "gather"
+    assert GAIN < times["ring"] / times["gather"] < JOINED_GAIN
+    assert long.travel == "ring"  # a gather was measured to take 7 % longer
 
 
 def test_auto_takes_no_strategy_that_a_call_refuses():

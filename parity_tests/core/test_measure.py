@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,13 @@ pytest.importorskip("typer")
 from typer.testing import CliRunner
 
 from ring_attn_cli.doctor import measure
-from ring_attn_cli.doctor.timings import FITTED, NARROW, OF_GPU, Repeats, Timings, line, record
+from ring_attn_cli.doctor.repeats import REPEATS, SERIES, WARM_UP, Repeats
+from ring_attn_cli.doctor.timings import FITTED, NARROW, OF_GPU, Points, Timings, line, record
 from ring_attn_cli.main import app
-from ring_attn_core.plan.machine import H100, H200, OPTIONAL, Machine
+from ring_attn_core.plan.machine import H100, H200, NOISE, OPTIONAL, Machine
 from ring_attn_core.plan.measured import stored
 
-PEERS = {name: getattr(H100, name) for name in OPTIONAL}
+PEERS = {name: getattr(H100, name) for name in OPTIONAL} | {"noise": 0.02}
 EXPECTED = replace(H200, links=((4, 160e9),), forward_state=8 * 129 / H200.copies, network_latency=H200.latency, **PEERS)
 """The record of four H200s, with what one host does not measure."""
 
@@ -42,7 +44,7 @@ def times(machine: Machine = EXPECTED) -> Timings:
         host_backward=machine.host_backward,
         host_send=machine.host_send,
         host_copy=machine.host_copy,
-        noise=0.02,
+        noise=machine.noise,
         contention=machine.contention,
         peer=sent(machine.peer, machine.peer_latency),
         host_pull=(machine.host_pull_forward, machine.host_pull_backward),
@@ -128,23 +130,107 @@ def test_the_reason_is_printed_if_gpus_do_not_share_memory(two_gpus: None, monke
     assert "not measured: the GPU of rank 0 is alone" in doctor("--framework", "torch").output
 
 
-def test_repeats_are_compared_by_halves_and_one_slow_repeat_is_no_noise():
-    repeats = Repeats()
-    assert repeats.shortest([2.0, 9.0, 3.0, 2.1, 2.2]) == 2.0
+class Runs:
+    """Runs whose seconds are known: each call of ``run`` takes the next of them, and the last one again and again."""
+
+    def __init__(self, *seconds: float) -> None:
+        self.seconds, self.called = seconds, 0
+
+    def run(self) -> float:
+        self.called += 1
+        return self.seconds[min(self.called, len(self.seconds)) - 1]
+
+
+WARM = (1.0, 1.0)
+NOISY = (1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0)
+"""A series whose halves differ by 100 %."""
+
+
+def test_one_slow_repeat_is_no_noise_and_a_series_ends():
+    runs, repeats = Runs(*WARM, 1.0, 1.0, 9.0, 1.05, 1.0, 1.05, 1.0), Repeats()
+    assert repeats.seconds([runs.run]) == [1.0]
     assert repeats.noise == pytest.approx(0.05)
-    assert repeats.shortest([3.0, 2.0]) == 2.0
-    assert repeats.shortest([1.0, 1.0, 1.0]) == 1.0
+    assert runs.called == len(WARM) + REPEATS
+
+
+def test_a_noisy_series_is_repeated_and_the_quietest_counts():
+    runs, repeats = Runs(*WARM, *NOISY, *(1.5,) * REPEATS), Repeats()
+    assert repeats.seconds([runs.run]) == [1.5]
+    assert repeats.noise == 0
+    worse = [each * 3 for each in NOISY[:6]] + [9.0]
+    still = Runs(*WARM, *worse, *(each + 1 for each in NOISY), *worse, *worse)
+    assert repeats.seconds([still.run]) == [2.0]  # halves of 2 and 3: less noise than 3 and 6
     assert repeats.noise == pytest.approx(0.5)
+    assert still.called == len(WARM) + SERIES * REPEATS
+
+
+def test_further_series_end_when_their_time_is_spent():
+    clock = iter(range(0, 10**6, 1000))
+    runs, repeats = Runs(*WARM, *NOISY * SERIES), Repeats(now=lambda: float(next(clock)))
+    repeats.seconds([runs.run])
+    assert runs.called == len(WARM) + 2 * REPEATS
+    assert repeats.spare < 0
+    none = Runs(*WARM, *NOISY)
+    Repeats(spare=0.0).seconds([none.run])
+    assert none.called == len(WARM) + REPEATS
+
+
+def test_runs_warm_up_until_two_rounds_agree_but_not_for_ever():
+    runs, repeats = Runs(9.0, 3.0, 1.0, 1.05), Repeats()
+    assert repeats.seconds([runs.run]) == [1.05]
+    assert runs.called == 4 + REPEATS
+    never = Runs(*(2.0**n for n in range(WARM_UP)), *(1.0,) * REPEATS)
+    assert repeats.seconds([never.run]) == [1.0]
+    assert never.called == WARM_UP + REPEATS
+
+
+def test_runs_take_turns_so_a_drift_cancels_in_their_difference():
+    ticks = itertools.count()
+    run = lambda seconds: seconds * (1 + 0.001 * next(ticks))
+    once, twice = Repeats().seconds([lambda: run(1.0), lambda: run(2.0)])
+    assert twice / once == pytest.approx(2, abs=0.01)
+
+
+def test_all_ranks_repeat_if_one_of_them_is_noisy():
+    runs, repeats = Runs(1.0), Repeats()
+    flags = iter([False, True, True, False])  # warm; noisy twice elsewhere, then quiet
+    asked: list[bool] = []
+    repeats.on_any_rank = lambda flag: asked.append(flag) or next(flags)
+    repeats.seconds([runs.run])
+    assert asked == [False] * 4
+    assert runs.called == len(WARM) + 3 * REPEATS
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.34])
-def test_a_noisy_record_is_saved_with_a_warning(noise: float, two_gpus: None, monkeypatch: pytest.MonkeyPatch):
+def test_a_noisy_record_says_so_and_is_saved_with_a_warning(noise: float, two_gpus: None, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("torch")
     monkeypatch.setattr(measure, "measured", lambda *_: [times(), replace(times(), noise=noise)])
     done = doctor("--framework", "torch")
-    words = "warning: repeats of a measurement differ by 34%, more than 10%"
+    words = "warning: repeats of a measurement still differ by 34%, more than 10%"
     assert (words in done.output) == (noise > 0.1) == ("warning" in done.output)
-    assert stored("torch", H200.name) is not None
+    assert ('"auto" takes the ring with it: stop the other programs' in done.output) == (noise > 0.1)
+    saved = stored("torch", H200.name)
+    assert saved is not None and saved.noise == noise
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "points", [((4096.0, 0.01), (16384.0, 0.4)), ((4096.0, 0.4), (16384.0, 0.5))], ids=["below zero", "faster"]
+)
+def test_times_of_attention_that_no_line_fits_make_a_record_noisy(points: Points, backward: bool):
+    odd = replace(times(), **{"backward" if backward else "forward": {NARROW: points, FITTED: points}})
+    assert record([times(), odd], EXPECTED.network).noise > NOISE
+
+
+def test_times_and_rates_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="a measured time is not above 0, so nothing was saved: run ring-attn doctor"):
+        record([times(), replace(times(), peer=((2.0**20, -1e-6),))], EXPECTED.network)
+    with pytest.raises(ValueError, match="forward_rate must be at most 990 TFLOP/s, the peak of NVIDIA H200"):
+        record([times(), replace(times(), forward={NARROW: LONG, FITTED: LONG})], EXPECTED.network)
+
+
+LONG = ((4096.0, 1e-5), (16384.0, 16e-5))
+"""Times of attention at a rate of thousands of TFLOP/s."""
 
 
 def test_on_cpus_the_command_says_that_auto_stays_the_ring(two_gpus: None, monkeypatch: pytest.MonkeyPatch):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
@@ -18,9 +20,11 @@ from ring_attn_core.masks import full
 from ring_attn_jax import sharded_ring_attention
 
 from ..processes import Report
-from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Repeats, Timings
+from .repeats import REPEATS, SPARE, Repeats
+from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Timings
 
-REPEATS = 7
+BURST = 4
+"""Number of runs that a GPU is timed over."""
 LAUNCHES = 20
 """Number of calls whose launches are timed together on the host."""
 
@@ -49,17 +53,19 @@ class JaxClock:
     """A timer of JAX's devices. It waits for each result. ``gpus``: True if the host launches the work of GPUs."""
 
     def __init__(self, gpus: bool) -> None:
-        self.gpus, self.repeats = gpus, Repeats()
+        self.gpus, self.repeats = gpus, Repeats(SPARE if gpus else 0.0)
 
-    def seconds(self, run: Callable[[], Any]) -> float:
-        """Return the shortest of ``REPEATS`` times of a run, because other processes may slow some of them down."""
-        return self.repeats.shortest([self._once(run) for _ in range(REPEATS)])
+    def seconds(self, *runs: Callable[[], Any]) -> list[float]:
+        """Return the seconds of each run, from the quietest series of repeats in turns."""
+        return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], Any]) -> float:
-        """Return the seconds that the host takes to launch a run; 0 on a CPU."""
+        """Return the seconds that the host takes to launch a run, the median of ``REPEATS``; 0 on a CPU."""
         if not self.gpus:
             return 0.0
-        jax.block_until_ready(run())
+        return median([self._launched(run) for _ in range(REPEATS + 1)][1:])
+
+    def _launched(self, run: Callable[[], Any]) -> float:
         began = time.perf_counter()
         results = [run() for _ in range(LAUNCHES)]
         taken = time.perf_counter() - began
@@ -67,8 +73,13 @@ class JaxClock:
         return taken / LAUNCHES
 
     def _once(self, run: Callable[[], Any]) -> float:
+        """Return the seconds of a run, on a GPU of one in ``BURST`` runs that the host launches while an earlier one runs."""
+        one = self._in_a_row(run, 1)
+        return (self._in_a_row(run, 1 + BURST) - one) / BURST if self.gpus else one
+
+    def _in_a_row(self, run: Callable[[], Any], number: int) -> float:
         began = time.perf_counter()
-        jax.block_until_ready(run())
+        jax.block_until_ready([run() for _ in range(number)])
         return time.perf_counter() - began
 
 
@@ -83,12 +94,11 @@ def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, A
     ]
     found: dict[str, dict[int, Points]] = {"forward": {}, "backward": {}}
     for dim in (NARROW, FITTED):
-        points = []
-        for tokens in sizes.tokens:
-            q, k, v, dout = inputs(tokens, dim)
-            once = clock.seconds(lambda q=q, k=k, v=v: forward(q, k, v))
-            twice = clock.seconds(lambda q=q, k=k, v=v, dout=dout: both(q, k, v, dout))
-            points.append((tokens, once, max(twice - once, once)))
+        arrays = [inputs(tokens, dim) for tokens in sizes.tokens]
+        runs = [(partial(forward, *each[:3]), partial(both, *each)) for each in arrays]
+        taken = clock.seconds(*(run for pair in runs for run in pair))
+        pairs = zip(sizes.tokens, taken[::2], taken[1::2], strict=True)
+        points = [(tokens, once, max(twice - once, once)) for tokens, once, twice in pairs]
         found["forward"][dim] = tuple((tokens, once) for tokens, once, _ in points)
         found["backward"][dim] = tuple((tokens, more) for tokens, _, more in points)
     q, k, v, dout = inputs(128, FITTED)
@@ -99,8 +109,9 @@ def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, A
 def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of copies in memory. ``host_copy`` is 0, because the host launches no copies inside a compiled program."""
     copy = jax.jit(lambda x: x + jnp.uint8(1))
-    zeros = {size: jnp.zeros(size // 2, jnp.uint8) for size in (sizes.copied // 4, sizes.copied)}
-    return {"copy": tuple((float(size), clock.seconds(lambda x=x: copy(x))) for size, x in zeros.items()), "host_copy": 0.0}
+    moved = (sizes.copied // 4, sizes.copied)
+    taken = clock.seconds(*(partial(copy, jnp.zeros(size // 2, jnp.uint8)) for size in moved))
+    return {"copy": tuple(zip(map(float, moved), taken, strict=True)), "host_copy": 0.0}
 
 
 def transfers(clock: JaxClock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
@@ -124,6 +135,7 @@ def transfers(clock: JaxClock, devices: list[Any], sizes: MeasuredSizes) -> dict
     hop, gather, link, collective = on_ring(hops), on_ring(gathers), [], []
     for size in sizes.bytes:
         x = jax.device_put(jnp.zeros(size * ranks, jnp.uint8), NamedSharding(mesh, P("seq")))
-        link.append((float(size), clock.seconds(lambda x=x: hop(x)) / IN_FLIGHT))
-        collective.append((float(size * (ranks - 1)), clock.seconds(lambda x=x: gather(x)) / IN_FLIGHT))
+        hop_time, gather_time = clock.seconds(partial(hop, x), partial(gather, x))
+        link.append((float(size), hop_time / IN_FLIGHT))
+        collective.append((float(size * (ranks - 1)), gather_time / IN_FLIGHT))
     return {"link": tuple(link), "collective": tuple(collective), "host_send": 0.0}

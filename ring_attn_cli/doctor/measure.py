@@ -43,7 +43,7 @@ def run(framework: str, ranks: int | None, network: float, console: Console) -> 
         path = save(machine, name)
         console.print(table(name, machine, timings))
         console.print(f"wrote {path}", soft_wrap=True)
-        noisy = warning(timings)
+        noisy = warning(machine)
         if noisy is not None:
             console.print(noisy, soft_wrap=True)
         if not gpus:

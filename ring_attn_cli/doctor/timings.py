@@ -6,34 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ring_attn_core.plan.machine import Machine, slowest
+from ring_attn_core.plan.machine import NOISE, Machine, slowest
 
 Points = tuple[tuple[float, float], ...]
 """Pairs of a size and the seconds that it takes."""
 
 FITTED, NARROW = 128, 64
 """The head dim for which a record has rates, and a smaller head dim that is measured only to be printed."""
-
-
-NOISE = 0.1
-"""The largest relative difference between repeats that causes no warning. Predictions from records of idle GPUs have an error of
-the same size (docs/strategies.md), so smaller noise does not matter."""
-
-
-class Repeats:
-    """The greatest ``noise`` of all repeated measurements: by what share one half of the repeats took longer than the other."""
-
-    def __init__(self) -> None:
-        self.noise = 0.0
-
-    def shortest(self, seconds: Sequence[float]) -> float:
-        """Return the shortest of at least two repeats, and update ``noise``.
-
-        The two halves are the repeats with even and with odd numbers, each represented by its shortest repeat.
-        """
-        halves = min(seconds[::2]), min(seconds[1::2])
-        self.noise = max(self.noise, max(halves) / min(halves) - 1)
-        return min(halves)
 
 
 class MeasuredSizes(NamedTuple):
@@ -90,19 +69,28 @@ class Timings:
         points = (self.backward if backward else self.forward)[dim]
         return line([(tokens, seconds / tokens / self.heads) for tokens, seconds in points])
 
+    def misfit(self, dim: int, backward: bool) -> float:
+        """Return by what share a time of attention differs from the fitted line.
+
+        It is 0 for two times, unless their line has a constant part below 0 or does not grow with the size.
+        """
+        constant, of_key = self.of_token(dim, backward)
+        times = (self.backward if backward else self.forward)[dim]
+        return max(abs((constant + of_key * n) * n * self.heads / seconds - 1) for n, seconds in times)
+
     def rate(self, dim: int, backward: bool) -> float:
         """Return the FLOP/s of attention on long shards, at 4 (forward) or 10 (backward) x ``dim`` operations per pair."""
         return (10 if backward else 4) * dim / self.of_token(dim, backward)[1]
 
 
-def warning(timings: Sequence[Timings]) -> str | None:
-    """Return a warning if a rank's repeats differ by more than ``NOISE``, or None."""
-    noise = max(each.noise for each in timings)
-    if noise <= NOISE:
+def warning(machine: Machine) -> str | None:
+    """Return a warning if the measurements of a record differ by more than ``NOISE``, or None."""
+    if machine.noise <= NOISE:
         return None
     return (
-        f"warning: repeats of a measurement differ by {noise:.0%}, more than {NOISE:.0%}, so other programs seem to use this "
-        "machine, and predictions from this record may be as wrong: stop them and run ring-attn doctor --measure again"
+        f"warning: repeats of a measurement still differ by {machine.noise:.0%}, more than {NOISE:.0%}, so other programs seem "
+        'to use this machine. The record says so, and strategy="auto" takes the ring with it: stop the other programs and run '
+        "ring-attn doctor --measure again, or name a strategy"
     )
 
 
@@ -127,8 +115,13 @@ def record(timings: Sequence[Timings], network: float) -> Machine:
     """Return the record of a machine from the times of its ranks: each number is that of the slowest rank.
 
     ``network``: bytes a second to another host, which one host cannot measure. ``forward_state`` is not measured: it is the time
-    to read and write out and lse of a query in float32, at the measured speed of copies.
+    to read and write out and lse of a query in float32, at the measured speed of copies. Raise ValueError if a time is not above
+    0, or a rate is above what the hardware can do.
     """
+    for each in timings:
+        series = (*each.forward.values(), *each.backward.values(), each.link, each.collective, each.copy, each.peer)
+        if not all(seconds > 0 for points in series for _, seconds in points):
+            raise ValueError("a measured time is not above 0, so nothing was saved: run ring-attn doctor --measure again")
     return slowest([_of_rank(each, len(timings), network) for each in timings])
 
 
@@ -156,6 +149,7 @@ def _of_rank(each: Timings, ranks: int, network: float) -> Machine:
         host_copy=each.host_copy,
         copies=copies,
         memory=each.memory,
+        noise=max(each.noise, each.misfit(FITTED, False), each.misfit(FITTED, True)),
         contention=each.contention,
         peer=1 / of_peer_byte if each.peer else 0.0,
         peer_latency=peer_latency,

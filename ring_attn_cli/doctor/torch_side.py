@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
+from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -20,9 +23,13 @@ from ring_attn_torch.ring.transfer import send
 
 from ..processes import Report
 from ..train.torch_ranks import CPU, device_of, member
-from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Repeats, Timings
+from .repeats import REPEATS, SPARE, Repeats
+from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Timings
 
-REPEATS = 7
+BURST = 2
+"""Number of runs that a GPU is timed over."""
+AHEAD, LARGE = 0.02, 4096
+"""Seconds for which a GPU is busy before the timed runs, and the size of the square matrices whose products keep it busy."""
 LAUNCHES = 20
 """Number of calls whose launches are timed together on the host."""
 SHORT = 128
@@ -37,6 +44,7 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
     clock, sizes = Clock(device), OF_GPU if device.type == "cuda" else OF_CPU
     found = attention(clock, sizes) | copies(clock, sizes)
     with member(device, rank, ranks, store, patience):
+        clock.together()
         found |= transfers(clock, sizes, ranks)
         if device.type == "cuda":
             found |= contention(clock, sizes, found["link"][-1]) | peer_copies(clock, sizes, dist.group.WORLD)
@@ -47,20 +55,41 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
 
 
 class Clock:
-    """A timer of a device. It waits for the device's work before and after the timed run."""
+    """A timer of a device.
+
+    A GPU is timed by its own events. Products of large matrices and a first, untimed run keep it busy while the host launches
+    the timed runs, so the time of the host, which a record holds apart, is not in them.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self.repeats = device, Repeats()
+        self.device, self.repeats = device, Repeats(SPARE if device.type == "cuda" else 0.0)
+        if device.type == "cuda":
+            self.begin, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.large, self.product = (torch.zeros(LARGE, LARGE, device=device) for _ in range(2))
+            self.products = 1
+            self._occupy()
+            self.products = max(1, math.ceil(AHEAD / self._between(self._occupy)))
 
-    def seconds(self, run: Callable[[], object]) -> float:
-        """Return the shortest of ``REPEATS`` times of a run, because other processes may slow some of them down."""
-        return self.repeats.shortest([self._once(run) for _ in range(REPEATS)])
+    def seconds(self, *runs: Callable[[], object]) -> list[float]:
+        """Return the seconds of each run, from the quietest series of repeats in turns."""
+        return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], object]) -> float:
-        """Return the seconds that the host takes to launch a run; 0 on a CPU."""
+        """Return the seconds that the host takes to launch a run, the median of ``REPEATS``; 0 on a CPU."""
         if self.device.type == "cpu":
             return 0.0
-        run()
+        return median([self._launched(run) for _ in range(REPEATS + 1)][1:])
+
+    def together(self) -> None:
+        """Repeat measurements from now on if any rank of the default group needs it, and warm up together."""
+        self.repeats.on_any_rank = self._on_any_rank
+
+    def _on_any_rank(self, flag: bool) -> bool:
+        found = torch.tensor(float(flag), device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return bool(found.item())
+
+    def _launched(self, run: Callable[[], object]) -> float:
         self._wait()
         began = time.perf_counter()
         for _ in range(LAUNCHES):
@@ -70,11 +99,26 @@ class Clock:
         return taken / LAUNCHES
 
     def _once(self, run: Callable[[], object]) -> float:
+        if self.device.type == "cpu":
+            began = time.perf_counter()
+            run()
+            return time.perf_counter() - began
         self._wait()
-        began = time.perf_counter()
+        self._occupy()
         run()
-        self._wait()
-        return time.perf_counter() - began
+        return self._between(lambda: [run() for _ in range(BURST)]) / BURST
+
+    def _occupy(self) -> None:
+        for _ in range(self.products):
+            torch.mm(self.large, self.large, out=self.product)
+
+    def _between(self, run: Callable[[], object]) -> float:
+        """Return the seconds of a run on the GPU."""
+        self.begin.record()
+        run()
+        self.end.record()
+        self.end.synchronize()
+        return self.begin.elapsed_time(self.end) / 1e3
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -87,8 +131,9 @@ def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
     backward: dict[int, Points] = {}
     for dim in (NARROW, FITTED):
         calls = {tokens: _passes(clock, sizes, tokens, dim) for tokens in sizes.tokens}
-        forward[dim] = tuple((tokens, clock.seconds(call[0])) for tokens, call in calls.items())
-        backward[dim] = tuple((tokens, clock.seconds(call[1])) for tokens, call in calls.items())
+        for times, turn in ((forward, 0), (backward, 1)):
+            seconds = clock.seconds(*(call[turn] for call in calls.values()))
+            times[dim] = tuple((float(tokens), each) for tokens, each in zip(calls, seconds, strict=True))
     short = _passes(clock, sizes, SHORT, FITTED)
     host = {"host_forward": clock.host(short[0]), "host_backward": clock.host(short[1])}
     return {"forward": forward, "backward": backward} | host
@@ -111,27 +156,27 @@ def _passes(
 
 def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
     """Return the times of copies in memory."""
-    found, short = [], torch.zeros(128, device=clock.device)
-    for size in (sizes.copied // 4, sizes.copied):
-        source = torch.zeros(size // 2, dtype=torch.uint8, device=clock.device)
-        copy = torch.empty_like(source)
-        found.append((float(size), clock.seconds(lambda copy=copy, source=source: copy.copy_(source))))
-    return {"copy": tuple(found), "host_copy": clock.host(short.clone)}
+    moved, short = (sizes.copied // 4, sizes.copied), torch.zeros(128, device=clock.device)
+    sources = [torch.zeros(size // 2, dtype=torch.uint8, device=clock.device) for size in moved]
+    taken = clock.seconds(*(partial(torch.empty_like(source).copy_, source) for source in sources))
+    return {"copy": tuple(zip(map(float, moved), taken, strict=True)), "host_copy": clock.host(short.clone)}
 
 
 def transfers(clock: Clock, sizes: MeasuredSizes, ranks: int) -> dict[str, Any]:
     """Return the times of transfers between all ranks of the default group."""
-    group, link, collective = dist.group.WORLD, [], []
+    group = dist.group.WORLD
+    found: dict[str, Any] = {"link": (), "collective": ()}
     for size in sizes.bytes:
         x = torch.zeros(size, dtype=torch.uint8, device=clock.device)
         every = torch.empty(size * ranks, dtype=torch.uint8, device=clock.device)
-        link.append((float(size), clock.seconds(lambda x=x: [hop(x, group) for _ in range(IN_FLIGHT)]) / IN_FLIGHT))
-        received = float(size * (ranks - 1))
-        taken = clock.seconds(lambda x=x, every=every: [dist.all_gather_into_tensor(every, x) for _ in range(IN_FLIGHT)])
-        collective.append((received, taken / IN_FLIGHT))
+        hops, gathers = clock.seconds(
+            lambda x=x: [hop(x, group) for _ in range(IN_FLIGHT)],
+            lambda x=x, every=every: [dist.all_gather_into_tensor(every, x) for _ in range(IN_FLIGHT)],
+        )
+        found["link"] += ((float(size), hops / IN_FLIGHT),)
+        found["collective"] += ((float(size * (ranks - 1)), gathers / IN_FLIGHT),)
     short = torch.zeros(sizes.bytes[0], dtype=torch.uint8, device=clock.device)
-    host = clock.host(lambda: hop(short, group))
-    return {"link": tuple(link), "collective": tuple(collective), "host_send": host}
+    return found | {"host_send": clock.host(lambda: hop(short, group))}
 
 
 def hop(x: torch.Tensor, group: Any) -> None:
@@ -152,8 +197,8 @@ def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float
             attend()
             hop.wait()
 
-    longer = clock.seconds(beside) - clock.seconds(lambda: [attend() for _ in range(IN_FLIGHT)])
-    return {"contention": max(longer, 0.0) / IN_FLIGHT / seconds}
+    crowded, free = clock.seconds(beside, lambda: [attend() for _ in range(IN_FLIGHT)])
+    return {"contention": max(crowded - free, 0.0) / IN_FLIGHT / seconds}
 
 
 def peer_copies(clock: Clock, sizes: MeasuredSizes, group: Any) -> dict[str, Any]:
@@ -171,7 +216,7 @@ def peer_copies(clock: Clock, sizes: MeasuredSizes, group: Any) -> dict[str, Any
     found: dict[str, Any] = {"peer": ()}
     for size in sizes.bytes:
         here, source = there.kv[:size], buffers.bytes_of((rank + 1) % ranks, FLAG_BYTES, size)
-        taken = clock.seconds(lambda here=here, source=source: [copy([here], [source]) for _ in range(IN_FLIGHT)])
+        (taken,) = clock.seconds(lambda here=here, source=source: [copy([here], [source]) for _ in range(IN_FLIGHT)])
         found["peer"] += ((float(size), taken / IN_FLIGHT),)
     for strategy in PEERS:
         calls = _passes(clock, sizes, SHORT, FITTED, group=group, strategy=strategy)

@@ -34,7 +34,8 @@ class Machine:
     Fields with a default are 0 if they were not measured. ``contention``: the share of a transfer's time by which kernels beside
     it take longer, because NCCL's kernels take multiprocessors from them. ``peer``, ``peer_latency``: bytes that a rank copies
     from the memory of another GPU of its host by the copy engine, and the time before the first byte. ``host_pull_...``,
-    ``host_push_...``: the host's time for a step of the strategies "pull" and "push", transfers and flags included.
+    ``host_push_...``: the host's time for a step of the strategies "pull" and "push", transfers and flags included. ``noise``: by
+    what share repeats of a measurement differ.
     """
 
     name: str
@@ -61,6 +62,7 @@ class Machine:
     host_pull_backward: float = 0.0
     host_push_forward: float = 0.0
     host_push_backward: float = 0.0
+    noise: float = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
@@ -75,6 +77,13 @@ class Machine:
             above = name in RATES and name not in OPTIONAL
             if not number or value < 0 or (value == 0 and above):
                 raise ValueError(f"{name} must be a finite number {'above' if above else 'of at least'} 0, got {value!r}")
+        peak = next((rate for gpu, rate in PEAKS.items() if gpu in self.name), math.inf)
+        for name in ("forward_rate", "backward_rate"):
+            if (rate := getattr(self, name)) > peak:
+                raise ValueError(
+                    f"{name} must be at most {peak / 1e12:.0f} TFLOP/s, the peak of {self.name} in bfloat16, "
+                    f"got {rate / 1e12:.0f}: run ring-attn doctor --measure again"
+                )
 
     def link(self, ranks: int) -> float:
         """Return the rate of a link, in bytes per second, if ``ranks`` ranks of a host send at once.
@@ -104,6 +113,13 @@ class Machine:
         values: dict[str, Any] = {name: found[name] for name in names & found.keys()} | {"links": tuple(map(tuple, links))}
         return cls(**values)
 
+
+NOISE = 0.1
+"""The largest ``noise`` of a record that "auto" uses. Predictions from records of idle GPUs have an error of the same size
+(docs/strategies.md), so smaller noise does not matter."""
+
+PEAKS = {"A100": 312e12, "H100": 990e12, "H200": 990e12}
+"""Peak FLOP/s of GPUs in bfloat16 without sparsity, from their data sheets."""
 
 RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "copies", "memory", "peer")
 """The fields whose larger values are better; in all other numeric fields smaller values are."""

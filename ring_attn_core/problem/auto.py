@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from ..plan.cost import memory, seconds
 from ..plan.load import Load, Seconds
-from ..plan.machine import Machine
+from ..plan.machine import NOISE, Machine
 from ..plan.two_level import TwoLevel
 from ..plan.ulysses import Ulysses
 from .strategies import Strategy, group_of, name_of, objection
@@ -27,6 +27,10 @@ ROOM = 1 / 16
 JOINED = "gather", "ulysses"
 """The strategies that compute on several shards at once. With extents they take up to 1.5 times as long as predicted."""
 
+JOINED_GAIN = 1.15
+"""The least predicted gain over the ring for which "auto" takes one of ``JOINED``. How much slower kernels are on joined shards
+is a constant of the model, which ``ring-attn doctor`` does not measure."""
+
 
 class Choice(NamedTuple):
     """A strategy and the reason for it.
@@ -42,15 +46,20 @@ class Choice(NamedTuple):
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
     """Choose the strategy that "auto" takes for a call.
 
-    The choice is "ring" if no keys travel, if the machine is unknown (``machine`` is None), or if the cost model does not cover
-    the call. Otherwise the choice is the fastest candidate within the limits ROOM (memory), GAIN and MARGIN (time).
-    ``backend``: the call's option. ``device``: kind of the device.
+    The choice is "ring" if no keys travel, if the machine is unknown (``machine`` is None), if the cost model does not cover
+    the call, or if the machine's measurements were noisy. Otherwise the choice is the fastest candidate within the limits ROOM
+    (memory), GAIN, JOINED_GAIN and MARGIN (time). ``backend``: the call's option. ``device``: kind of the device.
     """
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:
         return ring("no rank needs the keys of another, so nothing travels")
     if machine is None or not load.host_ranks:
         return ring("the ring: the machine was not measured, or it is not known which ranks share a host")
+    if machine.noise > NOISE:
+        return ring(
+            f"the ring: measurements of {machine.name} differ by {machine.noise:.0%}, too much to predict; run ring-attn doctor "
+            "--measure again"
+        )
     if (why := _unmeasured(load, backend, device)) is not None:
         return ring(f"the ring: {why}")
     predicted: dict[str, Seconds] = {}
@@ -60,6 +69,8 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
         if memory(name, load, group) - memory("ring", load) > ROOM * machine.memory:
             continue
         predicted[str(strategy)] = taken = seconds(name, load, machine, group)
+        if name in JOINED and taken.both * JOINED_GAIN > predicted["ring"].both:
+            continue
         if taken.both < predicted[str(fastest)].both / (GAIN if fastest == "ring" else MARGIN):
             fastest = strategy
     return Choice(fastest, _why(load, fastest, predicted), predicted)
@@ -107,7 +118,8 @@ def _why(load: Load, strategy: Strategy, predicted: dict[str, Seconds]) -> str:
     where = "on one host" if load.hosts == 1 else f"across {load.hosts} hosts"
     ms = lambda name: f"{predicted[name].both * 1e3:{'.3g' if predicted[name].both < 1 else ',.0f'}} ms"
     if strategy == "ring":
-        return f"the ring, {ms('ring')} {where}: no strategy that can run this is predicted to be {GAIN - 1:.0%} faster"
+        joined = f"{GAIN - 1:.0%} faster, or {JOINED_GAIN - 1:.0%} if it joins shards"
+        return f"the ring, {ms('ring')} {where}: no strategy that can run this is predicted to be {joined}"
     return f"{strategy}, {ms(str(strategy))} {where} where the ring takes {ms('ring')}: {_gain(load, strategy)}"
 
 

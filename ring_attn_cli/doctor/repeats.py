@@ -1,0 +1,80 @@
+"""Repeated measurements: runs in turns, warmed up, and timed again while they are noisy. No device is used here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import NamedTuple
+
+from ring_attn_core.plan.machine import NOISE
+
+REPEATS = 7
+"""Number of times of each run in a series."""
+
+SERIES = 4
+"""The most series of a measurement."""
+
+WARM_UP = 6
+"""The most rounds before a series; the rounds end when two in a row agree to ``NOISE``."""
+
+WORST = 10.0
+"""The largest noise: that of times that are not above 0."""
+
+SPARE = 60.0
+"""Seconds for the further series of all measurements together."""
+
+
+class Series(NamedTuple):
+    """The median seconds of each run, and their noise."""
+
+    noise: float
+    seconds: list[float]
+
+
+class Repeats:
+    """Series of repeated runs, and the greatest ``noise`` of those that count.
+
+    ``spare``: seconds that are left for further series, 0 on CPUs, whose records "auto" does not use. ``on_any_rank``: returns whether a flag is set on any rank, so that all ranks that measure together repeat together.
+    """
+
+    def __init__(self, spare: float = SPARE, now: Callable[[], float] = time.perf_counter) -> None:
+        self.noise, self.spare, self.now = 0.0, spare, now
+        self.on_any_rank: Callable[[bool], bool] = bool
+
+    def seconds(self, runs: Sequence[Callable[[], float]]) -> list[float]:
+        """Return the median seconds of each run, from the quietest of up to ``SERIES`` series, and update ``noise``.
+
+        The runs take turns, so that a slow change of the clock rate cancels in differences between them. A further series starts
+        if all before it differ by more than ``NOISE`` and spare seconds are left.
+        """
+        self._warm_up(runs)
+        quietest = self._series(runs)
+        for _ in range(SERIES - 1):
+            if not self.on_any_rank(quietest.noise > NOISE and self.spare > 0):
+                break
+            began = self.now()
+            quietest = min(quietest, self._series(runs))
+            self.spare -= self.now() - began
+        self.noise = max(self.noise, quietest.noise)
+        return quietest.seconds
+
+    def _warm_up(self, runs: Sequence[Callable[[], float]]) -> None:
+        before = [run() for run in runs]
+        for _ in range(WARM_UP - 1):
+            after = [run() for run in runs]
+            changed = max(difference(pair) for pair in zip(before, after, strict=True)) > NOISE
+            if not self.on_any_rank(changed):
+                break
+            before = after
+
+    def _series(self, runs: Sequence[Callable[[], float]]) -> Series:
+        rounds = [[run() for run in runs] for _ in range(REPEATS)]
+        times = list(zip(*rounds, strict=True))
+        noise = max(difference((median(each[::2]), median(each[1::2]))) for each in times)
+        return Series(noise, [median(each) for each in times])
+
+
+def difference(seconds: Sequence[float]) -> float:
+    """Return by what share the longest time is longer than the shortest, ``WORST`` at most."""
+    return min(max(seconds) / min(seconds) - 1, WORST) if min(seconds) > 0 else WORST
