@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -199,6 +200,29 @@ def test_all_ranks_repeat_if_one_of_them_is_noisy():
     repeats.seconds([runs.run])
     assert asked == [False] * 4
     assert runs.called == len(WARM) + 3 * REPEATS
+
+
+def test_a_gpu_is_busy_before_the_host_launches_what_is_timed(monkeypatch: pytest.MonkeyPatch):
+    torch = pytest.importorskip("torch")
+    from ring_attn_cli.doctor.torch_side import BURST, Clock
+
+    order: list[str] = []
+    event = lambda name: SimpleNamespace(record=lambda: order.append(name), synchronize=lambda: None, elapsed_time=lambda _: 6e3)
+    clock = Clock(torch.device("cpu"))
+    clock.device, clock.begin, clock.end = torch.device("cuda"), event("begin"), event("end")
+    monkeypatch.setattr(clock, "_wait", lambda: order.append("wait"))
+    monkeypatch.setattr(clock, "_occupy", lambda: order.append("occupy"))
+    assert clock._once(lambda: order.append("run")) == 6 / BURST
+    assert order == ["wait", "occupy", "run", "begin", *["run"] * BURST, "end"]
+
+
+def test_the_time_to_launch_a_run_of_jax_is_not_in_its_time(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("jax")
+    from ring_attn_cli.doctor.jax_side import JaxClock
+
+    clock = JaxClock(gpus=True)
+    monkeypatch.setattr(clock, "_in_a_row", lambda run, number: 5.0 + 0.25 * number)
+    assert clock._once(lambda: None) == 0.25
 
 
 @pytest.mark.parametrize("noise", [0.1, 0.34])

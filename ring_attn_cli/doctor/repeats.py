@@ -35,7 +35,8 @@ class Series(NamedTuple):
 class Repeats:
     """Series of repeated runs, and the greatest ``noise`` of those that count.
 
-    ``spare``: seconds that are left for further series, 0 on CPUs, whose records "auto" does not use. ``on_any_rank``: returns whether a flag is set on any rank, so that all ranks that measure together repeat together.
+    ``spare``: seconds that are left for further series, 0 on CPUs, whose records "auto" does not use. ``on_any_rank``: returns
+    whether a flag is set on any rank, so that ranks that measure together also repeat together.
     """
 
     def __init__(self, spare: float = SPARE, now: Callable[[], float] = time.perf_counter) -> None:
