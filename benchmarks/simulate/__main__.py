@@ -3,10 +3,10 @@
     python -m benchmarks.simulate [--ranks 8 64 1024] [--tokens 2048 8192 65536]
 
 Nothing is measured here and no GPU is needed. The first table compares the model (``ring_attn_core/plan/cost.py``, the one that
-``strategy="auto"`` uses) with the measured points of two H200s, on two hosts, and four H100s. The machines' records were fitted to
-those marked in the column "fitted". The second table extrapolates to causal zigzag calls of 32/8 heads of 128 on hosts of 8 GPUs: efficiency
-is the time of the products alone over the predicted time of forward and backward; memory is what a strategy holds besides a
-rank's own arrays.
+``strategy="auto"`` uses) with the measured points of two H200s, on two hosts, and four H100s. The machines' records were fitted
+to those marked in the column "fitted". The second table extrapolates to causal zigzag calls of 32/8 heads of 128 on hosts of 8
+GPUs: efficiency is the time of the products alone over the predicted time of forward and backward; memory is what a strategy
+holds besides a rank's own arrays.
 
 Found on two H200s (results/ring-h200-x2.json):
   Forward and backward together are within 10 % of 40 of the 44 points that were not fitted, the worst at +9.7 %. The other four
@@ -28,11 +28,12 @@ Found on four H100s (results/ring-h100-x4.json, documents-h100-x4.json):
 
 Found on two H200s with a slower host (results/auto-h200-x2.json, calls in a row):
   At 8,192 and 32,768 tokens forward and backward together are within 6 % of all 18 points, "gather" within 3 %, with the record
-  of the H200 and no time of the host, which calls in a row hide. At 2,048 tokens the host is the limit: with its measured times all
-  points are predicted 14 to 43 % too short, but "auto" takes "gather", the fastest. It takes "direct" for the window, also the
-  fastest, "two_way" at 8,192 tokens, 4.4 % slower than "push", and keeps the ring at 32,768, 2.7 % slower than "push".
+  of the H200 and no time of the host, which calls in a row hide. At 2,048 tokens the host is the limit: with its measured times
+  all points are predicted 14 to 43 % too short, but "auto" takes "gather", the fastest. It takes "direct" for the window, also
+  the fastest, "two_way" at 8,192 tokens, 4.4 % slower than "push", and keeps the ring at 32,768, 2.7 % slower than "push".
   The record of that machine, in the same file, was measured before GPUs were kept busy while the host launches. Its times of a
-  step, 2.5 and 8.3 ns, are mostly the host's, so "auto" took "gather" at 8,192 and 32,768 tokens, 8 and 7 % slower than the ring.
+  step, 2.5 and 8.3 ns, are mostly the host's, so "auto" took "gather" at 8,192 and 32,768 tokens, 8 and 7 % slower than the
+  ring.
 
 Four H200s were measured with earlier kernels only (ring, TFLOP/s forward / both): 8,192 tokens 587 / 459, predicted 507 / 434, so
 14 and 5 % too slow; 32,768 tokens 596 / 525, predicted 602 / 515. Transfers between hosts were not measured at all.

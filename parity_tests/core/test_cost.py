@@ -8,22 +8,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulate.points import HOST_BOUND, HOST_IN_STEPS, IN_A_ROW, points, undescribed
-from ring_attn_core import LAYOUTS, Band, RingPlan, TwoLevel, Ulysses, causal, full, sliding_window
-from ring_attn_core.plan.balanced import balanced_layout
+from benchmarks.simulate.points import IN_A_ROW, points, undescribed
+from ring_attn_core import LAYOUTS, Band, RingPlan, causal, full, sliding_window
 from ring_attn_core.plan.cost import SCHEDULES, memory, seconds
 from ring_attn_core.plan.load import Load
-from ring_attn_core.plan.machine import H100, H200, NOISE, OPTIONAL, Machine, built_in, slowest
-from ring_attn_core.problem.auto import GAIN, JOINED_GAIN, choose
-from ring_attn_core.problem.checks import OptionalArray
-from ring_attn_core.problem.options import Options
-from ring_attn_core.problem.problem import Problem
+from ring_attn_core.plan.machine import H100, H200, OPTIONAL, Machine, built_in, slowest
+from ring_attn_core.problem.auto import choose
 from ring_attn_core.problem.strategies import PEERS
 
 from .test_plan import MASKS, plans, visible
 
-BALANCED = balanced_layout([8192] * 4, 4)
-EXTENTS = OptionalArray("extents", (1, 8192, 2), "int32")
 POINTS = points()
 
 PLAIN = replace(
@@ -51,13 +45,6 @@ PLAIN = replace(
 def load(ranks: int = 4, tokens: int = 2, host_ranks: int = 8, mask: Band = full(), **sizes: Any) -> Load:
     """Return contiguous shards of one head of 128, whose item is 2 bytes: 512 bytes of keys a token, 512 operations a pair."""
     return Load(RingPlan("contiguous", mask, ranks, tokens), 1, 1, 1, 128, 128, 2, host_ranks, **sizes)
-
-
-def problem(tokens: int = 8192, ranks: int = 8, host_ranks: int = 8, heads: int = 32, **fields: Any) -> Problem:
-    """Return a call with 8 key heads of 128 on H200s."""
-    q, k = (1, tokens, heads, 128), (1, tokens, min(heads, 8), 128)
-    options = {"dtypes": ("bfloat16",) * 3, "device": "cuda", "machine": H200, "framework": "torch"} | fields
-    return Problem(q, k, k, ranks=ranks, host_ranks=host_ranks, **options)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
@@ -235,86 +222,3 @@ def test_hardware_without_measurements_has_no_record():
     assert built_in("NVIDIA H200") == H200
     assert built_in("NVIDIA H100 80GB HBM3") == H100
     assert built_in("NVIDIA H100 PCIe") is built_in("NVIDIA A100-SXM4-80GB") is built_in("cpu") is None
-
-
-@pytest.mark.parametrize(
-    ("call", "taken"),
-    [
-        (problem(), "two_way"),
-        (problem(tokens=2048), "gather"),
-        (problem(tokens=2048, heads=6), "gather"),
-        (problem(tokens=65536, options=Options(mask=sliding_window(4096))), "direct"),
-        (problem(tokens=2048, ranks=64), Ulysses(ranks=8)),
-        (problem(arrays=(EXTENTS,)), "two_way"),
-        (problem(machine=None), "ring"),
-        (problem(host_ranks=0), "ring"),
-        (problem(dtypes=("float32",) * 3), "ring"),
-        (problem(options=Options(backend="cudnn")), "ring"),
-        (problem(options=Options(mask=sliding_window(0))), "ring"),
-    ],
-    ids=range(11),
-)
-def test_auto_says_what_it_takes_and_why(call, taken):
-    call.check()
-    assert call.travel == taken
-    assert "ring" in call.choice.why or "nothing travels" in call.choice.why
-    assert call.fingerprint()["strategy"] == "auto"
-
-
-@pytest.mark.parametrize(
-    ("fields", "taken"),
-    [
-        ({}, True),
-        ({"tokens": 32768}, True),
-        ({"arrays": (EXTENTS,)}, True),
-        ({"machine": replace(H100, peer=0.0)}, False),
-        ({"peer_access": False}, False),
-        ({"host_ranks": 2}, False),
-        ({"host_ranks": 0}, False),
-        ({"dtypes": ("float32",) * 3}, False),
-        ({"options": Options(backend="flash")}, False),
-        ({"options": Options(mask=sliding_window(0))}, False),
-        ({"options": Options(layout=BALANCED)}, False),
-        ({"machine": replace(H100, memory=1e9)}, False),
-        ({"machine": replace(H100, host_push_backward=1.0, host_pull_backward=1.0)}, False),
-    ],
-    ids=range(13),
-)
-def test_auto_takes_push_on_one_host_of_h100s_only_if_it_was_measured_and_can_run_the_call(fields, taken):
-    call = problem(**{"ranks": 4, "host_ranks": 4, "machine": H100, "peer_access": True} | fields)
-    call.check()
-    assert (call.travel == "push") == taken
-    assert ("copy engines" in call.choice.why) == taken
-    assert all(each.both < float("inf") for each in call.choice.predicted.values())  # what was not measured is not predicted
-
-
-def test_auto_with_a_noisy_record_is_the_ring_and_says_what_to_do():
-    quiet, noisy = (problem(machine=replace(H200, noise=noise)) for noise in (NOISE, 0.45))
-    assert quiet.travel == "two_way"
-    assert (noisy.travel, noisy.choice.predicted) == ("ring", {})
-    assert "measurements of NVIDIA H200 differ by 45%" in noisy.choice.why
-    assert "run ring-attn doctor --measure again" in noisy.choice.why
-
-
-def test_auto_joins_shards_only_for_a_gain_that_covers_their_unmeasured_kernels():
-    short = problem(tokens=2048, ranks=2, host_ranks=2, machine=HOST_BOUND)
-    assert short.travel == "gather"  # predicted 20 % faster than the ring, measured 15 %
-    long = problem(tokens=32768, ranks=2, host_ranks=2, machine=HOST_IN_STEPS)
-    times = {name: each.both for name, each in long.choice.predicted.items()}
-    assert min(times, key=lambda name: times[name]) == "gather"
-    assert GAIN < times["ring"] / times["gather"] < JOINED_GAIN
-    assert long.travel == "ring"  # a gather was measured to take 7 % longer
-
-
-def test_auto_takes_no_strategy_that_a_call_refuses():
-    predicted = problem(tokens=2048, heads=6).choice.predicted
-    assert "ulysses" not in predicted
-    assert "gather" not in problem(tokens=2048, arrays=(EXTENTS,)).choice.predicted
-    across = problem(ranks=64).choice.predicted
-    assert {str(Ulysses(ranks=8)), str(TwoLevel(ranks=8))} < across.keys()
-    assert "gather" not in problem(tokens=65536).choice.predicted  # 14 GiB beside the ring's keys
-
-
-def test_a_strategy_that_is_named_is_not_replaced():
-    call = problem(tokens=2048, options=Options(strategy="ring"))
-    assert call.travel == call.strategy == "ring"

@@ -209,7 +209,7 @@ def test_a_gpu_is_busy_before_the_host_launches_what_is_timed(monkeypatch: pytes
     order: list[str] = []
     event = lambda name: SimpleNamespace(record=lambda: order.append(name), synchronize=lambda: None, elapsed_time=lambda _: 6e3)
     clock = Clock(torch.device("cpu"))
-    clock.device, clock.begin, clock.end = torch.device("cuda"), event("begin"), event("end")
+    vars(clock).update(device=torch.device("cuda"), begin=event("begin"), end=event("end"))
     monkeypatch.setattr(clock, "_wait", lambda: order.append("wait"))
     monkeypatch.setattr(clock, "_occupy", lambda: order.append("occupy"))
     assert clock._once(lambda: order.append("run")) == 6 / BURST

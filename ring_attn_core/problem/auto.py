@@ -28,8 +28,8 @@ JOINED = "gather", "ulysses"
 """The strategies that compute on several shards at once. With extents they take up to 1.5 times as long as predicted."""
 
 JOINED_GAIN = 1.15
-"""The least predicted gain over the ring for which "auto" takes one of ``JOINED``. How much slower kernels are on joined shards
-is a constant of the model, which ``ring-attn doctor`` does not measure."""
+"""The least predicted gain over the ring for which "auto" takes one of ``JOINED``. The slowdown of kernels on joined shards is
+a constant of the model, which ``ring-attn doctor`` does not measure."""
 
 
 class Choice(NamedTuple):
