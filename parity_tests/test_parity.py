@@ -14,11 +14,11 @@ pytest.importorskip("torch")
 from .jax import ring as on_jax
 from .support.cases import CHOSEN, REST, SPECIAL, Case
 from .support.combinations import COMBINATIONS
-from .support.selection import one_in
+from .support.selection import first, one_in
 from .torch import ring as on_torch
 
 
-@pytest.mark.parametrize("case", [case for case in CHOSEN if case.dtype == "float32"], ids=str)
+@pytest.mark.parametrize("case", [each for each in first(CHOSEN, 5) if each.values[0].dtype == "float32"], ids=str)
 def test_frameworks_agree(gloo, case, record_property):
     record_property("worst", agree(gloo, case))
 

@@ -63,7 +63,7 @@ def _items_of(tree: ast.AST, name: str) -> Iterator[str]:
             yield str(node.slice.value)
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto]))
 def test_a_module_under_jit_on_a_mesh_is_flaxs_own(kind):
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind, kind), devices=jax.devices()[:4])
     x = jax.random.normal(jax.random.key(0), (2, 16, 12))
@@ -101,7 +101,7 @@ def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(expected, 5, 1), atol=1e-6)
 
 
-@pytest.mark.parametrize("batch", [(), (2, 1, 3)])
+@pytest.mark.parametrize("batch", [(2, 1, 3), pytest.param((), marks=pytest.mark.exhaustive)])
 def test_any_number_of_batch_dimensions(batch):
     mask = np.random.default_rng(0).random((*batch, 1, 1, 8)) < 0.8
     out = attention_fn(mesh=mesh_of(2))(*qkv(*batch), mask=jnp.asarray(mask))
@@ -113,6 +113,7 @@ def test_a_query_that_sees_no_key_gets_zero():
     assert not out.any()
 
 
+@pytest.mark.exhaustive
 def test_dropout_is_the_same_on_any_mesh():
     drop = {"dropout_rng": jax.random.key(3), "dropout_rate": 0.4, "broadcast_dropout": False}
     alone, ring, other = (

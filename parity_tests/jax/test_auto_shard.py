@@ -47,6 +47,7 @@ def alone() -> Arrays:
     return step(mesh_of(1), False, layout="contiguous")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", first([AxisType.Auto, AxisType.Explicit]))
 def test_whole_sequences_over_a_mesh_are_one_devices(alone, kind):
     mesh = jax.make_mesh((2, 4), ("data", "seq"), axis_types=(kind, kind))

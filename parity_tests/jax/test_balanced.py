@@ -65,6 +65,7 @@ def program() -> Any:
     return results
 
 
+@pytest.mark.exhaustive
 def test_packed_documents_are_each_as_if_alone():
     documents, arrays = batch_of_documents()[1:]
     check_documents(documents, arrays, [np.asarray(x) for x in program()(*arrays)])

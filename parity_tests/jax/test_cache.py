@@ -15,6 +15,7 @@ from jax.sharding import AxisType
 from ring_attn_jax import CacheSizes, KVCache, TransformerConfig, prefill
 
 from ..support.caches import check
+from ..support.selection import first
 from ..support.stories import CHOSEN, REST
 from .caches import compiled, play
 from .ring import mesh_of
@@ -56,7 +57,7 @@ def filled(cache: KVCache, tokens: int) -> KVCache:
     return on_ring(appended, cache)
 
 
-@pytest.mark.parametrize("axes", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("axes", first([AxisType.Explicit, AxisType.Auto]), ids=str)
 def test_between_steps_whole_arrays_are_enough(axes):
     cache = filled(small(mesh=jax.make_mesh((2,), ("seq",), axis_types=(axes,), devices=jax.devices()[:2])), 5)
     assert cache.counts.tolist() == [[3, 2], [3, 2]]

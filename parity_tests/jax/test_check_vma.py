@@ -65,6 +65,7 @@ def gradients(q, k, v, sinks):
     return *sharded, lax.pcast(dsinks, "seq", to="varying")[None]
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_shards_are_right_and_those_of_sinks_are_parts_whose_sum_is_right():
     specs = {"specs": (SEQ, SEQ, SEQ, REPLICATED), "out_specs": (SEQ, SEQ, SEQ, PartitionSpec("seq"))}
     inputs = X, jnp.cos(X), jnp.sin(X), SINKS

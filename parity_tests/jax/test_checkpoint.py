@@ -207,6 +207,7 @@ threading.Event().wait()
 """
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_while_it_saves_ends_in_the_same_bits(tmp_path):
     """Two kills, at different moments of a save; each leaves the checkpoint of the step before, or of that step."""
     run(tmp_path, last=1)

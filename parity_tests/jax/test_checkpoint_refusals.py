@@ -255,6 +255,7 @@ OBJECTIONS = (
 )
 
 
+@pytest.mark.exhaustive
 def test_processes_that_share_no_folder_or_object_to_a_checkpoint_all_raise_the_same(tmp_path):
     """Two processes of two devices each, whose sharded arrays are saved and resumed in the end."""
     program = tmp_path / "program.py"

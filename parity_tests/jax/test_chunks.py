@@ -48,6 +48,7 @@ def chunked(ranks: int, tied: bool) -> Arrays:
     return results | {"logits": np.asarray(from_layout(logits, "striped", ranks, LENGTH))}
 
 
+@pytest.mark.exhaustive
 def test_on_a_mesh_with_explicit_axes_every_device_cuts_its_own_tokens():
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     ids, labels = token_ids()
@@ -108,7 +109,7 @@ FORWARD, AGAIN, BACKWARD = 3, 2, 6
 """Products of an MLP: gate, up and down; of these the backward needs the first two again; two gradients of each."""
 
 
-@pytest.mark.parametrize("activations", ["keep", "recompute", "offload"])
+@pytest.mark.parametrize("activations", first(["offload", "recompute", "keep"]))
 def test_an_mlp_is_computed_again_once_in_chunks_or_not_in_a_block_that_is_computed_again_too(activations):
     for whole, chunk, chunks in ((False, None, 1), (False, 4, 3), (True, 4, 3)):
         mesh = mesh_of(4)

@@ -27,6 +27,7 @@ ARGUMENTS = dilated_arguments()
 TOKENS = 13
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "name", "whole"),
     [

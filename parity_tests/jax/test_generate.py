@@ -68,9 +68,8 @@ def answers(name: str, ranks: int | None, chunk: int | None = None, new: int = N
 @pytest.mark.parametrize(
     ("name", "ranks", "chunk"),
     [
-        ("features", None, None),
         ("features", 2, 16),
-        pytest.param("features", 4, None, marks=pytest.mark.exhaustive),
+        *(pytest.param("features", ranks, None, marks=pytest.mark.exhaustive) for ranks in (None, 4)),
         *(pytest.param("features", ranks, 8, marks=pytest.mark.full) for ranks in (1, 4)),
         *(pytest.param(name, 2, 8, marks=pytest.mark.full) for name in ("grouped", "windows")),
         pytest.param("alibi", 2, None, marks=pytest.mark.full),
@@ -112,7 +111,8 @@ def test_another_call_of_the_same_sizes_compiles_nothing_and_a_stop_id_ends_a_re
     assert done == [(25, 25)]
 
 
-@pytest.mark.parametrize("ranks", [None, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("ranks", [None, 2])
 def test_a_request_with_all_its_tokens_is_left_out_and_other_numbers_compile_nothing(ranks, monkeypatch):
     loops: list[decode_loop.DecodeLoop] = []
 

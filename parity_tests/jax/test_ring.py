@@ -24,7 +24,7 @@ from ..support.selection import first, one_in
 from .ring import mesh_of, options, run, run_once, whole
 
 
-@pytest.mark.parametrize("case", first(CHOSEN, 10), ids=str)
+@pytest.mark.parametrize("case", first(CHOSEN, 5), ids=str)
 def test_out_lse_and_gradients_are_exact(case):
     check(case, run(case))
 
@@ -41,7 +41,7 @@ def test_cross_attention_padding_and_odd_sizes_are_exact(case):
     check(case, run(case, quick=False))
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", first([4, 1]))
 def test_a_key_that_outweighs_all_others_has_probability_1_to_the_last_bit(ranks):
     """However large the scores: lse is carried and comes back as it was rounded."""
     case = Case(ranks=ranks, scale=1e6)
@@ -96,7 +96,7 @@ def test_dropout_keeps_the_same_set_where_batch_and_heads_are_sharded():
     check_kept(case, natural(case, dropped(case, mesh, case.seed, batch_axes="data", head_axis="tensor")))
 
 
-@pytest.mark.parametrize("seed", [0, 2**40 + 3, -1, -(2**63)])
+@pytest.mark.parametrize("seed", first([2**40 + 3, -(2**63), 0, -1], 2))
 def test_a_seed_may_be_any_int64(seed):
     case = one_hot(Case("striped", full(), 2, v_dim=37, dropout_rate=0.3, seed=seed))
     check_kept(case, natural(case, dropped(case, mesh_of(2), seed)))
@@ -136,7 +136,7 @@ def test_packed_documents_are_the_documents_one_by_one():
     check_documents(run.__wrapped__, packed(Case(length=61)))
 
 
-@pytest.mark.parametrize(("layout", "offset"), first([("zigzag", 3), ("striped", 8), ("contiguous", 13), ("zigzag", 16)], 2))
+@pytest.mark.parametrize(("layout", "offset"), first([("zigzag", 3), ("striped", 8), ("contiguous", 13), ("zigzag", 16)]))
 def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
     case = Case(layout, sliding_window(3, 1, offset=offset), length=32)
     check(case, run(case))

@@ -82,6 +82,7 @@ def test_of_equal_logits_the_lower_token_ids_are_kept():
     assert set(got.tolist()) == {0, 1, 2}
 
 
+@pytest.mark.exhaustive
 def test_of_numbers_their_low_32_bits_count():
     logits = jax.random.normal(jax.random.key(0), (2, 300))
     draw = lambda **numbers: sample(logits, temperature=2.0, **numbers).tolist()

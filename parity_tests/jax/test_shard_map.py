@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import re
+from itertools import product
 from functools import partial
 
 import jax
@@ -19,7 +20,7 @@ from ring_attn_jax import attend_block, from_layout, ring_attention, sharded_rin
 from ring_attn_jax.call.autograd import LSE_NAME, OUT_NAME
 
 from ..support.cases import MASKS, Case
-from ..support.selection import first
+from ..support.selection import first, one_of_each
 from .ring import SEQ, mesh_of, options
 
 KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
@@ -54,8 +55,7 @@ def test_hops_are_the_plans(layout, mask, ranks):
     assert permutes(gradients(ring), q, k, v) == len(plan.hops) * 3 + (plan.home > 0)
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-@pytest.mark.parametrize("kv_heads", [4, 2, 1], ids=["mha", "gqa", "multi-query keys replicated over tensor"])
+@pytest.mark.parametrize(("kind", "kv_heads"), one_of_each(2, product(KINDS.values(), (4, 2, 1))))
 def test_a_data_seq_tensor_mesh_equals_one_device_and_gathers_nothing(kind, kv_heads):
     inputs = arrays(kv_heads=kv_heads)
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(kind,) * 3)
@@ -72,7 +72,7 @@ def in_layout(x):
     return np.asarray(to_layout(np.asarray(x), "zigzag", 2))
 
 
-@pytest.mark.parametrize("replicated", ["data", "tensor"])
+@pytest.mark.parametrize("replicated", first(["tensor", "data"]))
 def test_gradients_of_inputs_replicated_over_another_axis_are_summed_over_it(replicated):
     """q differs over the axis, k and v do not: their gradients are the sum over its members."""
     inputs = arrays(heads=2, kv_heads=1)
@@ -111,6 +111,7 @@ def test_the_backward_keeps_q_k_v_out_lse_and_its_rest_only():
     assert sizes == sorted([q.size, k.size, v.size, q.size, lse, lse])
 
 
+@pytest.mark.exhaustive
 def test_without_check_vma_results_are_the_same():
     call = partial(ring_attention, layout="striped")
     rings = [jax.shard_map(call, mesh=mesh_of(2), in_specs=(SEQ,) * 3, out_specs=SEQ, check_vma=on) for on in (True, False)]
@@ -211,6 +212,7 @@ def test_nan_that_reaches_a_query_which_sees_nothing_reaches_no_key():
     assert all(jnp.isfinite(gradient).all() for gradient in vjp(cotangents))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", first((kind,) for kind in KINDS.values()), ids=KINDS)
 def test_a_shard_map_over_the_ring_alone_equals_one_device(kind):
     """Batch and heads stay outside of it: sharded over Auto axes by XLA, over Explicit ones by their types."""
@@ -236,7 +238,7 @@ def test_a_shard_map_over_the_ring_alone_equals_one_device(kind):
         assert relative_error(np.asarray(a), np.asarray(b)) <= 1e-6
 
 
-@pytest.mark.parametrize("call", ["ring", "block"])
+@pytest.mark.parametrize("call", first(["block", "ring"]))
 def test_a_shard_map_over_the_ring_alone_needs_no_jit_on_explicit_axes(call):
     """Forward outside jit; the gradients of a block, whose loops carry zeros of their own too, inside."""
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2)

@@ -41,7 +41,7 @@ def test_a_batch_without_rows_may_have_a_key_mask_under_gather():
     check(case, run(case))
 
 
-@pytest.mark.parametrize("case", first(PAIRS, 4, 10), ids=str)
+@pytest.mark.parametrize("case", first(PAIRS, 1, 10), ids=str)
 def test_every_strategy_is_exact_with_every_feature(case):
     check(case, run_once(case))
 
@@ -108,7 +108,7 @@ def sent(jaxpr: Any, ranks: int, rank: int) -> Iterator[int]:
                 yield from sent(inner, ranks, rank)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", one_of_each(3, STRATEGIES.values()), ids=STRATEGIES)
 def test_ten_runs_give_the_same_bits(strategy):
     case = Case(strategy=strategy, kv_heads=1, sinks=True)
     results = [run.__wrapped__(case) for _ in range(10)]
@@ -176,6 +176,7 @@ def test_a_strategy_that_cannot_run_a_call_is_refused(strategy, ranks, message):
         sharded_ring_attention(*arrays(heads=4, tokens=24 if ranks == 3 else 16), mesh=mesh_of(ranks), strategy=strategy)
 
 
+@pytest.mark.exhaustive
 def test_vmap_maps_every_strategy():
     inputs = [jnp.stack([x, 2 * x]) for x in arrays(heads=4)]
     for strategy in STRATEGIES.values():

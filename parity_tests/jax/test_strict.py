@@ -70,6 +70,7 @@ def test_the_ring_is_exact(case, dtype):
     check(case, run.__wrapped__(case))
 
 
+@pytest.mark.exhaustive
 def test_sharded_ring_attention_with_every_feature():
     rng = np.random.default_rng(0)
     q, k, v = (jnp.asarray(rng.standard_normal((2, 8, heads, 4)), jnp.float32) for heads in (4, 2, 2))
