@@ -80,6 +80,7 @@ def attention(request: pytest.FixtureRequest) -> Any:
     return in_jax if request.param == "jax" else partial(in_torch, request.getfixturevalue("gloo"))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "layout"), RINGS)
 def test_key_extents_of_documents_are_their_extents(attention: Any, ranks: int, layout: str):
     rng = np.random.default_rng(8)

@@ -32,6 +32,7 @@ def test_jax_over_a_ring_is_torch_over_a_ring_and_torch_on_one_device(gloo):
     assert_near(transformer_on_rank(None, transformer_weights(), ids, labels, "contiguous", {}), ring, 1e-5)
 
 
+@pytest.mark.exhaustive
 def test_training_stays_together(gloo):
     ids, labels = token_ids()
     results = gloo(RANKS, training_on_rank, transformer_weights(), ids, labels, LAYOUT, STEPS)

@@ -112,6 +112,7 @@ def test_the_command_is_refused_in_one_line(taken: list[str], tmp_path: Path):
     assert not {path.name for path in (tmp_path / "run").iterdir()} - {".lock", ".cache"}
 
 
+@pytest.mark.exhaustive
 def test_every_process_of_a_program_is_refused_alike(taken: list[str], tmp_path: Path):
     """Two processes of JAX; torchrun's are told by a broadcast, ``of_first`` below."""
     for package in ("jax", "flax", "optax", "orbax.checkpoint", "safetensors"):

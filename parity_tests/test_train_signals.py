@@ -110,7 +110,8 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost():
     def wait() -> None:
         with hear_interrupts():
             gc.collect()
-            time.sleep(5)
+            for _ in range(50):
+                time.sleep(0.1)
 
     gc.callbacks.append(collected)
     try:

@@ -31,7 +31,7 @@ from ring_attn_jax import to_numpy  # noqa: E402
 from ring_attn_torch.training import saved_weights  # noqa: E402
 
 from .jax.ring import mesh_of  # noqa: E402
-from .support.selection import first  # noqa: E402
+from .support.selection import first, one_of_each  # noqa: E402
 from .torch.models import rank_in, ranks_of  # noqa: E402
 
 NEW: dict[str, Any] = {
@@ -69,7 +69,7 @@ def torch_llama_on_rank(group: Any, folder: Path) -> np.ndarray:
     return torch_logits(ring_attn_torch.load_llama(folder, group=group), ids(), group)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", first(["float32", "bfloat16"]))
 def test_from_jax_to_torch_and_back_no_bit_changes(tmp_path, dtype):
     config = TransformerConfig(**TRANSFORMER | NEW, param_dtype=dtype)
     weights = transformer_weights(**NEW)
@@ -128,7 +128,7 @@ def test_torch_on_a_ring_computes_the_logits_of_transformers(name, gloo, tmp_pat
 
 
 @pytest.mark.parametrize("ranks", first([2, 1, 4]))
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_of_each(2, MODELS))
 def test_jax_on_a_ring_computes_the_logits_of_transformers(name, ranks, tmp_path):
     model = ring_attn_torch.RingTransformer.from_config(config_of(name))
     ring_attn_torch.save_llama(ring_attn_torch.from_numpy(model, weights_of(name)), tmp_path / "a")
@@ -138,7 +138,7 @@ def test_jax_on_a_ring_computes_the_logits_of_transformers(name, ranks, tmp_path
     assert_near({"logits": jax_logits(loaded, ids(), ranks)[0, LOOKED_AT]}, expected, 1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", one_of_each(2, MODELS))
 def test_folders_of_transformers_are_read_and_written(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     theirs = their_model(name)

@@ -72,6 +72,7 @@ def test_the_newest_checkpoint_is_that_of_the_greatest_step_and_not_of_the_last_
 
 
 def test_a_rename_of_a_folder_that_a_kill_cuts_short_leaves_nothing_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpoint_folder, "LAG", 0.1)
     checkpoints = folder(tmp_path)
     saved(checkpoints, 1)
 

@@ -107,10 +107,8 @@ def test_old_assemblers_read_the_ptx(capability, version):
     ("kernel", "dim", "stack", "reloads"),
     [
         ("forward", 128, 8, 0),
-        ("forward", 64, 0, 0),
-        ("dq", 128, 0, 0),
-        ("dq", 64, 0, 0),
         ("dkv", 128, 64, 7),
+        *(pytest.param(*each, 0, 0, marks=pytest.mark.exhaustive) for each in (("forward", 64), ("dq", 128), ("dq", 64))),
     ],
 )
 def test_the_loops_of_the_benchmark_hardly_spill(kernel, dim, stack, reloads):

@@ -62,6 +62,7 @@ def test_the_ring_takes_what_the_docstring_says(ranks):
     assert time["contiguous"] / time["striped"] == striped_balance.speedup("striped", ranks, c * ranks) <= 2 - 1 / ranks
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_example_of_the_balance_predicts_and_measures(tmp_path):
     printed = run("striped_balance", tmp_path, "--length", "257", "--ranks", "2", "--repeats", "1")

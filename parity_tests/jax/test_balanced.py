@@ -187,6 +187,7 @@ def test_a_layout_whose_runs_are_not_in_order_is_not_traced():
         TracedLayout.of(UNORDERED)
 
 
+@pytest.mark.exhaustive
 def test_a_model_in_a_traced_layout_computes_what_one_rank_does():
     ids, documents, _ = batch_of_documents()
     documents = np.maximum.accumulate(documents, 1)  # no padding, whose logits are of no use

@@ -20,6 +20,7 @@ from .models import REPLICATED, run_transformer
 from .ring import AS_USERS, SEQ, mesh_of
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "tied"), first([(2, False), (4, True)]))
 def test_loss_and_gradients_in_chunks_are_those_of_the_whole(ranks, tied):
     whole = run_transformer(transformer_weights(tied), *token_ids(), 1, "striped", tied=tied)

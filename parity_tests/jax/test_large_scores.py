@@ -27,7 +27,7 @@ def run(case: Case) -> Attention:
 @pytest.mark.parametrize("spread", [False, True], ids=["equal", "spread"])
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_a_ring_is_as_exact_as_one_rank(size, spread):
-    check_no_ring_adds_errors([check_exact(case, run(case)) for case in (large(size, n, spread) for n in (1, 2, 4, 8))])
+    check_no_ring_adds_errors([check_exact(case, run(case)) for case in (large(size, n, spread) for n in (1, 8))])
 
 
 @pytest.mark.parametrize("strategy", one_of_each(3, STRATEGIES.values()), ids=STRATEGIES)

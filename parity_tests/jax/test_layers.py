@@ -93,6 +93,7 @@ def test_loss_of_bfloat16_logits_is_float32_and_a_label_outside_the_vocabulary_i
         assert np.isnan(loss(logits, jnp.array([[1, wrong, 2, 3]]), axis_name=None))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("mask", "sides", "windows"), first([(causal(), (0, 1), (3, 7)), (full(), (1, 1), (5, 0)), (full(), (1, 1), (2, None))])
 )

@@ -132,6 +132,7 @@ def natural(case, out):
     return case.gather(np.split(np.asarray(out), case.ranks, 1))
 
 
+@pytest.mark.exhaustive
 def test_packed_documents_are_the_documents_one_by_one():
     check_documents(run.__wrapped__, packed(Case(length=61)))
 

@@ -35,6 +35,7 @@ def test_tokens_are_those_that_the_reference_draws(sampling):
     assert got.dtype == jnp.int32
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [DRAW, pytest.param({}, marks=pytest.mark.full)], ids=["drawn", "greedy"])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_a_loop_over_steps_draws_what_generate_draws(ranks, options):

@@ -5,8 +5,8 @@
 from __future__ import annotations
 
 import re
-from itertools import product
 from functools import partial
+from itertools import product
 
 import jax
 import jax.numpy as jnp

@@ -37,6 +37,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", first([2, 1]))
 def test_a_default_group_without_a_cpu_backend_saves_as_nccl_alone_does(ranks: int, tmp_path):
     command = lambda rank: [sys.executable, "-c", GPU_ONLY, str(rank), str(ranks), str(tmp_path)]

@@ -45,11 +45,11 @@ SMALL = {
 
 
 STRATEGIC = [
-    Case(strategy="gather", ranks=3, length=48, batch=1, dtype="float16", key_mask="random"),
+    Case(strategy="direct", mask=sliding_window(5), ranks=3, heads=2, length=48, batch=1),
     Case(strategy="ulysses", ranks=2, kv_heads=1, batch=1, dtype="float16", sinks=True),
+    Case(strategy="gather", ranks=3, length=48, batch=1, dtype="float16", key_mask="random"),
     Case(strategy=Ulysses(ranks=2), heads=2, length=48, batch=1, extents="documents", alibi=True),
     Case(strategy="two_way", ranks=3, heads=2, length=48, batch=1, dtype="float16"),
-    Case(strategy="direct", mask=sliding_window(5), ranks=3, heads=2, length=48, batch=1),
     *(replace(case, ranks=2) for case in EACH),
 ]
 
@@ -136,7 +136,7 @@ def test_equal_large_scores_are_as_exact_on_a_ring_as_on_one_rank(interpreter, s
     check_no_ring_adds_errors([check_exact(case, run(interpreter, case)) for case in cases])
 
 
-@pytest.mark.parametrize("case", first(STRATEGIC, 5, 9), ids=str)
+@pytest.mark.parametrize("case", first(STRATEGIC, 3, 9), ids=str)
 def test_joined_shards_are_exact_under_every_strategy(interpreter, case):
     """Gradients of keys that travel are in float32, in one step too."""
     check(case, run(interpreter, replace(case, poison=True)))
@@ -148,7 +148,7 @@ def test_head_sizes_are_padded_inside_the_kernel(interpreter, head_dim, v_dim):
     check(case, run(interpreter, case))
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "striped", "zigzag"])
+@pytest.mark.parametrize("layout", first(["striped", "contiguous", "zigzag"]))
 def test_dropout_keeps_the_set_of_the_truth(interpreter, layout):
     case = one_hot(Case(layout, MASKS["full"], ranks=2, length=56, v_dim=56, heads=2, dropout_rate=0.4))
     check_kept(case, run(interpreter, case).out)
@@ -169,6 +169,7 @@ def test_a_query_that_sees_nothing_but_its_sink_spoils_no_key(interpreter):
     check(case, run(interpreter, case))
 
 
+@pytest.mark.exhaustive
 def test_a_ring_of_four_hides_the_future(interpreter):
     case = Case(ranks=4, length=61, batch=1, heads=2, kv_heads=1)
     token = 23

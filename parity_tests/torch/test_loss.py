@@ -133,7 +133,7 @@ def taken(value: Tensor, *leaves: Tensor) -> list[Tensor]:
     return [value.detach(), *torch.autograd.grad(value, leaves)]
 
 
-@pytest.mark.parametrize("given", ["hidden", "logits"])
+@pytest.mark.parametrize("given", ["hidden", pytest.param("logits", marks=pytest.mark.exhaustive)])
 def test_a_loss_in_chunks_compiles_as_one_graph(given):
     hidden, head, labels = (torch.from_numpy(x) for x in hidden_states())
     leaves = hidden.requires_grad_(), head.requires_grad_()

@@ -190,6 +190,7 @@ def test_nothing_in_gives_nothing_out(shape, every):
     assert torch.autograd.grad(out.sum(), x)[0].shape == shape
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("shape", "order"), first([((1, 2, 6, 8), (0, 2, 1, 3)), ((1, 2, 8, 6), (0, 3, 1, 2))]), ids=["bhsd", "bhds"]
 )

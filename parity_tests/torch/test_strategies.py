@@ -103,7 +103,7 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
 def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, strategy):
     case = Case(strategy=strategy, sinks=True, kv_heads=1)
     expected = run(gloo, case)
-    for number in range(4):
+    for number in range(2):
         check_same(run(gloo, case, partial(delayed, number)), expected)
 
 
@@ -199,7 +199,7 @@ def variants(group: Any, strategy: Any) -> list[Any]:
     return [x.numpy() for x in results]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES.values(), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", one_of_each(2, STRATEGIES.values()), ids=STRATEGIES)
 def test_layers_and_variants_are_the_same_under_every_strategy(gloo, strategy):
     for mine, theirs in zip(gloo(4, variants, strategy), gloo(4, variants, "ring"), strict=True):
         for a, b in zip(mine, theirs, strict=True):
