@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from .support.timings import Timings
+from .support.timings import UNKNOWN, Timings, read_seconds
 from .support.warm import CACHE, QUICK
 
 EIGHT = "--xla_force_host_platform_device_count=8"
@@ -42,15 +43,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, but for files that compare what another file's tests have computed: they run in its process."""
+    """``--dist loadfile``, the longest file first, so that the workers end together.
+
+    Files that compare what another file's tests have computed run in its process.
+    """
     from xdist.scheduler import LoadFileScheduling
 
-    class ByFile(LoadFileScheduling):
+    seconds: Counter[str] = Counter()
+    for file, of_file in read_seconds().items():
+        seconds[WITH.get(file, file)] += of_file
+
+    class LongestFirst(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
             return WITH.get(file, file)
 
-    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+        def _assign_work_unit(self, node: Any) -> None:
+            self.workqueue.move_to_end(max(self.workqueue, key=lambda file: seconds[file] or UNKNOWN), last=False)
+            super()._assign_work_unit(node)
+
+    return LongestFirst(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 WITH = {

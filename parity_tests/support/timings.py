@@ -1,8 +1,14 @@
-"""The duration of every test: the ten slowest files after a run, and all of it as JSON with ``--timings FILE``."""
+"""The duration of every test: the ten slowest files after a run, and all of it as JSON with ``--timings FILE``.
+
+    python -m parity_tests.support.timings FILE
+
+renews ``seconds.json``, by which the longest files run first. Where it is out of date, only the order is worse.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -10,6 +16,15 @@ from typing import Any
 import pytest
 
 SLOWEST = 10
+
+SECONDS = Path(__file__).with_name("seconds.json")
+UNKNOWN = 2
+"""The seconds of a file that is not in ``seconds.json``: it is new, or shorter than this."""
+
+
+def read_seconds() -> dict[str, int]:
+    """Return the seconds of each file that takes long, by its path."""
+    return json.loads(SECONDS.read_text())
 
 
 class Timings:
@@ -39,3 +54,9 @@ class Timings:
             for phase, seconds in phases.items():
                 files[nodeid.partition("::")[0]][phase] += seconds
         return files
+
+
+if __name__ == "__main__":
+    measured = json.loads(Path(sys.argv[1]).read_text())["files"]
+    long = {file: seconds for file, phases in sorted(measured.items()) if (seconds := round(sum(phases.values()))) > UNKNOWN}
+    SECONDS.write_text(json.dumps(long, indent=1) + "\n")
