@@ -49,6 +49,7 @@ def on_rank(group: Any, way: str) -> torch_side.Losses | None:
     return torch_side.train(FEW, torch_side.made(FEW, mesh), torch_side.WAYS[way], mesh)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("way", first(torch_side.WAYS))
 def test_steps_of_four_ranks_of_torch_are_those_of_one_process(gloo, way):
@@ -58,9 +59,7 @@ def test_steps_of_four_ranks_of_torch_are_those_of_one_process(gloo, way):
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "way", [way if i == 0 else pytest.param(way, marks=pytest.mark.exhaustive) for i, way in enumerate(jax_side.WAYS)]
-)
+@pytest.mark.parametrize("way", jax_side.WAYS)
 def test_steps_of_four_devices_of_jax_are_those_of_one_process_of_torch(way):
     with jax.enable_x64(True):
         mesh = jax_side.mesh_of(way)

@@ -106,7 +106,9 @@ def _runs_later(node: ast.AST) -> bool:
 
 def _name(node: ast.AST) -> str:
     """a.b.c of a dotted name, "" of anything else."""
-    return ast.unparse(node) if isinstance(node, ast.Name | ast.Attribute) else ""
+    if isinstance(node, ast.Attribute):
+        return f"{_name(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def part_of(module: str) -> str | None:

@@ -34,6 +34,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> tuple[tarfile.TarFile, zip
     return tarfile.open(sdist), zipfile.ZipFile(wheel), wheel
 
 
+@pytest.mark.exhaustive
 def test_both_archives_hold_the_licence_and_the_readme(dist):
     sdist, wheel, path = dist
     root, info = path.name.removesuffix("-py3-none-any.whl"), path.name.removesuffix("-py3-none-any.whl") + ".dist-info"
@@ -48,6 +49,7 @@ def test_both_archives_hold_the_licence_and_the_readme(dist):
         assert not [line for line in fields.get_all("Requires-Dist", []) if "extra ==" not in line]
 
 
+@pytest.mark.exhaustive
 def test_the_metadata_are_what_an_index_takes(dist):
     metadata = pytest.importorskip("packaging.metadata")
     _, wheel, path = dist
@@ -80,6 +82,7 @@ def test_the_lists_of_what_extras_bring_are_pins_of_what_they_name():
         assert named <= {line.split("==")[0].lower() for line in pins}
 
 
+@pytest.mark.exhaustive
 def test_the_sdist_holds_what_its_tests_need(dist):
     sdist, *_ = dist
     there = {name.split("/")[1] for name in sdist.getnames() if "/" in name}
