@@ -160,6 +160,7 @@ def test_both_frameworks_turn_by_the_frequencies_of_a_scaling_far_out(name):
     np.testing.assert_allclose(theirs, exact, atol=4e-3)
 
 
+@pytest.mark.exhaustive
 def test_a_transformer_with_everything_new_compiles_as_one_graph():
     sizes: dict[str, Any] = TRANSFORMER | NEW | {"layout": "contiguous"}
     model = ring_attn_torch.RingTransformer(**sizes)

@@ -67,6 +67,7 @@ def torch_on_rank(group: Any, given: dict[str, Any]) -> None:
     ring_attn_torch.ring_attention(*[torch.from_numpy(X)] * 3, group=group, **given)
 
 
+@pytest.mark.exhaustive
 def test_a_model_without_dropout_takes_the_seed_of_one_with_it():
     """So that a training loop is the same for every rate."""
     ids = np.zeros((1, 4), np.int32)

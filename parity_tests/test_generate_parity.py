@@ -35,6 +35,7 @@ def test_both_frameworks_generate_the_same_text(gloo, ranks):
     assert gloo(ranks, generated_on_rank) == [ours] * ranks
 
 
+@pytest.mark.exhaustive
 def test_both_generate_the_same_where_requests_have_numbers_of_their_own():
     with jax.enable_x64(True):
         ours = check_each(in_jax.model_of("features").generate)

@@ -165,6 +165,7 @@ def test_a_truncated_checkpoint_is_named(gloo, tmp_path: Path):
         gloo(1, on_ranks, replace(config, steps=6))
 
 
+@pytest.mark.exhaustive
 def test_offload_on_gpus_is_compiled_without_the_scheduler_that_undoes_it(tmp_path: Path, monkeypatch):
     asked, found = [], {(p, a): compiler_options(p, a) for p in ("cpu", "gpu", "tpu") for a in ("keep", "recompute", "offload")}
     assert {of for of, options in found.items() if options is not None} == {("gpu", "offload")}

@@ -71,6 +71,7 @@ def test_packed_documents_are_each_as_if_alone():
     check_documents(documents, arrays, [np.asarray(x) for x in program()(*arrays)])
 
 
+@pytest.mark.exhaustive
 def test_a_document_changes_no_bit_of_another():
     documents, arrays = batch_of_documents()[1:]
     changed = documents == 3

@@ -60,6 +60,7 @@ def arrays(heads=4, kv_heads=4, tokens=16):
     return [jax.random.normal(key, (2, tokens, h, 8)) for key, h in zip(keys, (heads, kv_heads, kv_heads), strict=True)]
 
 
+@pytest.mark.exhaustive
 def test_whole_arrays_over_every_mesh_axis_give_the_same():
     q, k, v = arrays(kv_heads=2)
     key_mask = jax.random.bernoulli(jax.random.key(1), 0.8, (2, 16))

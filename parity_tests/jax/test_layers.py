@@ -52,6 +52,7 @@ def test_layer_over_a_ring_is_exact(ranks, layout, whole):
     check_layer(run_layer(layer_weights(), x, dout, ranks, {"layout": layout}, whole), layer_weights(), x, dout)
 
 
+@pytest.mark.exhaustive
 def test_layer_without_rotary_and_with_a_window_is_exact():
     x, dout = layer_data()
     arguments = {"rotary_base": None, "mask": sliding_window(6)}

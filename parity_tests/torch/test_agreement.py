@@ -172,6 +172,7 @@ def two_wrong(group):
     return ring_attention(**shards(), group=group, layout=name)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_never_comes_is_named_after_the_timeout(gloo):
     results = gloo.outcomes(RANKS, one_stays_away)
     assert results[2] == "stayed away"
@@ -190,6 +191,7 @@ def one_stays_away(group):
         return ring_attention(**shards(), group=group)
 
 
+@pytest.mark.exhaustive
 def test_all_ranks_say_the_same_where_the_lowest_comes_late(gloo):
     errors = gloo.outcomes(2, all_wrong_and_the_first_late)
     assert {str(error) for error in errors} == {f"rank 0: unknown layout 'spiral': choose one of {', '.join(LAYOUTS)}"}

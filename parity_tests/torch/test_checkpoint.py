@@ -214,6 +214,7 @@ print(at)
 """
 
 
+@pytest.mark.exhaustive
 def test_a_run_killed_at_every_step_of_its_saves_ends_in_the_same_bits(tmp_path):
     """Killed at its second operation on the disk, then, resumed, at its fifth, and so on until it comes to its end."""
     run(tmp_path, last=1)

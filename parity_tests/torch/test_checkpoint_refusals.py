@@ -214,6 +214,7 @@ def late_on_rank(group: Any, folder: Path, lag: float) -> int:
     return progress.step
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_that_a_rank_sees_late_is_waited_for(gloo, tmp_path):
     assert gloo(2, late_on_rank, tmp_path / "late", 1.0) == [2, 2]
     for outcome in gloo.outcomes(2, late_on_rank, tmp_path / "never", 60.0):

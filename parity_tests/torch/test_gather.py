@@ -49,6 +49,7 @@ def gathered_on_rank(group: Group, layout: Any, x: np.ndarray, dwhole: np.ndarra
     return {name: y.detach().numpy() for name, y in got.items()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_gather_compiles_as_one_graph(gloo):
     assert gloo(2, compiled_on_rank) == [True, True]

@@ -25,6 +25,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_an_interrupt_ends_the_wait_for_the_other_ranks(tmp_path):
     command = [sys.executable, "-c", WAITS]

@@ -81,6 +81,7 @@ def test_a_second_derivative_raises_instead_of_being_wrong():
         gradient.sum().backward()
 
 
+@pytest.mark.exhaustive
 def test_compile_makes_one_graph_of_a_ring_and_changes_no_bit(gloo):
     case = Case(ranks=4)
     eager = gloo(4, on_rank, case, *(PerRank(*x) for x in case.inputs()))

@@ -146,7 +146,7 @@ WAYS = [
 ]
 
 
-EVERY_RUN = (fsdp, fsdp_of_another_factor_summed, ddp_summed, checkpointed, tensor_and_fsdp_summed)
+EVERY_RUN = (ddp_summed, checkpointed, tensor_and_fsdp_summed)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def over_files(group: Any, case: Case, *shards: Any) -> Any:
 
 
 @pytest.mark.parametrize("strategy", PEERS)
-@pytest.mark.parametrize("case", first(CASES, 8), ids=str)
+@pytest.mark.parametrize("case", first(CASES, 4), ids=str)
 def test_pull_and_push_are_exact_with_every_feature(gloo, case, strategy):
     check(case, run(gloo, replace(case, strategy=strategy), over_files))
 

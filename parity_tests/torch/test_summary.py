@@ -140,6 +140,7 @@ def count_bytes(group: Group, case: SummaryCase, shards: dict[str, np.ndarray]) 
     return sent[0], sent[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_it_compiles_as_one_graph(gloo):
     assert all(gloo(2, compiled_on_rank, PerRank(*SummaryCase(2).shards())))

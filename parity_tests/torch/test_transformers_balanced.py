@@ -96,6 +96,7 @@ def refused(group: Any) -> list[str]:
     return messages
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_compiled_model_takes_each_batch_of_documents(four: Any):
     for pairs in four(2, compiled):
