@@ -119,8 +119,24 @@ def test_a_triton_whose_names_have_changed_is_one_sentence_and_auto_goes_on(monk
 CACHED = steps.in_one_pass, steps.forward, steps.dq, steps.dkv, portable.delta, portable.dq, portable.dkv
 
 
+@pytest.fixture
+def with_tiles(monkeypatch):
+    """Give every kernel these tiles."""
+
+    def choose(tiles: TileConfig) -> None:
+        monkeypatch.setattr(calls, "choose_tiles", lambda *_: tiles)
+        for make in CACHED:
+            make.cache_clear()
+
+    yield choose
+    for make in CACHED:
+        make.cache_clear()
+
+
 @pytest.mark.parametrize("backend", first(["triton", "auto"]))
-def test_a_cache_that_cannot_be_written_is_named_once_and_kernels_are_taken(monkeypatch, tmp_path, backend):
+def test_a_cache_that_cannot_be_written_is_named_once_and_kernels_are_taken(monkeypatch, with_tiles, tmp_path, backend):
+    if backend == "triton":
+        with_tiles(TileConfig(64, 32, 4, 1))  # compiled in a second
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path / "file" / "cache"))
     for cached in (compile._find_cache, compile._compiled):
@@ -138,13 +154,11 @@ def test_a_cache_that_cannot_be_written_is_named_once_and_kernels_are_taken(monk
         (TileConfig(256, 256, 8, 4, True), "bytes of shared memory, and sm_90 has 232448"),
     ],
 )
-def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, reason):
+def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, with_tiles, tiles, reason):
     """The problem and the reason are named, once; ranks learn of it before anything is sent."""
-    monkeypatch.setattr(calls, "choose_tiles", lambda *_: tiles)
+    with_tiles(tiles)
     taken = steps._takes
     monkeypatch.setattr(steps, "_takes", lambda call, name: name == "forward" and taken(call, name))
-    for make in CACHED:
-        make.cache_clear()
     of = "bfloat16 heads of 64 and 64"
     with (
         pytest.warns(UserWarning, match=f"hopper: in the backward its kernel .*{reason}.*{of}.*triton"),
@@ -153,5 +167,3 @@ def test_kernels_that_cannot_run_give_way_under_auto_only(monkeypatch, tiles, re
         assert runnable(on_a_gpu("auto")) is None
     with pytest.raises(ValueError, match=reason):
         runnable(on_a_gpu("triton"))
-    for make in CACHED:
-        make.cache_clear()

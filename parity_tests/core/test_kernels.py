@@ -76,7 +76,8 @@ def test_a_tile_holds_a_head_in_a_power_of_two(width):
 
 
 SIZED = [
-    (80, EVERY_FEATURE),
+    (80, PLAIN),
+    pytest.param(80, EVERY_FEATURE, marks=pytest.mark.exhaustive),
     pytest.param(89, EVERY_FEATURE, marks=pytest.mark.exhaustive),
     pytest.param(100, EVERY_FEATURE, marks=pytest.mark.exhaustive),
     *(pytest.param(90, replace(EVERY_FEATURE, head_dim=dim, v_dim=dim), marks=pytest.mark.exhaustive) for dim in (64, 128, 256)),
@@ -87,7 +88,11 @@ SIZED = [
 ]
 
 
-@pytest.mark.parametrize(("capability", "call"), SIZED, ids=lambda x: f"sm_{x}" if isinstance(x, int) else str(x.head_dim))
+@pytest.mark.parametrize(
+    ("capability", "call"),
+    SIZED,
+    ids=lambda x: f"sm_{x}" if isinstance(x, int) else f"{x.head_dim} plain" if x == PLAIN else str(x.head_dim),
+)
 def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
     call = replace(call, capability=capability)
     for launch in (steps.forward(call, True, True), portable.dq(call, True, True), portable.dkv(call, True, True)):

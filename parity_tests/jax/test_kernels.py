@@ -120,7 +120,13 @@ def test_a_gluon_kernel_is_called_like_the_others(monkeypatch):
     """Its TMA descriptors are made by jaxlib, with the strides of a packed array; the launch names it."""
     launched = []
     opaque = launch._opaque.__wrapped__
-    monkeypatch.setattr(launch, "_opaque", lambda each, capability: launched.append(each) or opaque(each, capability))
+
+    def opaque_of_one(each, capability):
+        launched.append(each)
+        return opaque(each, capability) if len(launched) == 1 else b""
+
+    monkeypatch.setattr(launch, "_opaque", opaque_of_one)
+    monkeypatch.setattr(backends, "_obstacles", lambda call, problem, passes: {})  # which compiles the backward too
     lowered(ring(2, backend="hopper"), *shapes())
     assert {each.kernel for each in launched} == {"hopper_forward"}
     assert [len(each.inputs) for each in launched] == [5, 7], "q, kv, kv, rows and the ticket; then out and lse too"
