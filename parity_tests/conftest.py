@@ -43,20 +43,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """``--dist loadfile``, the longest file first, so that the workers end together.
-
-    Files that compare what another file's tests have computed run in its process.
-    """
+    """``--dist loadfile``, the longest file first, so that the workers end together; those of ``WITH`` run in one process."""
     from xdist.scheduler import LoadFileScheduling
 
     seconds: Counter[str] = Counter()
     for file, of_file in read_seconds().items():
-        seconds[WITH.get(file, file)] += of_file
+        seconds[_unit(file)] += of_file
 
     class LongestFirst(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return WITH.get(file, file)
+            return _unit(super()._split_scope(nodeid))
 
         def _assign_work_unit(self, node: Any) -> None:
             self.workqueue.move_to_end(max(self.workqueue, key=lambda file: seconds[file] or UNKNOWN), last=False)
@@ -71,7 +67,21 @@ WITH = {
     "parity_tests/test_summary_parity.py": "parity_tests/jax/test_summary.py",
     "parity_tests/test_dilated_parity.py": "parity_tests/jax/test_dilated.py",
     "parity_tests/test_generate_parity.py": "parity_tests/jax/test_generate.py",
+    "parity_tests/torch/test_balanced_kernels.py": "parity_tests/torch/test_kernels.py",
+    "parity_tests/torch/test_decode_kernels.py": "parity_tests/torch/test_kernels.py",
+    "parity_tests/torch/test_tile_lists.py": "parity_tests/torch/test_kernels.py",
+    "parity_tests/core/test_broken_triton.py": "parity_tests/core/test_backends.py",
 }
+"""Files that compare what another file's tests have computed, start the same pool of processes or compile the same kernels."""
+
+TRANSFORMERS = "parity_tests/torch/test_transformers_"
+"""How the names of files begin that start a pool of processes which import transformers."""
+
+
+def _unit(file: str) -> str:
+    """Return the name of the files that run in one process with ``file``."""
+    return TRANSFORMERS if file.startswith(TRANSFORMERS) else WITH.get(file, file)
+
 
 tests = itertools.count(1)
 

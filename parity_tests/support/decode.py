@@ -186,8 +186,9 @@ ALL_SHAPES, ALL_SEEDS = 100, 10
 """60 problems by default, 1,000 with --full."""
 
 
-def shapes() -> list[Any]:
-    """Return the numbers of shapes as parameters of a test, with the number of seeds of each."""
-    few = [pytest.param(number, SEEDS, id=str(random_shape(number))) for number in range(SHAPES)]
+def shapes(often: int = SHAPES) -> list[Any]:
+    """Return the numbers of shapes as parameters of a test, with the number of seeds of each; only ``often`` run in make test."""
+    marks = lambda number: pytest.mark.exhaustive if number >= often else ()
+    few = [pytest.param(number, SEEDS, id=str(random_shape(number)), marks=marks(number)) for number in range(SHAPES)]
     full = lambda number: pytest.param(number, ALL_SEEDS, id=f"{number}: {random_shape(number)}", marks=pytest.mark.full)
     return few + [full(number) for number in range(SHAPES, SHAPES + ALL_SHAPES)]

@@ -1,8 +1,8 @@
 """The duration of every test: the ten slowest files after a run, and all of it as JSON with ``--timings FILE``.
 
-    python -m parity_tests.support.timings FILE
+The longest files run first, by ``seconds.json``. If it is out of date, the workers end less evenly. To renew it:
 
-renews ``seconds.json``, by which the longest files run first. Where it is out of date, only the order is worse.
+    python -m parity_tests.support.timings FILE
 """
 
 from __future__ import annotations
