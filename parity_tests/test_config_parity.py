@@ -47,6 +47,7 @@ NEW: dict[str, Any] = {
 """Every new feature at once, of a size that shows in the logits."""
 
 
+@pytest.mark.exhaustive
 def test_jax_over_a_ring_is_torch_over_a_ring_and_torch_on_one_device(gloo):
     weights, (tokens, labels) = transformer_weights(False, **NEW), token_ids()
     ours = run_transformer(weights, tokens, labels, 2, "zigzag", **NEW, tied=False)

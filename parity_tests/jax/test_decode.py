@@ -24,7 +24,7 @@ from .ring import QUICK, SEQ, mesh_of
 WHOLE = PartitionSpec()
 
 
-@pytest.mark.parametrize(("number", "seeds"), shapes())
+@pytest.mark.parametrize(("number", "seeds"), shapes(often=6))
 def test_random_problems_are_exact(number, seeds):
     problems = [Problem(random_shape(number), seed) for seed in range(seeds)]
     check(problems, [run(problem) for problem in problems])

@@ -44,7 +44,8 @@ def drawn(*batch: int, tokens: int = 8) -> list[jax.Array]:
     return [jnp.asarray(rng.standard_normal((*batch, tokens, heads, 4)), jnp.float32) for heads in (4, 2, 2)]
 
 
-@pytest.mark.parametrize("name", ["ring", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in SHARDED if x != "ring")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SHARDED)
 def test_vmap_over_a_mesh_axis_gives_what_each_row_alone_gives(name):
     arrays, call = drawn(4, 1), lambda *x: SHARDED[name](*x, FOUR)
     weights = jnp.cos(jnp.arange(arrays[0].size)).reshape(arrays[0].shape)

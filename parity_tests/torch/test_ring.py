@@ -90,7 +90,7 @@ def test_every_feature_at_once_is_exact(gloo, case):
 
 
 def test_random_problems_are_exact(gloo):
-    fuzz(partial(run_or_restart, gloo), 40)
+    fuzz(partial(run_or_restart, gloo), 25)
 
 
 @pytest.mark.parametrize("case", first(WITH_BLANKS, 12), ids=str)

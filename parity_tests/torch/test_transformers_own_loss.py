@@ -129,6 +129,7 @@ def penalized(group: Any) -> dict[str, np.ndarray]:
     return {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
+@pytest.mark.exhaustive
 def test_a_loss_of_logits_fails_with_a_note_of_what_they_are(four: Any, tmp_path: Path):
     words = ".compute_loss ran on a ring of 4 ranks: labels are of whole rows, and the model's logits are this rank's shard"
     for of_next, of_own, of_none in four(4, of_logits, str(tmp_path)):
