@@ -53,14 +53,15 @@ def test_attention_over_the_tree_is_that_of_every_rollout_alone():
         np.testing.assert_allclose(out[None], attention(alone[None], alone[None], alone[None]), rtol=1e-5, atol=1e-6)
 
 
-def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32():
-    rollouts = [[1, 2, 3 + i] for i in range(40)]
+@pytest.mark.parametrize("count", first([40, 300]))
+def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32(count):
+    rollouts = [[1, 2, 3 + i] for i in range(count)]
     packed = pack_rollouts(rollouts)
     for i, tokens in enumerate(unpack_rollouts(packed.ids, packed)):
         assert tokens.tolist() == rollouts[i][:-1]
     values = jnp.ones(packed.ids.shape, jnp.bfloat16)
     step = jax.grad(lambda values: jnp.concatenate(unpack_rollouts(values, packed)).astype(jnp.float32).sum())
-    assert step(values)[0, 0] == 40
+    assert step(values)[0, 0] == count  # a sum of 300 ones in bfloat16 ends at 256, but XLA's on a CPU does not
     assert re.search(r"f32\[\d+\] = scatter-add", str(jax.make_jaxpr(step)(values)))
     for features in (4, 0):
         assert unpack_rollouts(jnp.ones((*packed.ids.shape, features)), packed)[7].shape == (2, features)

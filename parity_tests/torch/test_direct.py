@@ -26,9 +26,10 @@ def test_slices_are_exact_with_every_feature(gloo, case):
     check(case, run(gloo, case))
 
 
-def test_delays_between_slices_change_no_bit(gloo):
+@pytest.mark.parametrize("delays", first([2, 3]))
+def test_delays_between_slices_change_no_bit(gloo, delays):
     expected = run(gloo, SLICED[0])
-    for number in range(2):
+    for number in range(delays):
         check_same(run(gloo, SLICED[0], partial(delayed, number)), expected)
 
 
