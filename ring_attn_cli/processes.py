@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MOST = 1024
-"""Most ranks that a command starts on one machine. A larger number is a typing error, and data for so many ranks fill memory."""
+"""Most ranks that a command starts on one machine. A larger number is a typing error, whose data would fill memory."""
 Report = Callable[[str, Any], None]
 """A function ``report(kind, data)`` that sends a message to the parent process."""
 
@@ -62,7 +62,7 @@ class Message(NamedTuple):
 
 
 class Failure(Exception):
-    """A failure of the processes: one raised an error or died, or none reports any more. The message names it and the cause."""
+    """A failure of the processes: one raised an error or died, or none reported in time. The message names it and the cause."""
 
 
 class Terminated(SystemExit):

@@ -27,7 +27,7 @@ VOCAB, DEPTH = 61, 2
 class GlobalArrays:
     """Global arrays in the natural order of tokens, by the function's argument names.
 
-    ``leaves``: names of the arrays that are differentiated; the gradient of x is named dx. ``cotangents``: by result name.
+    ``leaves``: names of the differentiated arrays; the gradient of x is named dx. ``cotangents``: those of the results, by name.
     """
 
     arrays: Arrays
@@ -54,7 +54,7 @@ class Oracle:
     """The inputs and the exact results of one kind of call, such as attention or a layer.
 
     ``inputs(case)`` draws the inputs and the cotangents of the results. ``truth(case, inputs, cotangents)`` computes results and
-    gradients; it takes cotangents that ``cotangents`` does not name as 0.
+    gradients; a result without an entry in ``cotangents`` has the cotangent 0.
 
     ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in the layout's order of runs. All other
     inputs and results are replicated, and the gradients of replicated inputs are partial sums of each rank.

@@ -109,7 +109,7 @@ def in_words(error: BaseException) -> str:
 
 
 def importable(folder: str) -> None:
-    """Append the folder to ``sys.path``: last, so that a file random.py or torch.py in it shadows nothing."""
+    """Append ``folder`` to the end of ``sys.path``, so that a file random.py or torch.py in the folder shadows nothing."""
     if folder not in sys.path:
         sys.path.append(folder)
     importlib.invalidate_caches()

@@ -114,7 +114,7 @@ class Pool:
         return [answers[rank] for rank in sorted(answers)]
 
     def _from(self, framework: str) -> list[Message]:
-        """Return the new messages of this framework, and keep the messages of the other framework for later."""
+        """Return the new messages of ``framework``, and keep the messages of the other framework for later."""
         for message in self._crews.arrived(0.2):
             self._kept.setdefault(message.crew, []).append(message)
         return self._kept.pop(TITLES[framework], [])

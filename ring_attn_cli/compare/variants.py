@@ -28,7 +28,7 @@ Objection = Callable[[Case, str, int], str | None]
 class Variant:
     """One function that can be compared.
 
-    ``calls``: the call of each framework. ``says``: a description. ``oracle``: the name of its truth. ``changes``: values that
+    ``calls``: the call of each framework. ``says``: a description. ``oracle``: its key in ``ORACLES``. ``changes``: values that
     replace those of a case, such as its only layout. ``needs``: by framework, the module it imports and its package for pip.
     ``user``: ``module:function`` of a user's own function. ``pair``: variants of two frameworks with the same ``pair`` are
     compared with each other.
@@ -86,7 +86,10 @@ def _objection(make: Callable[[], object]) -> str | None:
 
 
 def _backend(case: Case, framework: str, ranks: int) -> str | None:
-    """Return the library's objection to the case's backend on a CPU; on a GPU the library itself raises it at run time."""
+    """Return the error message if the library refuses the case's backend on a CPU, or None.
+
+    On a GPU always None: the library raises the error at run time.
+    """
     if case.device == "gpu":
         return None
     from ring_attn_core.kernels.backends import select
@@ -194,7 +197,7 @@ ALL = "all"
 
 
 def chosen(names: tuple[str, ...]) -> list[Variant]:
-    """Return the variants of these names. Raise ValueError if a name is unknown.
+    """Return the variants named ``names``. Raise ValueError if a name is unknown.
 
     A user's own function is named ``module:function``, or ``jax:module:function`` for one framework only.
     """

@@ -16,7 +16,10 @@ EXACT = "exact"
 
 @dataclass
 class Gathered:
-    """The results so far, by framework. ``rows`` is filled once all results of the exactness part are in."""
+    """The results so far, by framework.
+
+    ``rows``: one for each of out, lse, dq, dk and dv, filled once ``truth`` and ``results`` are complete.
+    """
 
     frameworks: list[str]
     truth: dict[int, DemoTruth] = field(default_factory=dict)

@@ -23,7 +23,7 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
     """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
 
     ``framework``: "both", "jax" or "torch". Return the exit status: 0, 1 if a bound is missed or a process fails, 130 after
-    Ctrl-C. Raise ValueError if the framework is unknown, if none of the requested ones is installed, or if ``out`` is not usable.
+    Ctrl-C. Raise ValueError if the framework is unknown or not installed, or if ``out`` cannot be made a folder.
     """
     frameworks, left_out = available(framework)
     try:

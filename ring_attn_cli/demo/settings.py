@@ -30,7 +30,7 @@ class DemoSettings:
 
     @classmethod
     def of(cls, quick: bool, **values: int | str | None) -> DemoSettings:
-        """Return the given values that are not None, with defaults for the others: those of ``--quick`` if ``quick``."""
+        """Return settings with the given values. A value of None takes its default, or with ``quick`` its value in ``QUICK``."""
         chosen: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return cls(**(QUICK if quick else {}) | chosen)
 
@@ -52,7 +52,7 @@ class DemoSettings:
 
     @property
     def patience(self) -> float:
-        """Return the timeout in seconds: the demo fails if no process sends a message for so long.
+        """Return the timeout in seconds: the demo fails if no process sends a message within it.
 
         It grows with the square of the tokens, like the time of attention.
         """

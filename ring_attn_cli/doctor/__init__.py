@@ -24,7 +24,7 @@ class BackendFitness:
     """One backend's fitness for a problem.
 
     ``objection``: why it cannot solve the problem, or None. ``drawback``: why "auto" never takes it, or None. ``taken``: the
-    passes for which "auto" takes it. ``left``: if that is only the forward, why "auto" takes another backend for the backward.
+    passes for which "auto" takes it. ``left``: why the backward gets another backend, if ``taken`` is only the forward.
     """
 
     backend: str

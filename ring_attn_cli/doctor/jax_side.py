@@ -73,7 +73,7 @@ class JaxClock:
         return taken / LAUNCHES
 
     def _once(self, run: Callable[[], Any]) -> float:
-        """Return the seconds of a run, on a GPU of one in ``BURST`` runs that the host launches while an earlier one runs."""
+        """Return the seconds of a run. On a GPU this is the mean of ``BURST`` runs, launched while an earlier one runs."""
         one = self._in_a_row(run, 1)
         return (self._in_a_row(run, 1 + BURST) - one) / BURST if self.gpus else one
 
@@ -84,7 +84,7 @@ class JaxClock:
 
 
 def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Return the times of attention on one device. The backward's time is that of both passes minus the forward's."""
+    """Measure attention on one device. The backward's time is that of both passes minus the forward's."""
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
     forward = jax.jit(run)
@@ -107,7 +107,10 @@ def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, A
 
 
 def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Return the times of copies in memory. ``host_copy`` is 0, because the host launches no copies inside a compiled program."""
+    """Measure copies in memory: return pairs (bytes read and written, seconds).
+
+    ``host_copy`` is 0, because the host launches no copies inside a compiled program.
+    """
     copy = jax.jit(lambda x: x + jnp.uint8(1))
     moved = (sizes.copied // 4, sizes.copied)
     taken = clock.seconds(*(partial(copy, jnp.zeros(size // 2, jnp.uint8)) for size in moved))
@@ -115,7 +118,7 @@ def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: JaxClock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
-    """Return the times of transfers between all devices."""
+    """Measure hops and all-gathers between all devices: return pairs (bytes, seconds)."""
     ranks = len(devices)
     mesh = Mesh(np.array(devices), ("seq",))
     onward = [(rank, (rank + 1) % ranks) for rank in range(ranks)]

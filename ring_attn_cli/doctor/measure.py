@@ -78,7 +78,7 @@ def ranks_of(ranks: int | None, gpus: int) -> int:
 
 
 def measured(framework: str, ranks: int, gpus: bool) -> list[Timings]:
-    """Return the times of all ranks, measured in processes of their own."""
+    """Measure all ranks, in processes of their own, and return their times."""
     package = __name__.rpartition(".")[0]
     with Crews(PATIENCE) as crews:
         if framework == "torch":

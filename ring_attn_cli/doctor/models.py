@@ -146,7 +146,7 @@ def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
 
 
 def work(parent: Parent, rank: int, store: str) -> None:
-    """Try the classes that the parent names, as one rank."""
+    """Compare each model class that the parent names with eager attention, as one rank, and report its ``Verdict``."""
     import torch
     import torch.distributed as dist
 

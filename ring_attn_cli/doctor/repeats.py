@@ -33,7 +33,7 @@ class Series(NamedTuple):
 
 
 class Repeats:
-    """Series of repeated runs, and the greatest ``noise`` of those that count.
+    """Series of repeated runs, and the greatest ``noise`` of the series whose times were returned.
 
     ``spare``: seconds that are left for further series, 0 on CPUs, whose records "auto" does not use. ``on_any_rank``: returns
     whether a flag is set on any rank, so that ranks that measure together also repeat together.
@@ -77,5 +77,5 @@ class Repeats:
 
 
 def difference(seconds: Sequence[float]) -> float:
-    """Return by what share the longest time is longer than the shortest, ``WORST`` at most."""
+    """Return the longest time divided by the shortest, minus 1; at most ``WORST``."""
     return min(max(seconds) / min(seconds) - 1, WORST) if min(seconds) > 0 else WORST

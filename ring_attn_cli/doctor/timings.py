@@ -70,9 +70,9 @@ class Timings:
         return line([(tokens, seconds / tokens / self.heads) for tokens, seconds in points])
 
     def misfit(self, dim: int, backward: bool) -> float:
-        """Return by what share a time of attention differs from the fitted line.
+        """Return the largest relative difference between the fitted line and a time of attention.
 
-        It is 0 for two times, unless their line has a constant part below 0 or does not grow with the size.
+        With two times it is 0, unless their line has a constant part below 0 or does not grow with the size.
         """
         constant, of_key = self.of_token(dim, backward)
         times = (self.backward if backward else self.forward)[dim]

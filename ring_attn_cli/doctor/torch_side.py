@@ -58,7 +58,7 @@ class Clock:
     """A timer of a device.
 
     A GPU is timed by its own events. Products of large matrices and a first, untimed run keep it busy while the host launches
-    the timed runs, so the time of the host, which a record holds apart, is not in them.
+    the timed runs, so the times do not include the host's, which a record holds separately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -126,7 +126,10 @@ class Clock:
 
 
 def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Return the times of attention on one rank."""
+    """Measure attention on one rank: seconds of a forward and of a backward pass by head dim, and the host's to launch each.
+
+    The times of a head dim are points (tokens, seconds).
+    """
     forward: dict[int, Points] = {}
     backward: dict[int, Points] = {}
     for dim in (NARROW, FITTED):
@@ -155,7 +158,7 @@ def _passes(
 
 
 def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Return the times of copies in memory."""
+    """Measure copies in memory: return pairs (bytes read and written, seconds), and the host's seconds to launch one."""
     moved, short = (sizes.copied // 4, sizes.copied), torch.zeros(128, device=clock.device)
     sources = [torch.zeros(size // 2, dtype=torch.uint8, device=clock.device) for size in moved]
     taken = clock.seconds(*(partial(torch.empty_like(source).copy_, source) for source in sources))
@@ -163,7 +166,7 @@ def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: Clock, sizes: MeasuredSizes, ranks: int) -> dict[str, Any]:
-    """Return the times of transfers between all ranks of the default group."""
+    """Measure hops and all-gathers of the default group: return pairs (bytes, seconds), and the host's seconds for a hop."""
     group = dist.group.WORLD
     found: dict[str, Any] = {"link": (), "collective": ()}
     for size in sizes.bytes:
@@ -185,7 +188,7 @@ def hop(x: torch.Tensor, group: Any) -> None:
 
 
 def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float]) -> dict[str, Any]:
-    """Return by which share of a hop's time attention takes longer beside the hop. ``hop_alone``: bytes and seconds of a hop."""
+    """Return the extra time of attention during a hop as a share of the hop's time. ``hop_alone``: bytes, seconds of a hop."""
     size, seconds = hop_alone
     group, x = dist.group.WORLD, torch.zeros(int(size), dtype=torch.uint8, device=clock.device)
     alone: Any = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -202,9 +205,9 @@ def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float
 
 
 def peer_copies(clock: Clock, sizes: MeasuredSizes, group: Any) -> dict[str, Any]:
-    """Return the times of copies from the next rank's memory, and of the host in a step of "pull" and "push".
+    """Measure copies from the next rank's memory, and the host's seconds in a step of "pull" and of "push".
 
-    Return the reason if the GPUs do not share memory.
+    If the GPUs do not share memory, return the reason as ``no_peer`` instead of the times.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     there = Keys(torch.zeros(sizes.bytes[-1], dtype=torch.uint8, device=clock.device))

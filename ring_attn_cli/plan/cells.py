@@ -61,7 +61,7 @@ class Axis:
 
 
 def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
-    """Return a matrix [query cells][key cells]: a rank that computes pairs of the cell at ``shift``, or None."""
+    """Return for each cell of the matrix [query cells][key cells] a rank that computes pairs of it at ``shift``, or None."""
     band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
     sources = [[(rank, (rank - shift) % plan.ranks) for rank in queries.ranks(a)] for a in range(len(queries.cells))]
 

@@ -19,7 +19,7 @@ KINDS = {
     "comparison": ("--all-layouts compares the layouts of one length in a table", "all_layouts mask ranks length kv_length"),
     "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length kv_length save"),
 }
-"""The reason why each kind of plan takes no other options, and the names of those that it takes."""
+"""For each kind of plan, the reason why it takes no other options, and the names of the options that it takes."""
 
 MOST_TOKENS, MOST_SEGMENTS = 2**24, 10_000
 """Largest packed row, in tokens, and most documents or segments that are dealt to ranks and drawn within half a minute."""
@@ -35,7 +35,7 @@ def check_used(context: typer.Context, kind: str) -> None:
 
 
 def read_words(text: str, option: str) -> list[str]:
-    """Return the words of ``text``, or of the file of that name, with commas or spaces between them.
+    """Return the words, separated by commas or spaces, of ``text`` or of the file that it names.
 
     Raise ValueError if the file is not text.
     """
@@ -47,7 +47,7 @@ def read_words(text: str, option: str) -> list[str]:
 
 
 def check_drawn(option: str, tokens: int, segments: int) -> None:
-    """Raise ValueError if so many tokens or segments take too long to draw."""
+    """Raise ValueError if the tokens or segments are too many to deal to ranks and draw as a picture in half a minute."""
     if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
         raise ValueError(
             f"{option} draws at most {MOST_SEGMENTS:,} segments or documents of {MOST_TOKENS:,} tokens in all, got "

@@ -52,7 +52,7 @@ def _strips(plan: RingPlan, width: int) -> list[Text]:
 def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
     """Return one matrix per step, with queries down and keys across, and a legend.
 
-    A row has four matrices, fewer if they would have less than 10 cells a side, more if they would have more than 32.
+    A row has four matrices: fewer if each would have less than 10 cells a side, more if each still has at least 32.
     """
     from rich.table import Table
     from rich.text import Text

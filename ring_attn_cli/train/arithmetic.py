@@ -37,8 +37,9 @@ def peak(device: str) -> float | None:
 def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> float:
     """Return the FLOPs of forward and backward per token: ``6 N + 3.5 x 2 x length x heads x head_dim x layers``.
 
-    Each of the N weights takes 2 in the forward and 4 in the backward. Causal attention takes 2 x length x heads x head_dim in
-    the forward, for q . k and p . v over half of the pairs, and 2.5 times as much in the backward, which recomputes the scores.
+    Each of the N weights takes 2 FLOPs in the forward and 4 in the backward. Causal attention takes 2 x length x heads x head_dim
+    FLOPs in the forward, for q . k and p . v over half of the pairs, and 2.5 times as many in the backward, which recomputes the
+    scores.
     Recomputation by activation checkpointing does not count.
     """
     return 6 * parameters + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
@@ -47,7 +48,7 @@ def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
     """Return the learning rate of each step, by ``optimizer.schedule`` or else by the default schedule.
 
-    The default is a linear warmup to ``learning_rate``, then a cosine decay to ``last_rate`` of it.
+    The default is a linear warmup to ``learning_rate``, then a cosine decay to ``last_rate`` times ``learning_rate``.
     """
     if optimizer.schedule is not None:
         of_step = schedule(optimizer.schedule, optimizer.learning_rate, steps)

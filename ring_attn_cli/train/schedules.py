@@ -1,7 +1,7 @@
 """Learning-rate schedules by the names and arguments that optax and torch.optim.lr_scheduler give them.
 
 A run computes its rates once, here, in float64, so that both frameworks take the same steps. A test compares each schedule
-with the original. A schedule is data: its arguments, and a function of these and of the step, from 0.
+with the original. A schedule is data: its arguments, and a function of the arguments and of the step, from 0.
 """
 
 from __future__ import annotations

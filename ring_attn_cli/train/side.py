@@ -47,7 +47,7 @@ class Side(Protocol):
         ...
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Any:
-        """Return the microbatch of global rows, each of them one document."""
+        """Convert ``ids`` and ``labels`` of global rows, each row one document, to a microbatch."""
         ...
 
     def step(self, number: int, microbatches: list[Any]) -> TrainStep:

@@ -3,7 +3,7 @@
 A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions p with
 ``p % r == h % r``. Heads with equal ``h % r`` form a head group. A rank folds its shard into folded
 batches, one for each batch row and head group. A head group keeps one token in each stretch of r tokens, and slot i of
-its batches holds the token of stretch i. With these as batch rows, a pattern is one ring attention in contiguous layout.
+its batches holds the token of stretch i. With folded batches as batch rows, a pattern is one ring attention in contiguous layout.
 
     shard of 8 tokens, r = 2            p   0 1 2 3 4 5 6 7
     group 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
@@ -118,7 +118,7 @@ def batches_of(problem: Problem, options: Patterns) -> tuple[FoldedBatches, ...]
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return an equal (segment, dilation) that fits int32. ``most``: max(tokens, heads), at least 1."""
+    """Return a (segment, dilation) that keeps the same tokens and fits int32. ``most``: max(tokens, heads), at least 1."""
     # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
@@ -201,12 +201,12 @@ class FoldedBatches:
 
     @property
     def of_queries(self) -> HeadSelection:
-        """The folding of q and of arrays with as many heads, such as out."""
+        """The kept heads of q, or of an array with as many heads such as out, and the head groups that hold them."""
         return HeadSelection(self.first, self.first + self.heads, 1, 0, self.heads, self.head_groups, 1)
 
     @property
     def of_keys(self) -> HeadSelection:
-        """The folding of k and v.
+        """The kept heads of k and v, and the head groups that hold them.
 
         A group holds one copy of each key head that its query heads read. If the query heads of a key head do not spread evenly
         over the groups, a group holds one copy for each of its query heads.

@@ -1,6 +1,6 @@
 """Summary attention as plain data: what each query sees, which ranks pool each block, and the bytes sent.
 
-Attention that is exact within a window and sees earlier tokens as a few summaries of each block. With 12 tokens, ``block=3``,
+The attention is exact within a window, and sees earlier tokens as a few summaries of each block. With 12 tokens, ``block=3``,
 ``window=2`` and one summary a block (# a token seen exactly, s a block seen as its summary):
 
     #. . . | . . . | . . . | . . .      the query at 0 sees from first(0) = 0 on
@@ -190,8 +190,8 @@ class SummaryPlan:
     def held(self, block: Any, owner: Any) -> tuple[Any, Any]:
         """Return the index of a partial summary of ``block`` in the gathered array, and whether the summary exists.
 
-        ``owner`` selects the rank that made the summary: 0 is the first rank with tokens of the block. If the block has too few
-        ranks, the summary does not exist, and the index is that of the first rank's summary.
+        ``owner`` selects the rank that made the summary: 0 is the first rank with tokens of the block. If the block lies on too
+        few ranks, the summary does not exist, and the index is that of the first rank's summary.
         """
         size, local = self.options.block, self.local
         first = block * size // local
@@ -202,10 +202,12 @@ class SummaryPlan:
     def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> SentBytes:
         """Return the bytes that each rank sends. ``dims``: (head_dim, v_dim); ``itemsize``: bytes of an element of q, k, v.
 
-        Forward: at each hop of the local attention a shard of k and v, and its key mask as bits; to each other rank this rank's
-        partial summaries, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype. Backward: k and
-        v again; their gradients in the accumulation dtype at each of these hops, and once more to their owner; the gradients of
-        the partial summaries to the ranks that made them. An all-gather or reduce-scatter counts as a send to each other rank.
+        Forward: each hop of the local attention sends a shard of k and v, and its key mask as bits. An all-gather sends this
+        rank's partial summaries, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype.
+
+        Backward: each hop sends k, v and the key mask again, and the gradients of k and v in the accumulation dtype; one more hop
+        returns these gradients to their owner. A reduce-scatter returns the gradients of the partial summaries to the ranks that
+        made them. An all-gather or reduce-scatter counts as a send to each other rank.
         """
         wide, numbers = max(itemsize, 4), batch * self.local * kv_heads * sum(dims)
         keys = numbers * itemsize + batch * -(-self.local // 8) * key_mask

@@ -26,8 +26,8 @@ ROWS = 96
 class Evidence:
     """The result of one variant, as global arrays in natural order, beside the truth.
 
-    ``missed``: names of the arrays out of bound. ``alone``: the result on one device, if this ring has several ranks and the
-    variant ran there too.
+    ``missed``: names of the arrays whose error exceeds its bound. ``alone``: the result on one device, if this ring has several
+    ranks and the variant ran there too.
     """
 
     case: Case
@@ -48,11 +48,11 @@ class Evidence:
         return bool(np.isfinite(after)) and after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
 
     def part(self, name: str, like: np.ndarray, of: Arrays | None = None) -> np.ndarray:
-        """Return array ``name`` of the measured result, or of ``of``, cut to the shape of ``like``, in float64."""
+        """Return array ``name`` of the result ``of`` (None: the measured one), cut to the shape of ``like``, in float64."""
         return first((of or self.got)[name], like).astype(np.float64)
 
     def pair(self, name: str, of: Arrays | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return array ``name`` of the measured result, or of ``of``, and of the exact result, both in float64."""
+        """Return array ``name`` of the result ``of`` (None: the measured one) and of the exact result, both in float64."""
         right = self.truth.exact[name].astype(np.float64)
         return self.part(name, right, of), right
 
@@ -149,7 +149,7 @@ def minimizer(distance: Callable[[float], float], most: float) -> float:
 
 
 def nearest(mine: list[np.ndarray], theirs: list[np.ndarray]) -> tuple[list[int], float]:
-    """Return for each array of ``mine`` the index of the nearest of ``theirs``, and the largest of these distances."""
+    """Return for each array of ``mine`` the index of the nearest array of ``theirs``, and the largest distance of such a pair."""
     errors = np.array([[relative_error(x, other) for other in theirs] for x in mine])
     return errors.argmin(1).tolist(), errors.min(1).max()
 
