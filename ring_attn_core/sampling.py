@@ -84,7 +84,7 @@ class Sampling:
     def _check_effects(self) -> None:
         """Raise ValueError if ``top_k`` or ``top_p`` is set for a request that takes the most probable token.
 
-        A number for all requests may be set if any of them draws.
+        A ``top_k`` or ``top_p`` that is one number for all requests is refused only if every temperature is 0.
         """
         counts = {len(x) for name in PER_REQUEST if isinstance(x := getattr(self, name), tuple)}
         for i in range(*counts) if len(counts) == 1 else range(not counts):

@@ -117,7 +117,7 @@ def mapped_over_mesh() -> bool:
 
 
 def sharded_like(x: Any) -> PartitionSpec:
-    """Return the sharding of ``x`` over the Explicit mesh axes, a name or None for each of its dimensions."""
+    """Return the sharding of ``x`` over the Explicit mesh axes: for each dimension an axis, a tuple of axes, or None."""
     return jax.typeof(x).sharding.spec
 
 

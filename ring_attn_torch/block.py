@@ -176,7 +176,10 @@ class _Block(NamedTuple):
 
 
 def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int], call: str, backward: bool = False) -> _Block:
-    """Check and prepare a block. ``counts``: five numbers of the runs, then those of the options."""
+    """Check the inputs of a block, and return its backend with the arguments of the backend's methods.
+
+    ``counts``: start and length of the query run, start and length of the key run, their stride, then the options' numbers.
+    """
     (q_start, q_length, k_start, k_length, stride), options = counts[:5], OpCall.read(call, tuple(counts[5:])).options
     problem = problem_of(q, k, v, arrays, 1, options)
     compiled = (checked_backward if backward else checked)(problem, anywhere=True)

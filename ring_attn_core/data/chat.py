@@ -41,7 +41,10 @@ class TemplateFiles(NamedTuple):
 
 
 def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
-    """Read the chat template of a tokenizer.json, or of its folder. Raise ValueError if it has none."""
+    """Read the chat template and the special tokens of a tokenizer.
+
+    ``tokenizer``: a folder, or its file tokenizer.json. Raise ValueError if the folder has no readable chat template.
+    """
     folder = Path(tokenizer)
     folder = folder if folder.is_dir() else folder.parent
     path, config = folder / TEMPLATE, folder / CONFIG

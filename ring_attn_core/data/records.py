@@ -94,7 +94,11 @@ def _without(where: str, column: str, names: Any) -> ValueError:
 
 
 def _of_arrow(file: File, column: str, content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
-    """Yield the number and the ``column`` of each row of a Parquet or Arrow file. ``what``: "texts", or lists."""
+    """Yield the number of each row of a Parquet or Arrow file, from 1, and its value in ``column``.
+
+    Update the hash ``content`` with the file. ``what``: the column's type in the error message; "texts" requires strings,
+    anything else lists.
+    """
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional
     except ModuleNotFoundError as missing:

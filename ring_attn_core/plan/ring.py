@@ -202,14 +202,14 @@ class RingPlan:
 
     @cached_property
     def blanks(self) -> bool:
-        """Return whether some query, padding included, is fully masked."""
+        """Return whether a query, padding included, may be fully masked; always True with ``steps``."""
         if self.steps is not None:
             return True  # a query may see keys only at the shifts that are left out
         return self.length < self.seq_local * self.ranks or not self._all_meet(self.mask, self.length, self.kv_length)
 
     @cached_property
     def blank_keys(self) -> bool:
-        """Return whether some key, padding included, is unused: visible to no query."""
+        """Return whether a key, padding included, may be masked for every query; always True with ``steps``."""
         of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
         if self.steps is not None:
             return True

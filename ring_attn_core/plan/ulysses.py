@@ -48,7 +48,7 @@ class HeadSplit(NamedTuple):
 
     @property
     def k_local(self) -> int:
-        """Return the number of key heads that a rank gets.
+        """Return the number of key heads that a rank gets, copies included.
 
         Each of these key heads is read by equally many of the rank's query heads.
         """

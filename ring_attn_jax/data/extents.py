@@ -97,7 +97,7 @@ def converted(name: str, x: Any) -> jax.Array:
 
 
 def on_host(x: Any) -> np.ndarray | None:
-    """Return a copy of ``x`` on the host, or None if ``x`` is traced or partly on devices of other processes."""
+    """Return ``x`` as a NumPy array, or None if ``x`` is traced or partly on devices of other processes."""
     return None if isinstance(x, Tracer) or not getattr(x, "is_fully_addressable", True) else np.asarray(x)
 
 

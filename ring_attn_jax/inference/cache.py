@@ -84,8 +84,8 @@ class KVCache(Requests):
         "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
 
         A float8 cache divides each value by the scale of its layer and kv head, and clamps it to the largest float8 number.
-        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two that fit the
-        values of the first completed step into float8.
+        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two above
+        max |x| / 448 of the first completed step.
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
         ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.

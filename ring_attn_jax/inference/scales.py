@@ -41,10 +41,11 @@ def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Arra
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
-    """Return a layer's scales [kv_heads]. Replace each 0 by the smallest power of two that fits all ranks' values into float8.
+    """Return a layer's scales [kv_heads], with each 0 replaced by the smallest power of two above max |x| / 448.
 
-    ``nothing`` (0-d bool): True if the cache is empty. Then scales that are already set are replaced, since a step that did not
-    advance may have set them; otherwise they stay. Multiplying float8 by a power of two is exact in the other dtypes.
+    The maximum is over the ``new`` k or v of all ranks, which then fit into float8; if it is 0, the scale is 1. ``nothing`` (0-d
+    bool): True if the cache is empty. Then scales that are already set are replaced too, since a step that did not advance may
+    have set them; otherwise they stay. Multiplying float8 by a power of two is exact in the other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])

@@ -159,8 +159,8 @@ def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Arr
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    ``here``: True for tokens that this rank caches. Other tokens, and those beyond its last free slot, get an index beyond the
-    slots, which the scatter drops.
+    ``here``: True for tokens that this rank caches. Other tokens, and tokens beyond the last free slot, get an index beyond the
+    slots, which the scatter drops. With a window, tokens beyond the last free slot overwrite the oldest slots instead.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = jnp.where(here, slot_index % held.spec.slots, held.spec.slots)

@@ -17,10 +17,11 @@ from .strategies import STRATEGIES
 
 
 def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
-    """Attend from this rank's queries to all visible keys. Return out [b s h e] in q's dtype, float32 lse and rest [b s h].
+    """Attend from this rank's queries to all visible keys. Return out [b s h e] in q's dtype, lse and rest [b s h].
 
-    ``q`` [b s h d], ``keys`` [b t g d+e]: this rank's shards. ``total``: a float32 state to continue from; it includes other keys
-    and the sinks. None: start with the sinks only.
+    lse and rest are float32, or float64 for float64; rest is None for 16-bit q. ``q`` [b s h d], ``keys`` [b t g d+e]: this
+    rank's shards. ``total``: a state to continue from, also its out in float32 or float64; it includes other keys and the sinks.
+    None: start with the sinks only.
     """
     with RingPass(ring, "forward") as this:
         strategy = STRATEGIES[ring.strategy]
@@ -39,8 +40,8 @@ def backward(
     """Return dq [b s h d], dkv [b t g d+e] or (dk, dv), and the gradient of the sinks [h].
 
     ``total``: the state after the forward pass. ``dtotal``: the gradients of out and lse. dq and dkv are the gradients of this
-    rank's own shards: in q's dtype if no other rank adds to them, else in float32. The sinks' gradient is this rank's
-    contribution, from its own queries; None without sinks.
+    rank's own shards: in q's dtype if no other rank adds to them, else in float32 (float64 for float64). The sinks' gradient
+    is this rank's contribution, from its own queries; None without sinks.
     """
     with RingPass(ring, "backward") as this:
         strategy = STRATEGIES[ring.strategy]

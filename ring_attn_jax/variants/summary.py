@@ -64,7 +64,7 @@ def summary_attention(
 
     Tokens and summaries share one softmax. Every earlier token counts exactly once, by itself or in a summary. ``window >= length
     - 1`` is exact attention, and so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a
-    window beside gathered, pooled blocks. Here only the summaries are all-gathered; keys travel only as far as the window.
+    window and pooled blocks. Here only the summaries are all-gathered; keys travel only as far as the window.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
@@ -78,7 +78,7 @@ def summary_attention(
         key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
             pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
             is log n, where n counts those of the summary's part. A summary with n = 0 is masked. The values of the summaries
-            carry n as one more column.
+            carry the unmasked fraction of their tokens as one more column.
         axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 
@@ -186,7 +186,7 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axi
 
 
 def _visible_range(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return each query's range of exactly visible tokens on this rank: first and end (exclusive), int32 [s] each.
+    """Return the range of positions that each query of this rank sees exactly: first and end (exclusive), int32 [s] each.
 
     Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
     """

@@ -39,9 +39,10 @@ class StepShards(NamedTuple):
 
 
 def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -> tuple[Rows, Keys, Score]:
-    """Return the single row of a step in which both shards are one run, and keys and score with extents in local indices.
+    """Return the rows, keys and score of a step with each shard converted to one run.
 
-    ``queries``: tokens of the query shard, padding included. ``band``: the mask, in positions.
+    The rows become a single row, and the mask moves into the extents, which are in local indices. ``queries``: tokens of the
+    query shard, padding included. ``band``: the mask, in positions.
     """
     q_runs, k_runs = tuple([pairs[0][2:5] for pairs in rows]), tuple([pair[5:8] for pair in rows[0]])
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device
@@ -82,7 +83,7 @@ class Unchanged:
 
 @lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it
 def _recent(extents: Unchanged, key_extents: Unchanged, shards: StepShards, stream: int) -> tuple[Tensor, Tensor | None]:
-    """Return the result of ``_converted``. ``stream``: the CUDA stream that computes and reads it."""
+    """Return the result of ``_converted``, cached. ``stream``: the CUDA stream that computes and reads it, a part of the key."""
     return _converted(extents.tensor, key_extents.tensor, shards)
 
 
@@ -91,7 +92,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _capturing() -> bool:
-    """Return whether a CUDA graph is captured: its replays read extents whose values may have changed since."""
+    """Return whether a CUDA graph is being captured. Its replays read extents whose values may have changed since then."""
     return torch._C._cuda_isCurrentStreamCapturing()
 
 

@@ -58,7 +58,7 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
 
     The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of leading tokens that
     all queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError unless 0 <= prefix
-    <= length; under torch.compile a tensor is not checked.
+    <= length; under torch.compile ``prefix`` is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
@@ -86,7 +86,7 @@ def converted(name: str, x: Any) -> Tensor:
 
 
 def on_host(x: Tensor) -> np.ndarray | None:
-    """Return a copy of ``x`` on the host, or None if its values cannot be read: under torch.compile, or of a meta tensor."""
+    """Return ``x`` as a NumPy array, or None if its values cannot be read: under torch.compile, or of a meta tensor."""
     return None if torch.compiler.is_compiling() or x.is_meta else x.cpu().numpy()
 
 

@@ -30,8 +30,8 @@ def gather(
     ``group``: the ring; None is the default group. ``layout``: a name, or the ``.layout`` of a shard. ``length``: the global
     number of tokens without padding; None: all tokens of the shards, or those of a balanced layout.
 
-    Differentiable: the gradient of a shard is the sum, in float32, of all ranks' gradients of its tokens. So if every rank
-    computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one device:
+    Differentiable: the gradient of a shard is the sum, in at least float32, of all ranks' gradients of its tokens. So if every
+    rank computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one device:
     divide the loss by ``ranks``. ``loss(..., group=group)`` does so already, because it counts the labels of every rank.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of such a sequence, or if

@@ -32,7 +32,7 @@ FARTHEST = 2**31
 
 
 class _FlashOptions(NamedTuple):
-    """The arguments that both functions share, under their names."""
+    """The options that ``flash_attn_func`` and ``flash_attn_varlen_func`` share, named as in the package flash_attn."""
 
     dropout_p: float
     softmax_scale: float | None

@@ -103,7 +103,10 @@ class Requests:
         return self
 
     def replayed(self, tokens: int | Sequence[int] = 1) -> Self:
-        """Record on the host that a CUDA graph ran a step of ``tokens`` tokens of every request and its ``advance``."""
+        """Record on the host that a CUDA graph replayed a step and its ``advance``. Return self.
+
+        ``tokens``: new tokens of a request, one number for all requests or one for each.
+        """
         for row, more in enumerate([tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens):  # type: ignore[arg-type]
             self.host_state.appended([row], more)
         return self

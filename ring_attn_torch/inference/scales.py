@@ -39,13 +39,12 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
 def of_first(
     k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
 ) -> None:
-    """Set a layer's scales [kv_heads] to the smallest powers of two that fit ``new``, its first k and v, into float8.
+    """Set a layer's scales [kv_heads], each if it is 0, to the smallest power of two above max |x| / 448.
 
-    The values of all ranks must fit.
-
-    ``nothing`` (0-d bool): True if the cache is empty. Then scales that are already set are replaced, since a step that did not
-    advance may have set them; otherwise they stay. The host reads no value, so that a CUDA graph may capture this. Multiplying
-    float8 by a power of two is exact in the other dtypes.
+    The maximum is over the ``new`` k or v of all ranks, which then fit into float8; if it is 0, the scale is 1. ``nothing`` (0-d
+    bool): True if the cache is empty. Then scales that are already set are replaced too, since a step that did not advance may
+    have set them; otherwise they stay. The host reads no value, so that a CUDA graph may capture this. Multiplying float8 by a
+    power of two is exact in the other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])

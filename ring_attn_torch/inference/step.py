@@ -150,7 +150,8 @@ def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
 def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    ``here``: True for tokens that this rank caches. Other tokens, and those beyond its last free slot, go into the extra slot.
+    ``here``: True for tokens that this rank caches. Other tokens, and tokens beyond the last free slot, go into the extra slot.
+    With a window, tokens beyond the last free slot overwrite the oldest slots instead.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = torch.where(here, slot_index % held.spec.slots, held.spec.slots).long()

@@ -121,7 +121,10 @@ class MultiheadBase(nn.MultiheadAttention):
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
-        """Convert attn_mask and is_causal to mask arguments of this rank's shards. Return these, and the options with lengths."""
+        """Return attn_mask and is_causal as mask arguments of this rank's shards, and the options.
+
+        With an attn_mask, the options' ``length`` and ``kv_length`` are its numbers of queries and of keys.
+        """
         attn_mask = call_options.attn_mask
         if attn_mask is None:
             return MaskArguments(causal() if call_options.is_causal else full()), options

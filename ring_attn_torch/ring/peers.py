@@ -72,7 +72,7 @@ class Peers:
         exchange("the memory of peers", None, group)  # no rank may write a flag before its owner has set it to 0
 
     def allocate(self, group: dist.ProcessGroup, size: int) -> None:
-        """Allocate the buffer of this rank, map those of the other ranks, set the flags to 0, and make the second stream."""
+        """Allocate this rank's buffer, map the other ranks' buffers, set the flags to 0, and make a second stream, for copies."""
         from torch.distributed import _symmetric_memory as symmetric
 
         self._buffer = symmetric.empty(size, dtype=torch.uint8, device=self.device)
@@ -199,7 +199,10 @@ class Watch(threading.Thread):
         self.start()
 
     def add(self, end: tuple[Any, int, str] | None) -> None:
-        """Watch the end of a pass: its event, its number and a name for a message. None: no pass follows, so the thread ends."""
+        """Watch the end of a pass. None: no pass follows, so the thread ends.
+
+        ``end``: the CUDA event after the pass, the pass's number, and its name in the error message.
+        """
         self._events.put(end)
 
     def run(self) -> None:

@@ -233,9 +233,9 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return True if two settings have the same type: number, bool, text, or list of equal length.
+    """Return True if two settings have the same type: number, bool, text, or list of equal length whose elements are alike.
 
-    None in ``mine`` fits any type, and None in ``theirs`` fits a bool.
+    None in ``mine`` fits any type. None in ``theirs`` fits a bool, and any element of a list.
     """
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)

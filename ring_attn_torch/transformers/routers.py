@@ -110,9 +110,10 @@ def over_all(sums: Tensor, group: Group) -> Tensor:
 def with_routers(
     model: PreTrainedModel, sums: Tensor, loss: Tensor | None, group: Group, factor: int
 ) -> dict[str, Tensor | None]:
-    """Return the fields ``aux_loss`` and, if the call has labels, ``loss`` with the auxiliary loss added.
+    """Return ``aux_loss`` over all ranks, and ``loss`` plus ``coefficient(model)`` times it, or None without labels.
 
-    ``sums``: the model's own aux_loss, this rank's ``router_sums``. ``factor``: the backward multiplies the gradient by it.
+    ``sums``: this rank's ``router_sums``, which the model returns in place of its auxiliary loss. ``factor``: the backward
+    multiplies the gradient of the auxiliary loss by it.
     """
     if sums.ndim != 1:
         raise _unknown(model)

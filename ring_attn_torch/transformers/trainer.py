@@ -158,17 +158,17 @@ class RingTraining(Base):
         return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size, multiplied by the ring's ranks during the Trainer's loss.
-
-        The Trainer then counts each ring as one data parallel rank when it scales the loss.
-        """
+        """Return the tensor parallel size, in the loss times the ring's ranks, so a ring counts as one data parallel rank."""
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
-        """Return the loss and, unless ``prediction_loss_only``, global logits and labels, without what routers return."""
+        """Return the loss and, unless ``prediction_loss_only``, global logits and labels.
+
+        ``ignore_keys``: outputs to leave out; None: the config's own, and the auxiliary loss and logits of routers.
+        """
         if ignore_keys is None:
             ignore_keys = [*getattr(self.model.config, "keys_to_ignore_at_inference", ()), "aux_loss", "router_logits"]
         with nullcontext() if prediction_loss_only else hooks_of(self.model).gathering():

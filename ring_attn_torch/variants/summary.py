@@ -75,7 +75,7 @@ def summary_attention(
         key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
             pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
             is log n, where n counts those of the summary's part. A summary with n = 0 is masked. The values of the summaries
-            carry n as one more column.
+            carry the unmasked fraction of their tokens as one more column.
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 
@@ -141,7 +141,7 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, gro
 
 
 def _visible_range(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
-    """Return each query's range of exactly visible tokens on this rank: first and end (exclusive), int32 [s] each.
+    """Return the range of positions that each query of this rank sees exactly: first and end (exclusive), int32 [s] each.
 
     Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
     """

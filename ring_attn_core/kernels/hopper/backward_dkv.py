@@ -4,7 +4,7 @@
 
 Shapes     a tile of 128 keys in 8 warps, or of 64 in 4; dk_BTGD, dv_BTGE, or both packed in one array
 State      FIRST: dk and dv start at 0; else dk_in and dv_in in f32, which dk and dv may overwrite in place
-Precision  f32; 16 bits for complete gradients, of keys that do not travel: they have one step, so FIRST
+Precision  f32; 16 bits if the keys do not travel: they have one step (FIRST), so its gradients are complete
 """
 
 from __future__ import annotations

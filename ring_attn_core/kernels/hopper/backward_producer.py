@@ -43,9 +43,9 @@ MASKED_ROWS = gl.constexpr(1 << 29)
 class Steps(NamedTuple):
     """The data of STEPS query tiles in shared memory, and the mbarriers of the scout and the producer.
 
-    ``first_query``: index of a tile's first query, with flags. ``lse2``, ``delta``: f32, one for each query. ``seen``: the
-    words of ``seen_of_tile``, a placeholder without extents. ``full``: the scout has stored a step. ``free``: consumers have
-    read it.
+    ``first_query``: index of a tile's first query, with flags. ``lse2``, ``delta``: f32, one for each query. ``seen``: a word
+    for each query with its visible keys, see ``seen_of_tile``; a placeholder without extents. ``full``: mbarriers on which the
+    scout signals that it has stored a step. ``free``: mbarriers on which the consumers signal that they have read the step.
     """
 
     first_query: Any

@@ -104,7 +104,7 @@ def named_barrier(TEXT: gl.constexpr, number, WARPS: gl.constexpr):
 
 @gluon.jit
 def release(number, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
-    """Signal the producer that this partition (one warpgroup, or all GROUPS of them) has finished reading a buffer."""
+    """Signal the producer that this partition (WARPS warps) has read a buffer. GROUPS: number of consumer warpgroups."""
     arrive(number, with_one_warp(GROUPS), WARPS)
 
 

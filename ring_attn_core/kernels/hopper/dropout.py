@@ -21,7 +21,7 @@ from .register_layouts import accumulator
 
 @constexpr_function
 def counters_of_tile(width):
-    """Return the layout of Philox counters [32, width / 4] of 64 queries.
+    """Return the layout of Philox counters [32, width / 4]; each serves two of 64 queries and four of ``width`` keys.
 
     Each thread computes the counters of the elements that it holds in an ``accumulator``.
     """

@@ -100,7 +100,10 @@ def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
 
 
 def rows_between(plan: RingPlan, rank: jax.Array, of_ranks: Any, owner: jax.Array, k_slot: int) -> jax.Array:
-    """Return the rows of the query runs of ``rank`` and the key runs of ``owner`` in the table ``of_ranks``."""
+    """Return int32 [q_runs, k_runs, fields]: a Row per pair of a query run of ``rank`` and a key run of ``owner``.
+
+    ``of_ranks``: the key runs of each rank. ``k_slot``: tokens of a key slot.
+    """
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
     k_runs = _runs(of_ranks, owner)[:, None, :]
     fields: Any = row(q_runs, k_runs, plan.band, plan.q_slot, k_slot)
