@@ -93,7 +93,7 @@ def prefill(
 
 
 def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the float32 state of this rank's queries over the keys that all ranks had cached before the step."""
+    """Return the state of this rank's queries over the keys that all ranks had cached before the step, in at least float32."""
     axis, ranks = cache.axis_name, cache.spec.ranks
     batch, local, heads, _ = q.shape
     queries = lax.all_gather(q, axis, axis=1, tiled=True)

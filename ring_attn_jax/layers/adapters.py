@@ -52,7 +52,7 @@ def attention_fn(
         - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh; flax drops other probabilities.
           ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,
-          since products are exact and the softmax is float32 anyway.
+          since products are exact and the softmax is in at least float32 anyway.
         - ``bias``, ``module`` (``sow_weights=True``), ``input_positions``, ``qk_attn_weights_einsum`` and
           ``attn_weights_value_einsum`` are refused.
 

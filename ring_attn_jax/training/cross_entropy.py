@@ -67,7 +67,7 @@ def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: 
     """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [b s dim] and head [vocab dim].
 
     ``labels``: [b s]. Products are computed in hidden's dtype. The softmax, and sums over tokens such as the head's
-    gradient, are float32.
+    gradient, are in at least float32.
     """
     wide = head.astype(accumulation_dtype(hidden.dtype))
     return _sum_of_hidden(*vary_alike((), hidden, wide, labels), settings)

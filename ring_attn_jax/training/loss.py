@@ -38,7 +38,7 @@ def loss(
     batch_axes: str | Sequence[str] = (),
     ignore_index: int = -100,
 ) -> jax.Array:
-    """Return the float32 mean cross-entropy over all labels of all ranks except ``ignore_index``, the same scalar on all ranks.
+    """Return the mean cross-entropy, in at least float32, over all ranks' labels except ``ignore_index``, equal on all ranks.
 
         sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
@@ -53,10 +53,10 @@ def loss(
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
     equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's in
-    its dtype, the head's summed in float32. Products are in hidden's dtype; logits and softmax are float32. For global arrays
-    that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows (``batch_axes``): each device
-    then chunks its own tokens, and the head's gradient is summed over devices once. Without ``mesh`` a chunk has tokens of all
-    devices, and XLA sums the head's gradient in each chunk.
+    its dtype, the head's summed in at least float32, the dtype of logits and softmax. Products are in hidden's dtype. For global
+    arrays that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows (``batch_axes``): each
+    device then chunks its own tokens, and the head's gradient is summed over devices once. Without ``mesh`` a chunk has tokens of
+    all devices, and XLA sums the head's gradient in each chunk.
 
     ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.

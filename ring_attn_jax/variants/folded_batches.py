@@ -6,7 +6,7 @@ all patterns back into the order of the shard and sums them, each weighted by it
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-Both the outs and the gradients of an array are summed in float32, in the order of the patterns.
+Both the outs and the gradients of an array are summed in at least float32, in the order of the patterns.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def ring_attention(
         out_i = sum_j exp(s_ij - lse_i) v_j
 
     Query i may see key j if ``mask``, ``extents``, ``key_extents`` and ``key_mask`` all allow it. The softmax is computed
-    blockwise with (out, lse) carried from step to step in float32 (Liu et al., "Ring Attention with Blockwise Transformers",
-    arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
+    blockwise with (out, lse) carried from step to step in at least float32 (Liu et al., "Ring Attention with Blockwise
+    Transformers", arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
     Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the whole sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
@@ -105,7 +105,7 @@ def ring_attention(
         return_lse: also return lse.
 
     Return ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
-    in float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink) and zero gradients.
+    in at least float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink), gradients 0.
 
     Raise ValueError, the same on every rank and before any tensor is sent, if inputs do not fit. Also raise it if the ranks make
     different calls and no rank has run its call before. Raise RuntimeError after the group's timeout if a rank does not reach the

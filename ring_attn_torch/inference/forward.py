@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
 
 Attend = Callable[[RingAttention, int, Tensor, Tensor, Tensor], Tensor]
-"""A function of a layer's attention, the index of the layer, q, k and v that returns the attention output."""
+"""A function ``attend(attention, layer, q, k, v)`` that returns the output of a layer's attention; ``layer`` is its index."""
 
 
 def decode_step(

@@ -106,7 +106,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: De
 
 
 def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the float32 state of this rank's queries over the keys that all ranks had cached before the step."""
+    """Return the state of this rank's queries over the keys that all ranks had cached before the step, in at least float32."""
     ring, ranks = cache.ring, ranks_of(cache.ring)
     batch, local, heads, dim = q.shape
     queries = q

@@ -55,7 +55,7 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
     """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
 
     Products are computed in hidden's dtype, or in autocast's under autocast. The softmax, and sums over tokens such as the head's
-    gradient, are float32.
+    gradient, are in at least float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:
@@ -172,7 +172,7 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the sum of the cross-entropies and the ``wanted`` gradients: dhidden in hidden's dtype, dhead in float32."""
+    """Return the summed cross-entropy and the ``wanted`` gradients: dhidden in hidden's dtype, dhead in at least float32."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
     dhidden = torch.empty_like(hidden) if wanted[0] else None

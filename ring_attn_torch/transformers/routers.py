@@ -38,7 +38,7 @@ COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
 def take_over(model: PreTrainedModel) -> None:
     """Make the model's ``load_balancing_loss_func`` return ``router_sums`` in calls that run on shards.
 
-    In other calls it stays the same function, so it is replaced once for the process, and only if its formula is the known one.
+    In other calls it computes the model's own loss. It is replaced once for the process, only if its formula is the known one.
     """
     scope = _scope(model)
     original = scope.get(FUNCTION)
@@ -133,7 +133,7 @@ def coefficient(model: PreTrainedModel) -> float:
 
 
 def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached: bool) -> None:
-    """Raise ValueError if a call asks for an auxiliary loss that is not known, or together with what cannot have one."""
+    """Raise ValueError if a call asks for an auxiliary loss of unknown formula, or beside an argument that excludes one."""
     config, asked = model.config, call_arguments.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))
     if not (in_config if asked is None else asked):

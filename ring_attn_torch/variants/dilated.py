@@ -78,8 +78,8 @@ def dilated_attention(
         length: global number of tokens without padding; padding is hidden and has out 0. None: all tokens of the shards.
         return_lse: also return lse.
 
-    Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in float32,
-    natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf and zero gradients.
+    Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in at least
+    float32, natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf, gradients 0.
 
     torch.compile(fullgraph=True) works from PyTorch 2.15 on; older versions raise NotImplementedError under it.
 

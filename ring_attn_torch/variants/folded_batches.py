@@ -6,7 +6,7 @@ of all patterns back into the order of the shard and sums them, each weighted by
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-Both the outs and the gradients of an array are summed in float32, in the order of the patterns.
+Both the outs and the gradients of an array are summed in at least float32, in the order of the patterns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mixed(outs: list[Tensor], lses: list[Tensor], batches: tuple[FoldedBatches, 
 
 
 class Fold(torch.autograd.Function):
-    """The autograd function of ``folded``. Its backward adds the gradients of the patterns in float32."""
+    """The autograd function of ``folded``. Its backward adds the gradients of the patterns in at least float32."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:

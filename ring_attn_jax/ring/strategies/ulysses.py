@@ -55,7 +55,7 @@ class HeadExchange(OneWay):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """See ``Strategy.collect_gradients``. Send gradients in q's dtype if no rank adds to them, else in float32."""
+        """See ``Strategy.collect_gradients``. Send gradients in q's dtype if no rank adds to them, else in at least float32."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
         dq, dkv = _collected((dq.astype(dtype), dkv.astype(dtype) if head_split.copies == 1 else dkv), ring)

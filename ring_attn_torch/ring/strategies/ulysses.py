@@ -51,7 +51,7 @@ class HeadExchange(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """See ``Strategy.collect_gradients``. Send gradients in q's dtype if no rank adds to them, else in float32."""
+        """See ``Strategy.collect_gradients``. Send gradients in q's dtype if no rank adds to them, else in at least float32."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
         dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if head_split.copies == 1 else dkv), ring)
