@@ -87,4 +87,4 @@ def test_an_extent_beyond_its_document_is_named_with_its_query():
 
 def test_documents_on_one_rank_each_cost_nothing():
     plan = plan_of((16, 16, 16, 16), 4, 0, causal())
-    assert plan.shifts == (0,) and plan.share == 0 and [plan.capacity(rank) for rank in range(4)] == [0] * 4
+    assert plan.shifts == (0,) and [plan.capacity(rank) for rank in range(4)] == [0] * 4

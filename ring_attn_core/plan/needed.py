@@ -82,12 +82,6 @@ class NeededPlan(RingPlan):
         assert isinstance(self.layout, BalancedLayout)
         return _stretches(self.layout, self.mask, self.kv_length, self.by_documents)
 
-    @cached_property
-    def share(self) -> float:
-        """Return the keys that all ranks receive, as a share of those that they receive if every shard visits every rank."""
-        whole = self.ranks * (self.ranks - 1) * self.kv_local
-        return sum(each.length for rank in self._received for each in rank) / whole if whole else 0.0
-
     @property
     def travels(self) -> bool:
         """Return True: keys are packed, even if each document lies on one rank."""
