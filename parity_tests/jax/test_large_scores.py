@@ -28,7 +28,7 @@ def run(case: Case) -> Attention:
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("ranks", first([((1, 8),), ((1, 2, 4, 8),)]), ids=str)
 def test_a_ring_is_as_exact_as_one_rank(size, spread, ranks):
-    check_no_ring_adds_errors([check_exact(case, run(case)) for case in (large(size, n, spread) for n in ranks)])
+    check_no_ring_adds_errors([check_exact(case, run(case)) for case in (large(size, n, spread) for n in ranks)], ranks)
 
 
 @pytest.mark.parametrize("strategy", one_of_each(3, STRATEGIES.values()), ids=STRATEGIES)
