@@ -2,20 +2,20 @@
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
-    out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = kept / (1 - dropout_rate)
+    out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = 1 / (1 - dropout_rate), 0 if dropped
 
-This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It continues from the state over the keys
-seen so far: the row max is lse, the row sum is exp(rest), and the accumulator is out * exp(rest). Key tiles outside of the band
-and the extents are skipped. No score matrix is larger than one tile per head.
+This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
+so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator. Key tiles outside of the band and the
+extents are skipped. No score matrix is larger than one tile per head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows int32 [q_runs, k_runs, fields];
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
 Tiles      a tile lies within one slot, and all tiles of a slot have the same length. The last tile begins early and ends with
            the slot. Its tokens that the previous tile also holds are marked invalid, so each token counts once. In a balanced
-           layout a run's slot is the rest of the shard. With extents each batch row visits its own range of key tiles;
+           layout a run's slot extends to the end of the shard. With extents each batch row visits its own range of key tiles;
            without extents all batch rows visit the same tiles together
-Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype: exact products on every device
+Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype; matrix products too, on every device
 """
 
 from __future__ import annotations

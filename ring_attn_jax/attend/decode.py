@@ -3,9 +3,11 @@
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
-A result is a pair: out and lse packed in one array [b n h e+1].
+The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a pair: out and lse packed in one array
+[b n h e+1].
 
-Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
+Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the query heads of a kv head are rows of one
+           matrix product
 Precision  ``blockwise``: float32 throughout (float64 for float64 queries); for the kernels see the core's portable/decode.py
 """
 
@@ -25,13 +27,13 @@ from .launch import launch
 from .tiles import accumulation_dtype, dot
 
 CHUNK, CONVERTED = 2**24, 1024
-"""Scores in a chunk of slots; and slots in a chunk if k and v are first converted to a wider dtype.
+"""The size of a chunk of slots: CHUNK scores, or CONVERTED slots if k and v are converted to a wider dtype.
 
-Chunks of these sizes fit into CPU caches.
+A chunk of CHUNK scores has at least CONVERTED slots. A converted chunk fits into a CPU cache.
 """
 
 FEW_ROWS = 128
-"""Largest number of rows (queries times heads) that one product multiplies with the keys of all kv heads: see ``_products``."""
+"""Up to so many rows (queries times heads) ``_products`` multiplies all rows with the keys of all kv heads at once."""
 
 
 class DecodeArrays(NamedTuple):
@@ -103,7 +105,8 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
 def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     """Compute attention over this rank's slots in plain jnp, one chunk of slots at a time.
 
-    Return out and lse packed in one array [b n h e+1]. Zero the v of invisible slots only if their product is not finite.
+    Return out and lse packed in one array [b n h e+1]. The v of invisible slots may hold NaN: set it to 0 only if the product
+    p v of a chunk is not finite.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]

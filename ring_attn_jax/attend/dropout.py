@@ -67,7 +67,7 @@ def _is_integer(x: Any) -> bool:
 def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
-    Call this once for all tiles of a step: the keys are half of the dropout mask's code to compile.
+    Call this once per step, not per tile: computing the keys is half of the dropout mask's compiled code.
     """
     b = state.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = state.head + jnp.arange(heads, dtype=jnp.uint32)[None]

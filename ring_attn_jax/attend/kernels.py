@@ -103,7 +103,7 @@ class Kernels:
     def attend_dq(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
-        """Return the gradient of q from these keys, added to ``dq`` (None: no keys yet); in q's dtype after the last step."""
+        """Add the gradient of q from these keys to ``dq`` (None before the first step). The last step returns q's dtype."""
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -112,7 +112,7 @@ class Kernels:
         return dq
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, arrived: jax.Array | None) -> Gradients:
-        """Return the gradient of these keys from this rank's queries, plus ``arrived`` (None: none yet), packed like the keys."""
+        """Return the gradient of these keys from this rank's queries, plus ``arrived`` if not None, packed like ``keys``."""
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         self._add_bounds(arrays, of_q)
         if arrived is not None:
@@ -122,7 +122,7 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend for a shard of another number of keys, as "direct" receives it in a balanced layout."""
+        """Return this backend for the size of ``keys``: in a balanced layout "direct" receives shards of several sizes."""
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
@@ -132,7 +132,7 @@ class Kernels:
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, jax.Array], of_q: BackwardInputs) -> None:
-        """Add the bounds of each query tile's extents: those of ``of_q``, or in a balanced layout those of this step."""
+        """Add the bounds of each query tile's extents: ``of_q.bounds``, or in a balanced layout the bounds of this step."""
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
         elif "extents" in arrays:

@@ -78,9 +78,10 @@ def along_tokens(function: Callable[[jax.Array], jax.Array], keys: Keys) -> Keys
 
 
 def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
-    """Return keys shaped like ``like`` that hold each (first token, keys) of ``parts`` at its first token.
+    """Return keys with the shapes of ``like``, into which ``parts`` are written.
 
-    All other keys are 0, and masked if ``like`` has a key mask.
+    ``parts``: pairs (first, keys); the keys are written to the tokens from index ``first`` on. All other keys are 0, and masked
+    if ``like`` has a key mask.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]

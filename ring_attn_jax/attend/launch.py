@@ -20,7 +20,7 @@ from ..axes import axes_of
 
 CUSTOM_CALL = "triton_kernel_call_ffi"
 _target = jax.make_user_context(None)
-"""The compute capability to trace for; None: that of this host.
+"""The compute capability to trace for; None: the capability of this host's GPU.
 
 It is part of JAX's cache keys, so a trace for one capability is not reused for another.
 """

@@ -1,4 +1,4 @@
-"""The rows, keys and score of a step in a balanced layout, converted so that each shard is one run, as the kernels take it.
+"""The rows, keys and score of a step in a balanced layout, converted so that each shard is one run, as kernels require.
 
 A rank's token positions ascend, so the key positions [first, end) that a query sees are one interval of local key indices:
 
@@ -51,7 +51,7 @@ def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
 
 
 def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
-    """Return the position of each token of a shard, int32 [tokens]; that of padding is ``BEYOND``.
+    """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` at padding.
 
     ``runs``: the base, length and start of each run, int32 [runs, 3].
     """
@@ -62,9 +62,9 @@ def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
 
 
 def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
-    """Return the bounds (least, most), int32 [s 2] each, to which ``band`` clamps each query's extent (first, end).
+    """Return bounds (least, most), int32 [s 2] each: an extent (first, end) clamped to them holds only keys within ``band``.
 
-    ``at``: the position of each query.
+    ``at``: the position of each query, int32 [s].
     """
     none, all_of_them = jnp.zeros_like(at), jnp.full_like(at, BEYOND)
     first = none if band.hi is None else at - band.hi
@@ -77,8 +77,8 @@ def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
 class TracedRuns:
     """The backend of a layout whose positions are traced (``score.positions``): it converts each step for ``backend``.
 
-    The plan is that of contiguous shards: the starts in its rows tell which ranks' positions a step needs. The extents hold the
-    mask.
+    The plan is made for contiguous shards. So the run starts in its rows are the indices of the two shards' first tokens in
+    ``score.positions``. The extents hold the mask.
     """
 
     backend: Backend
@@ -97,7 +97,7 @@ class TracedRuns:
     ) -> BackwardInputs:
         """See ``Backend.backward_inputs``."""
         of_q = self.backend.backward_inputs(q, *_converted(q, keys, rows, score), total, dtotal)
-        return of_q._replace(bounds=None)  # those of the first step
+        return of_q._replace(bounds=None)  # each step computes its own bounds
 
     def attend_backward(
         self,

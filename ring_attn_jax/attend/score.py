@@ -30,9 +30,9 @@ class Score:
     sinks: jax.Array | None = None
     """[h]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: jax.Array | None = None
-    """[h]: the ALiBi bias for each position that the key is ahead of the query."""
+    """[h]: the ALiBi slopes, multiplied by ``k_pos - q_pos`` and added to the score."""
     dropout_seed: DropoutState | None = None
     positions: jax.Array | None = None
-    """int32 [ranks * s]: the position of each token of a traced layout, in layout order; that of padding is ``BEYOND``."""
+    """int32 [ranks * s]: the position of each token of a traced layout, in layout order; ``BEYOND`` (2^30) at padding."""
     step_positions: tuple[jax.Array, jax.Array] | None = None
-    """int32 [s] and [t]: the positions of the queries and keys of a step, if its rows count local indices."""
+    """int32 [s] and [t]: in a traced layout, the positions of a step's queries and keys, whose rows hold local indices."""

@@ -30,10 +30,11 @@ Gradients = jax.Array | tuple[jax.Array, ...]
 
 
 class BackwardInputs(NamedTuple):
-    """The inputs of a backward that all its steps share: q [b s h d], dout [b s h e], lse and delta.
+    """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the sinks' gradient from these queries;
-    the steps only hand it on. ``bounds``: the bounds of each query tile's extents, for kernels.
+    the steps do not change it. ``bounds`` int32 [b, q tiles, 4]: the least and greatest first and end of the extents in each
+    query tile, for kernels.
     """
 
     q: jax.Array

@@ -1,6 +1,6 @@
-"""The protocol of a backend: three functions that the ring loop calls.
+"""The interface of a backend: the three functions that the ring loop (``ring/loop.py``) calls.
 
-``call/prepare.py`` selects a backend per problem.
+``checked`` of ``call/prepare.py`` selects the backend of a problem.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ class Backend(Protocol):
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return the new state.
 
-        ``total`` is None before the first step. The state is float32 (float64 for float64 inputs). After the ``last`` step
-        ``out`` is cast to q's dtype. The state has a ``rest`` if ``carries_rest(q.dtype)``.
+        ``rows``: a ``Row`` for each pair of runs. ``total`` is None before the first step. The state is float32 (float64 for
+        float64 inputs). After the ``last`` step ``out`` is cast to q's dtype. The state has a ``rest`` if
+        ``carries_rest(q.dtype)``.
         """
         ...
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
         """Compute delta = rowsum(dout * out) - dlse, and return q, dout, lse and delta for all steps of a backward.
 
-        ``total``: the state after the last step. ``dtotal``: (dout, dlse). The loop calls this once per backward.
+        ``total``: the state after the forward. ``dtotal``: (dout, dlse). The loop calls this once per backward.
 
-        A probability is ``exp(s - lse - rest)``, and every gradient is a probability times dout or delta. The steps compute only
+        A probability is ``exp(s - lse - rest)``, and in every gradient it is multiplied by dout or delta. The steps compute only
         ``exp(s - lse)``, so this function scales dout and delta by ``exp(-rest)``. It sets dout and delta to 0 at queries that
         see no key: a NaN there would reach the keys' gradients.
         """
@@ -55,8 +56,9 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Gradients]:
         """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns.
 
-        ``dq`` is None before the first step. Return dq and the gradients of ``keys``. A gradient that is complete has q's dtype,
-        any other one the accumulation dtype.
+        ``arrived()`` returns the gradients of ``keys`` from other ranks' queries, or None. ``dq`` is None before the first step.
+        Return dq and the gradients of ``keys``. A complete gradient may be in q's dtype; an incomplete one is in float32 (float64
+        for float64 inputs).
         """
         ...
 

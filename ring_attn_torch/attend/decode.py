@@ -3,9 +3,11 @@
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
-A result is a pair: out and lse packed in one array [b n h e+1].
+The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a pair: out and lse packed in one array
+[b n h e+1].
 
-Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the heads of a kv head are rows of one product
+Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the query heads of a kv head are rows of one
+           matrix product
 Precision  ``blockwise``: float32 throughout (float64 for float64 queries); see the core's portable/decode.py for the kernels
 """
 
@@ -24,13 +26,13 @@ from ring_attn_core.problem.decode import Decode
 from .launch import aligned, launch
 
 CHUNK, CONVERTED = 2**20, 1024
-"""Scores in a chunk of slots; and slots in a chunk if k and v are first converted to a wider dtype.
+"""The size of a chunk of slots: CHUNK scores, or CONVERTED slots if k and v are converted to a wider dtype.
 
-Chunks of these sizes fit into CPU caches.
+A chunk of CHUNK scores has at least CONVERTED slots. A converted chunk fits into a CPU cache.
 """
 
 LONGEST = 4096
-"""The most slots of a chunk. A single sum over 32,768 slots had an error of 2.0e-6; the bound is 8.3e-7."""
+"""The most slots of a chunk. A test with one sum over 32,768 slots had an error of 2.0e-6; the tests allow 8.3e-7."""
 
 
 class DecodeArrays(NamedTuple):
@@ -99,8 +101,8 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     """Compute attention over this rank's slots in plain torch, one batch row and chunk of slots at a time.
 
-    Return out and lse packed in one array [b n h e+1]. On a CPU, reading a value costs no synchronization. So skip chunks without
-    a visible slot there, and zero the v of invisible slots only if a product is not finite.
+    Return out and lse packed in one array [b n h e+1]. The v of invisible slots may hold NaN: set it to 0. On a CPU, where
+    reading a value costs no synchronization, do so only if the product p v is not finite, and skip chunks without a visible slot.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]

@@ -32,7 +32,7 @@ def pack(
 
     Set masked keys and values to 0, even NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32 arithmetic.
     """
-    # If k and v have their dimensions in the same other memory order, so has the result of cat; kernels need it contiguous.
+    # If k and v are transposed alike in memory, cat returns a transposed array too; kernels need a contiguous one.
     arrays = [k, v] if two_arrays else [torch.cat([k, v], -1).contiguous()]
     bits = None
     if key_mask is not None:
@@ -95,9 +95,10 @@ def room_for(keys: Keys, tokens: int) -> Keys:
 
 
 def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
-    """Return keys shaped like ``like`` that hold each (first token, keys) of ``parts`` at its first token.
+    """Return keys with the shapes of ``like``, into which ``parts`` are written.
 
-    All other keys are 0, and masked if ``like`` has a key mask.
+    ``parts``: pairs (first, keys); the keys are written to the tokens from index ``first`` on. All other keys are 0, and masked
+    if ``like`` has a key mask.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]

@@ -1,4 +1,4 @@
-"""The rows, keys and score of a step in a balanced layout, converted so that each shard is one run, as the kernels take it.
+"""The rows, keys and score of a step in a balanced layout, converted so that each shard is one run, as kernels require.
 
 A rank's token positions ascend, so the key positions [first, end) that a query sees are one interval of local key indices:
 
@@ -67,7 +67,7 @@ def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShard
 
 
 class Unchanged:
-    """A tensor, or None, as the key of a cache: equal to itself until its values change in place."""
+    """A cache key made of a tensor or None. Two keys are equal if they hold the same tensor, unchanged between them."""
 
     __slots__ = "tensor", "version"
 
@@ -92,7 +92,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _capturing() -> bool:
-    """Return whether a CUDA graph is being captured. Its replays read extents whose values may have changed since then."""
+    """Return True during CUDA graph capture. Then no cached result is used: a replay must convert the extents anew."""
     return torch._C._cuda_isCurrentStreamCapturing()
 
 
@@ -103,7 +103,7 @@ def _local(positions: Tensor, intervals: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)  # an entry per rank and layout, 4 bytes per token on the device: packed batches have new layouts
 def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
-    """Return the position of each token of a shard, int32 [tokens]; that of padding is ``BEYOND``."""
+    """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` at padding."""
     held = [torch.arange(start, start + length) for _, length, start in runs]
     padding = torch.full((tokens - sum(map(len, held)),), BEYOND)
     return torch.cat([*held, padding]).int().to(device)
@@ -111,7 +111,7 @@ def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)  # an entry per mask and layout, 16 bytes per query on the device
 def _limits(runs: Runs, tokens: int, band: Band, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the bounds (least, most), int32 [s 2] each, to which ``band`` clamps each query's extent (first, end)."""
+    """Return bounds (least, most), int32 [s 2] each: an extent (first, end) clamped to them holds only keys within ``band``."""
     at = _positions(runs, tokens, torch.device("cpu")).long()
     first = torch.zeros_like(at) if band.hi is None else at - band.hi
     end = torch.full_like(at, BEYOND) if band.lo is None else at - band.lo + 1

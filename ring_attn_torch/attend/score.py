@@ -21,6 +21,6 @@ class Score(NamedTuple):
     sinks: Tensor | None = None
     """[h]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: Tensor | None = None
-    """[h]: the ALiBi bias for each position that the key is ahead of the query."""
+    """[h]: the ALiBi slopes, multiplied by ``k_pos - q_pos`` and added to the score."""
     dropout_seed: Tensor | None = None
-    """int64 [4]: lower and upper word of the dropout seed, global indices of the first batch row and the first head."""
+    """int64 [4]: lower and upper 32 bits of the dropout seed, global indices of the first batch row and the first head."""

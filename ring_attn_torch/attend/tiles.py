@@ -1,7 +1,4 @@
-"""The tiles of a call: the pairs of query and key tiles to compute, their masks and their scores.
-
-Shapes as in blockwise.py.
-"""
+"""The tiles of a call: the pairs of query and key tiles to visit, their masks and their scores. Shapes as in blockwise.py."""
 
 from __future__ import annotations
 
@@ -22,12 +19,13 @@ from .keys import Keys, unpack
 from .score import Score
 
 Rows = tuple[tuple[Row, ...], ...]
+"""A ``Row`` for each pair of runs: ``rows[q_run][k_run]``."""
 
 
 class Tile(NamedTuple):
-    """A tile of tokens ``first .. end - 1`` of a run.
+    """A tile of tokens ``first .. end - 1`` of run number ``run``.
 
-    ``first`` and ``end`` count from the run's beginning, at token ``base`` of the shard. ``groups``: kv heads.
+    ``first`` and ``end`` count from the run's beginning, which is token ``base`` of the shard. ``groups``: number of kv heads.
     """
 
     run: int
@@ -147,19 +145,13 @@ class TileInputs:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the smallest start and largest end of the extents in each query tile, ignoring empty ones.
-
-        Read the bounds of all tiles in one transfer.
-        """
+        """Return what ``reach_of`` returns for the extents in each query tile."""
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the smallest start and largest end of the key extents in each key tile, ignoring empty ones.
-
-        Read the bounds of all tiles in one transfer.
-        """
+        """Return what ``reach_of`` returns for the key extents in each key tile."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [
@@ -171,7 +163,10 @@ class TileInputs:
 
 
 def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return the smallest start and largest end of the ``extents`` [b n 2] in each tile, ignoring empty ones."""
+    """Return {(run, first): (smallest start, largest end)} of the ``extents`` [b n 2] in each tile, ignoring empty extents.
+
+    Read the bounds of all tiles in one transfer from the device.
+    """
     if not tiles:
         return {}
     first, end = extents.unbind(-1)
