@@ -25,7 +25,7 @@ from .prepare import Arrays, CompiledCall, checked, problem_of
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
-"""The name of lse and of its rest, so that a policy that saves lse saves both."""
+"""The checkpoint name of both lse and its rest, so that a policy that saves lse saves both."""
 
 
 class OpInputs(NamedTuple):
@@ -121,9 +121,9 @@ def refuse_forward_mode(*_: Any) -> Any:
 
 
 _tangent = Primitive("ring_attn_tangent")
-"""The identity of a tangent: reverse mode transposes it, and evaluating it, which forward mode would do, raises.
+"""An identity function of tangents that raises if forward mode evaluates it. Reverse mode only transposes it.
 
-Without it JAX says that jvp cannot be applied to a custom_vjp function, which names neither ring_attention nor what to do.
+Without it JAX raises its own error, "can't apply jvp to a custom_vjp function", which does not name ring_attention.
 """
 _tangent.def_impl(refuse_forward_mode)
 _tangent.def_abstract_eval(lambda x: x)

@@ -29,7 +29,7 @@ class Arrays(NamedTuple):
     """The optional arrays of a call, or their gradients, under their public names; None if not passed.
 
     ``check_array`` looks the arrays up by these names. Append a new array at the end. ``dropout_seed``: the dropout state, made
-    from the public ``dropout_seed`` and ``dropout_offset``. ``positions``: those of a traced layout (``traced.py``).
+    from the public ``dropout_seed`` and ``dropout_offset``. ``positions``: token positions in a traced layout (``traced.py``).
     """
 
     extents: jax.Array | None = None
@@ -67,7 +67,7 @@ class CompiledCall(NamedTuple):
     backend: Backend
     strategy: str
     steps: RingPlan
-    """The plan of the steps, on the shards that the strategy joins."""
+    """The plan by which the strategy moves keys, such as ``plan`` itself or a plan over joined shards."""
 
     def keys(self, k: jax.Array, v: jax.Array, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""

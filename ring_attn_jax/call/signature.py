@@ -80,14 +80,14 @@ def ring_attention(
             ``1 / (1 - rate)``. The mask depends on (seed, batch row, head, q_pos, k_pos) only, all global: it is the same for any
             ranks and layout, and in PyTorch. None: no dropout, and a dropout_seed is refused.
         dropout_seed: an int or a 0-d integer array, the same on each rank and different at each step.
-        dropout_offset: the global index of the first batch row and of the first head, if these are sharded too, or mapped by
-            ``jax.vmap``, under which all rows get the same mask.
+        dropout_offset: the global index of the first batch row and of the first head, if these are sharded too. Pass it also if
+            ``jax.vmap`` maps rows or heads, which otherwise all get the same mask.
         length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
             None: all tokens that the shards hold (kv_length: ``length`` if q and k shards are equally long).
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. deterministic: gradients repeat to the bit, as they always do here.
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n); "auto": the ring, or what is predicted to be faster on a measured GPU.
+            Ulysses(ranks=n), TwoLevel(ranks=n); "auto": the ring, or on GPUs with a record of speeds the predicted fastest one.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
@@ -95,8 +95,8 @@ def ring_attention(
 
     Raise ValueError at trace time if inputs do not fit; the message says what to do. Differentiable once, in reverse mode. out
     and lse carry the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring
-    runs once. Inside ``jax.shard_map(check_vma=False)`` the gradients of shards are right; those of replicated arrays, sinks too,
-    are each rank's part, as JAX leaves them: psum them, or leave check_vma at its default.
+    runs once. Inside ``jax.shard_map(check_vma=False)`` JAX does not sum the gradients of replicated arrays, such as the sinks,
+    over the ranks: psum them, or leave check_vma at its default. The gradients of shards need no sum.
     """
     options = Options(
         layout="contiguous" if isinstance(layout, TracedLayout) else layout,

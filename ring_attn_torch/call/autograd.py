@@ -148,7 +148,7 @@ def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 Outputs = tuple[Tensor, Tensor, Tensor]
-"""The outputs of a forward op: out, lse and its rest, which is empty where the state has none."""
+"""The outputs of a forward op: out, lse and the rest of lse, an empty tensor if the state has no rest."""
 
 
 def as_outputs(total: State) -> Outputs:

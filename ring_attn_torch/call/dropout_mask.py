@@ -1,4 +1,4 @@
-"""The dropout mask of an attention as an array, to compare it with another implementation."""
+"""The dropout mask of a ``ring_attention`` call as an array, to compare it with another implementation."""
 
 from __future__ import annotations
 

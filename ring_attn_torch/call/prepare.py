@@ -60,7 +60,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
 
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Describe the call as a Problem that includes the ring's hardware record. ``exchange``: see ``on_hardware``."""
+    """Describe the call as a Problem that includes the ring's hardware record. ``exchange``: False to send nothing."""
     return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
 
 
@@ -87,7 +87,7 @@ class CompiledCall(NamedTuple):
     backend: Backend
     strategy: str
     steps: RingPlan
-    """The plan of the steps, on the shards that the strategy joins."""
+    """The plan by which the strategy moves keys, such as ``plan`` itself or a plan over joined shards."""
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
@@ -166,7 +166,7 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
 _alone: set[tuple[Any, ...]] = set()
 _on: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 MOST_CHECKED = 4096
-"""The most checked combinations of device and layout that are remembered, for a ring of one and for each group."""
+"""The largest number of checked (devices, memory layouts) to remember, for each group and for a ring of one rank."""
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:

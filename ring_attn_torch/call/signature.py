@@ -70,12 +70,12 @@ def ring_attention(
         v: ``[batch, kv_local, kv_heads, v_dim]``.
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.
-        layout: "contiguous", "striped" or "zigzag": the tokens that a rank holds; to_layout and from_layout convert.
+        layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
             Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
-            each query may see, as ``document_extents`` and ``prefix_extents`` return them. Values outside the keys and reversed
-            ones are refused at every call on a CPU. On a GPU, where reading values waits for the device, they are refused at the
+            each query may see: ``document_extents``, ``prefix_extents``. An extent that ends before it begins or reaches beyond
+            the keys is refused at every call on a CPU. On a GPU, where reading values waits for the device, it is refused at the
             first call of a problem and clamped later.
         key_extents: integers ``[batch, kv_local, 2]``, sharded like k: first and end (exclusive) of the global *query* positions
             that may see each key, as in a prefix tree: ``tree_extents``.
@@ -85,22 +85,22 @@ def ring_attention(
         sinks: ``[heads]`` logits in the softmax's denominator, ``lse_i = log(exp(sink_h) + sum_j exp(s_ij))``; differentiable.
         alibi_slopes: ``[heads]``, constants; adds ``slope_h (k_pos - q_pos)`` in global positions after softcap (ALiBi,
             arXiv:2108.12409, section 3).
-        dropout_rate: share of the probabilities that is dropped, 0 to below 1, rounded to a multiple of 2^-16; the others are
-            scaled by ``1 / (1 - rate)``. The dropped set depends only on (seed, batch row, head, q_pos, k_pos), all global, so it
-            is the same for any ranks and layout, and in JAX. None: no dropout, and a dropout_seed is refused.
+        dropout_rate: the share of probabilities to drop, 0 to below 1, rounded to a multiple of 2^-16; the others are scaled by
+            ``1 / (1 - rate)``. The mask depends on (seed, batch row, head, q_pos, k_pos) only, all global: it is the same for any
+            ranks and layout, and in JAX. None: no dropout, and a dropout_seed is refused.
         dropout_seed: an int or a 0-d integer array, the same on every rank and different at every step.
-        dropout_offset: the global indices of the first batch row and the first head, if these are sharded too. They are the same
-            on every rank of a ring, since all its ranks hold the same rows and heads. Ranks compare ints, once for every new pair
-            of them; the values of tensors, which are on the device, are not compared.
-        length, kv_length: true global numbers of queries and keys; tokens beyond them are padding, never seen, out 0.
-            None: all that the shards hold (kv_length: ``length`` if q and k shards are equally long).
+        dropout_offset: the global index of the first batch row and of the first head, if these are sharded too. All ranks of a
+            ring hold the same rows and heads, so they must pass the same offset. Ranks compare ints, once for each new pair; they
+            do not compare tensors, whose values are on the device.
+        length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
+            None: all tokens that the shards hold (kv_length: ``length`` if q and k shards are equally long).
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "pull" and "push"; "auto": the ring, or what is predicted to
-            be faster on a measured GPU.
-        backend: "auto": the first that supports the call, of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (all
-            devices); "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", FlashAttention-2 and cuDNN as
-            PyTorch carries them, and "flash4", FlashAttention-4 if installed, with their own precision and without windows,
-            extents, key_mask, softcap, ALiBi and dropout.
+            Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "pull" and "push"; "auto": the ring, or on GPUs with a record
+            of speeds the predicted fastest one.
+        backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
+            "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", PyTorch's own FlashAttention-2 and
+            cuDNN, and "flash4", the package flash-attn-4. These have their own precision and refuse windows, extents, key_mask,
+            softcap, ALiBi and dropout.
         deterministic: gradients repeat to the bit, as they always do except with "flash", "cudnn" and "flash4".
         return_lse: also return lse.
 
