@@ -12,7 +12,7 @@ from ring_attn_core.plan.measured import stored
 from ring_attn_core.problem.problem import Problem
 
 MEASURED = ("gpu",)
-"""The kinds of device whose records are read. On CPUs "auto" is the ring: tests do not depend on a file of the user."""
+"""The device types whose records are read. On CPUs "auto" takes the ring, so that no test depends on a user's record."""
 
 
 def on_hardware(problem: Problem) -> Problem:

@@ -14,7 +14,7 @@ from .step import Ring, Step
 
 
 class RingPass:
-    """One pass over a ring, ``name`` "forward" or "backward". PyTorch's context names lost ranks; this one does nothing."""
+    """One pass over a ring, ``name`` "forward" or "backward". Its context does nothing; in PyTorch it reports lost ranks."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0

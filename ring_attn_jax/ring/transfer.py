@@ -11,11 +11,11 @@ from jax.custom_batching import custom_vmap
 
 T = TypeVar("T")
 Groups = list[list[int]] | None
-"""The ranks of each group; None if one group has all."""
+"""The ranks of each group; None for a single group of all ranks."""
 
 
 def send(x: T, hop: int, axis: str, ranks: int) -> T:
-    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute. Return what the rank ``hop`` before sent."""
+    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute. Return the ``x`` of the rank ``hop`` before."""
     return send_from(x, range(ranks), hop, axis, ranks)
 
 
@@ -25,7 +25,7 @@ def send_from(x: T, senders: Sequence[int], hop: int, axis: str, ranks: int) -> 
 
 
 def send_inside(x: T, hop: int, ranks: int, axis: str, members: int) -> T:
-    """Send ``x`` as ``send`` does, but around each block of ``ranks`` consecutive ranks of the axis' ``members``."""
+    """Send ``x`` as ``send`` does, but around each block of ``ranks`` consecutive ranks. The axis has ``members`` ranks."""
     place = lambda rank: rank // ranks * ranks + (rank + hop) % ranks
     return lax.ppermute(x, axis, [(rank, place(rank)) for rank in range(members)])
 

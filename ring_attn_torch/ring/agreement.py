@@ -103,7 +103,7 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> N
     verdict = {"problem": {"call": "ring_attention"} | problem.fingerprint()}
     _conclude(_exchange(verdict, call, group, timeout(group, problem.device), history.written))
     if not each_time:
-        add_newest(history.agreed, problem)  # every rank adds the same, so all forget the same
+        add_newest(history.agreed, problem)  # all ranks add, and so later forget, the same problems
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:
@@ -157,7 +157,8 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
     Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it, so they
     do not notice if each repeats a different earlier call: with different masks results are wrong, after a skipped call all later
     calls are paired wrongly, and with different shard sizes gloo hangs or ends the process. Inside the ``with`` all ranks raise
-    the same ValueError, naming the difference, before any tensor is sent. A missing call is detected when its rank leaves.
+    the same ValueError, naming the difference, before any tensor is sent. A missing call is detected when its rank leaves the
+    ``with``.
 
     Every rank of the group must enter. Raise RuntimeError after the group's timeout if a rank does not enter or reach a call.
 
@@ -186,7 +187,7 @@ def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, pa
     """Gather ``what``, a JSON-serializable value, from all ranks through the group's store. Return the values by rank.
 
     ``call``: the call's name, or a dict with the name (key "call") and other values; equal on all ranks. ``patience``: the time
-    to wait, None for the group's timeout. Raise as ``agree`` does if a rank fails or makes another call or none.
+    to wait, None for the group's timeout. Raise as ``agree`` does if a rank fails, makes another call, or makes no call.
     """
     history = history_of(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])

@@ -19,7 +19,7 @@ from .groups import Group, rank_in
 from .reach import Reach, reach, shared
 
 MEASURED = ("cuda",)
-"""The kinds of device whose records are read. On CPUs "auto" takes the ring, so that no test depends on a user's file."""
+"""The device types whose records are read. On CPUs "auto" takes the ring, so that no test depends on a user's record."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 
@@ -29,8 +29,8 @@ def on_hardware(problem: Problem, device: torch.device, group: Group, may_exchan
 
     A group's first call is a collective: the ranks exchange rank 0's record, their host names and the GPUs that each of them
     reaches. Later calls read the cached result. With ``may_exchange`` False, as in a backward, and during CUDA graph capture only
-    the cache is read. A graph cannot hold "pull" and "push", so their memory counts as out of reach during capture. Raise
-    ValueError, the same on every rank, if rank 0 cannot read its record or if the ranks disagree on the problem.
+    the cache is read. A graph cannot contain "pull" and "push", so during capture the problem says that GPUs do not reach each
+    other's memory. Raise ValueError, the same on every rank, if rank 0 cannot read its record or if the ranks' problems differ.
     """
     if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
         return problem

@@ -59,7 +59,8 @@ class Peers:
     """The buffers of all ranks of a ring for one strategy. All ranks make, use and replace them together.
 
     ``keys``, ``gradients``: bytes of a slot. ``key_slots``: slots of keys in each buffer. ``number``: number of passes begun,
-    equal on all ranks. ``running``: whether a pass has begun and not ended.
+    equal on all ranks. ``running``: True if a pass has begun and not ended. The main stream is the caller's current stream; a
+    second stream runs copies.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int, key_slots: int) -> None:
@@ -113,12 +114,15 @@ class Peers:
         return self._handle.get_buffer(rank, (count,), torch.uint8, begin)
 
     def raise_flag(self, rank: int, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Set a flag in the buffer of ``rank`` once all earlier work of the main stream, or of the second, is done."""
+        """Set a flag of ``rank`` to ``value`` once the earlier work of the main stream (``side``: of the second) is done.
+
+        ``kind``: such as BEGUN. ``of``: the rank or slot to which the flag belongs.
+        """
         address = self._flags_at[rank] + 4 * self._flag(kind, of)
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Let the main stream, or the second, wait until this rank's flag has reached ``value``."""
+        """Let the main stream (``side``: the second) wait until this rank's flag ``kind`` of ``of`` has reached ``value``."""
         address = self._flags_at[self.rank] + 4 * self._flag(kind, of)
         driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
 
@@ -235,7 +239,7 @@ class Watch(threading.Thread):
 
 
 MAKERS: dict[str, type[Peers]] = {"cuda": Peers}
-"""The class of the buffers, by kind of device."""
+"""The class of the buffers, by device type."""
 
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = weakref.WeakKeyDictionary()
 

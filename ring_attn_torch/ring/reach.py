@@ -1,4 +1,4 @@
-"""The GPUs whose memory each rank can copy: what the strategies "pull" and "push" need, and "auto" before it takes them."""
+"""The GPUs whose memory each rank can copy. "pull" and "push" need this access; "auto" checks it before it chooses them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def reach(device: torch.device) -> Reach:
 
 
 def shared(ranks: Sequence[Reach]) -> bool:
-    """Return True if each rank has a GPU of its own on one host, and sees and reaches those of all others."""
+    """Return True if all ranks are on one host, each with a GPU of its own that sees and reaches all others' GPUs."""
     gpus = {each.gpu for each in ranks}
     apart = len(gpus) == len({each.index for each in ranks}) == len(ranks)
     return apart and not cut_off(ranks) and all(gpus <= {*each.reached} for each in ranks)

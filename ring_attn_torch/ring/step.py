@@ -24,7 +24,7 @@ class Ring(NamedTuple):
     plan: RingPlan
     group: Group
     strategy: str = "ring"
-    """A name in the table of ``strategies``."""
+    """A name in ``STRATEGIES`` of ``strategies/__init__.py``."""
 
 
 class Step(Protocol):

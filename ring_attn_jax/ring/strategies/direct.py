@@ -1,4 +1,4 @@
-"""The strategy "direct": each rank sends each other rank only its visible keys, and gets their gradients back.
+"""The strategy "direct": each rank receives from each other rank only the keys that it sees, and returns their gradients.
 
 The plan (``plan/direct.py`` of the core) determines the slices. Array sizes are static in JAX. So each slice is extended by
 neighboring keys to the length of the longest slice that any rank sends. A step places the received slices in a shard of zeros. No

@@ -49,7 +49,7 @@ def keys_in_order(keys: Keys, ring: Ring) -> Keys:
 
 
 def in_order(x: jax.Array, ring: Ring) -> jax.Array:
-    """Sort joined shards [b shards*n ...] by position if the layout is balanced; return others unchanged."""
+    """Sort joined shards [b shards*n ...] by position in a balanced layout; return them unchanged in any other layout."""
     return x if (orders := _orders(ring)) is None else _taken(x, orders, ring)
 
 
@@ -59,7 +59,7 @@ def by_shard(x: jax.Array, ring: Ring) -> jax.Array:
 
 
 def _orders(ring: Ring) -> np.ndarray | None:
-    """Return for each group the index of each token of its joined shards, in order of position; None for equal runs."""
+    """Return for each group the indices of its joined shards' tokens, sorted by position; None if the layout is not balanced."""
     if not isinstance(ring.plan.layout, BalancedLayout):
         return None
     groups = ring.plan.layout.stretches(ring.plan.k_shards)

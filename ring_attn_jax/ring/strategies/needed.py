@@ -3,7 +3,7 @@
 The plan (``plan/needed.py`` of the core) determines the keys. They are in transfer while the rank attends to its own keys. Then
 they are sorted by position, as kernels need them. Array sizes are static in JAX: each rank sends each other rank equally many
 keys, and the shards of received keys are equally long on every rank; the rest is padding. In the backward the keys travel again,
-and their gradients return to the owner, which adds those of the readers ``rank + 1``, ``rank + 2``, ... in this order.
+and their gradients return to the owner, which adds the gradients from ranks ``rank + 1``, ``rank + 2``, ... in this order.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
 
 
 class Places(NamedTuple):
-    """The places of an exchange's keys, as indices int32. Each rank is sent ``most_tokens`` keys, in order of the ranks.
+    """The indices, int32, by which keys are sent and sorted. Each rank sends ``most_tokens`` keys to each rank.
 
-    ``sent``: for each key that is sent, its index in this rank's shard. ``order``: for each key of the padded shard, its index
-    among the arrivals. ``back``: for each arrival, its index in the shard. The index of padding lies beyond the array.
+    ``sent``: for each key to send, in order of the receiving ranks, its index in this rank's shard. ``order``: for each key of
+    the padded shard of received keys, its index among the arrivals. ``back``: for each arrival, its index in that shard. The
+    index of padding lies beyond the array.
     """
 
     sent: jax.Array
@@ -61,16 +62,19 @@ def _places(plan: NeededPlan, axis: str) -> Places:
 
 
 def _indices(stretches: jax.Array, count: int) -> jax.Array:
-    """Return the ``count`` indices that ``stretches`` [... n 2] list: from the place ``base`` on, the index ``first`` and up."""
+    """Expand ``stretches`` [... n 2] to ``count`` indices: (base, first) puts first, first + 1, ... from place ``base`` on."""
     base, first = jnp.unstack(stretches, axis=-1)
     place = jnp.arange(count, dtype=jnp.int32)
     last = (base[..., None, :] <= place[:, None]).sum(-1, dtype=jnp.int32) - 1
     return place + jnp.take_along_axis(first - base, last, -1)
 
 
-@lru_cache(maxsize=8)  # each batch of documents has others, of some 50 KB for 8 ranks
+@lru_cache(maxsize=8)  # an entry per batch of documents, some 50 KB for 8 ranks
 def _tables(plan: NeededPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the stretches (base, first) of ``Places`` for each rank: int32 [ranks ranks n 2], [ranks n 2], [ranks ranks n 2]."""
+    """Return for each rank the stretches (base, first) of ``sent``, ``order`` and ``back`` of ``Places``.
+
+    Shapes: int32 [ranks ranks n 2], [ranks n 2], [ranks ranks n 2].
+    """
     ranks, each = range(plan.ranks), plan.most_tokens
     sent, back = ([[[] for _ in ranks] for _ in ranks] for _ in range(2))
     order: list[list[tuple[int, int]]] = [[] for _ in ranks]
@@ -102,12 +106,12 @@ def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _exchanged(keys: Keys, sent: jax.Array, ring: Ring) -> Keys:
-    """Send the keys ``sent`` to each rank, and return those that arrive, in order of the ranks."""
+    """Send the keys with the indices ``sent``. Return the arriving keys, in order of the sending ranks."""
     return along_tokens(lambda x: exchange(_taken(x, sent), 1, 1, ring.axis, None), keys)
 
 
 def _arrived_rows(plan: NeededPlan, ring: Ring) -> jax.Array:
-    """Return the rows of the step on the received keys, equally many on every rank: the added runs of keys are empty."""
+    """Return the rows of the step on the received keys. Empty runs of keys are added, so each rank has equally many rows."""
     runs: Any = even([plan.arrived_runs(rank) or ((0, 0, 0, 1),) for rank in range(plan.ranks)], (0, 0, 0, 1))
     rank = lax.axis_index(ring.axis)
     return rows_between(plan, rank, runs, rank, plan.most_capacity)
@@ -141,7 +145,7 @@ class NeededStep:
         self._dkv = dkv
 
     def home(self) -> jax.Array:
-        """Return the gradients of this rank's own keys: its own, then those of the ranks after it, in this order."""
+        """Return the gradients of this rank's own keys: its own contribution plus those of rank + 1, rank + 2, ..., in order."""
         assert self._dkv is not None
         if self._own is None or self._places is None:
             return self._dkv
@@ -150,7 +154,7 @@ class NeededStep:
 
 
 def _with_returned(total: jax.Array, dkv: jax.Array, places: Places, ring: Ring) -> jax.Array:
-    """Send the gradients ``dkv`` of the received keys to their owners. Return ``total`` plus those of this rank's keys."""
+    """Send the gradients ``dkv`` of the received keys to their owners. Return ``total`` plus the gradients that arrive."""
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     assert isinstance(plan, NeededPlan)
     returned, each = exchange(_taken(dkv, places.back), 1, 1, ring.axis, None), plan.most_tokens
@@ -165,7 +169,7 @@ def _with_returned(total: jax.Array, dkv: jax.Array, places: Places, ring: Ring)
 def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     """Return bool [b s]: True at queries that may see keys which this rank neither holds nor receives.
 
-    None in strategies that send all keys. Extents are traced, so they cannot be checked as ``check_available`` does.
+    None in strategies that send all keys. Traced extents have no values, so ``check_available`` cannot refuse them.
     """
     plan = ring.plan
     if not isinstance(plan, NeededPlan):

@@ -53,7 +53,7 @@ class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that they have visited.
 
     ``keys``: the keys that travel to the next host during the inner ring. ``left``: the last step of the previous inner ring;
-    None once its gradients are added. ``crossing``: the number of hosts by which the sum then moves onward.
+    None once its gradients are added. ``crossing``: the number of hosts by which the new sum moves onward.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -97,7 +97,7 @@ class TwoLevelStep(RingStep):
         inside = partial(send_inside, ranks=plan.host_ranks, axis=ring.axis, members=plan.ranks)
         hop = inner[number + 1] - inner[number] if number + 1 < len(inner) else 0
         self.keys, self.travelling = keys, None if before is None else before.travelling
-        self.shift = inner_ring.outer * plan.host_ranks + inner[number]  # of the host's first rank: this rank is traced
+        self.shift = inner_ring.outer * plan.host_ranks + inner[number]  # of the host's first rank, since this rank is traced
         self.rows = rows(ring, plan.shift(lax.axis_index(ring.axis), inner_ring.outer, inner[number]))
         self.last = not hop and not inner_ring.crossing
         self.next_keys = inside(keys, hop) if hop else keys

@@ -1,4 +1,4 @@
-"""The strategy "direct": each rank sends each other rank only its visible keys, and gets their gradients back.
+"""The strategy "direct": each rank receives from each other rank only the keys that it sees, and returns their gradients.
 
 The plan (``plan/direct.py`` of the core) determines the slices. A step places the received slices in a shard of zeros. No query
 sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step the next step's slices are
@@ -62,7 +62,7 @@ class Slices:
 
 
 class OwnerStep:
-    """A ``Step`` whose gradients go straight to the owner of the keys, which adds those of all ranks in step order.
+    """A ``Step`` whose gradients go straight to the owner of the keys. The owner adds all ranks' gradients in step order.
 
     ``before``: the previous step; None: the keys are this rank's own.
     """
@@ -80,7 +80,7 @@ class OwnerStep:
         """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Start to send the gradients to their owner. Add the gradients of this rank's keys from the previous step."""
+        """Start to send ``dkv`` to the keys' owner. Add the gradients of this rank's own keys that the previous step received."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         if self._before is None:
             self._total = dkv
@@ -113,7 +113,7 @@ class DirectStep(OwnerStep):
         self._returning: Transfer | None = None
 
     def deliver(self, dkv: Tensor) -> None:
-        """Start to send the slices' gradients to their owner, and to receive those of this rank's slices."""
+        """Start to send the slices' gradients to the keys' owner, and to receive the gradients of this rank's own slices."""
         part = lambda first, tokens: dkv[:, first : first + tokens].contiguous()
         sent = tuple(part(*of) for of in visible(self._ring, self.shift, -self.shift))
         b, _, *rest = dkv.shape
@@ -128,7 +128,7 @@ class DirectStep(OwnerStep):
 
 
 def visible(ring: Ring, shift: int, owner: int) -> list[tuple[int, int]]:
-    """Return (first token, length) of each slice that the rank ``owner`` after this rank sends at ``shift``."""
+    """Return (first token, length) of each slice sent at ``shift`` by the rank that is ``owner`` ranks after this rank."""
     plan, rank = ring.plan, (rank_in(ring.group) + owner) % ring.plan.ranks
     assert isinstance(plan, DirectPlan)
     return [(each.firsts[rank], each.lengths[rank]) for each in plan.slices(shift) if each.lengths[rank]]

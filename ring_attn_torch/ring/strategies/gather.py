@@ -46,7 +46,7 @@ def keys_in_order(keys: Keys, ring: Ring) -> Keys:
 
 
 def in_order(x: Tensor, ring: Ring) -> Tensor:
-    """Sort joined shards [b shards*n ...] by position if the layout is balanced; return others unchanged."""
+    """Sort joined shards [b shards*n ...] by position in a balanced layout; return them unchanged in any other layout."""
     order = _order_of(x, ring)
     return x if order is None else x.index_select(1, order[0])
 
@@ -62,9 +62,9 @@ def _order_of(x: Tensor, ring: Ring) -> tuple[Tensor, Tensor] | None:
     return _order(layout, shards, rank_in(ring.group) // shards, x.device) if isinstance(layout, BalancedLayout) else None
 
 
-@lru_cache(maxsize=8)  # each batch of documents has another, of 16 bytes a token
+@lru_cache(maxsize=8)  # an entry per batch of documents, of 16 bytes per token
 def _order(layout: BalancedLayout, shards: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index of each token of a group's joined shards, in order of position, and the inverse of this permutation."""
+    """Return the indices of a group's joined shards' tokens, sorted by position, and the inverse of this permutation."""
     order = torch.cat([torch.arange(first, first + length) for first, length in layout.stretches(shards)[group]])
     return order.to(device), order.argsort().to(device)
 

@@ -2,7 +2,7 @@
 
 The plan (``plan/needed.py`` of the core) determines the keys. They are in transfer while the rank attends to its own keys. Then
 they are sorted by position, as kernels need them, in a shard padded to one of few sizes. In the backward the keys travel again,
-and their gradients return to the owner, which adds those of the readers ``rank + 1``, ``rank + 2``, ... in this order.
+and their gradients return to the owner, which adds the gradients from ranks ``rank + 1``, ``rank + 2``, ... in this order.
 """
 
 from __future__ import annotations
@@ -37,15 +37,16 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
     arrived = arriving.wait()
     if arrived.kv.shape[1]:
         yield NeededStep(arrived, ring, places, 1, own)
-    # Without received keys ``own`` is the last step: it returns the gradients of the keys that it sent.
+    # Without received keys ``own`` is the last step. Its ``home`` still adds the gradients of the keys that this rank sent.
 
 
 class Places(NamedTuple):
-    """The places of the keys of an exchange, as indices int64 on the device.
+    """The indices, int64 on the device, by which keys are sent and sorted.
 
-    ``sent``: for each other rank, the index in this rank's shard of each key that it is sent; empty for this rank. ``sizes``: the
-    number of keys that arrive from each rank. ``order``: for each key of the padded shard, its index among the arrivals in
-    order of their rank; the index after the last one is padding. ``back``: for each arrival, its index in the shard.
+    ``sent``: for each rank, the indices in this rank's shard of the keys to send to it; empty for this rank. ``sizes``: the
+    number of keys that arrive from each rank. ``order``: for each key of the padded shard of received keys, its index among the
+    arrivals, in order of the sending ranks; the index after the last arrival is padding. ``back``: for each arrival, its index
+    in that shard.
     """
 
     sent: tuple[Tensor, ...]
@@ -54,7 +55,7 @@ class Places(NamedTuple):
     back: Tensor
 
 
-@lru_cache(maxsize=8)  # each batch of documents has others, of some 24 bytes a key that travels
+@lru_cache(maxsize=8)  # an entry per batch of documents, some 24 bytes per key that travels
 def _places(plan: NeededPlan, rank: int, device: torch.device) -> Places:
     received = plan.received(rank)
     count = sum(each.length for each in received)
@@ -73,7 +74,7 @@ def _indices(stretches: Iterable[Stretch]) -> Tensor:
 
 
 class ArrivingKeys:
-    """The keys in transfer: those that other ranks need from this rank's ``own`` keys, and those that it needs from them."""
+    """The keys in transfer: from ``own`` to the ranks that need them, and from other ranks to this rank."""
 
     def __init__(self, own: Keys, places: Places, ring: Ring) -> None:
         self._order, index = places.order, torch.cat(places.sent)
@@ -116,12 +117,12 @@ class NeededStep:
         """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Store the gradients. ``home`` sends them, because this rank has to receive others at the same time."""
+        """Store the gradients. ``home`` sends them, because the ranks send and receive gradients in one exchange."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         self._dkv = dkv
 
     def home(self) -> Tensor:
-        """Return the gradients of this rank's own keys: its own, then those of the ranks after it, in this order."""
+        """Return the gradients of this rank's own keys: its own contribution plus those of rank + 1, rank + 2, ..., in order."""
         assert self._dkv is not None
         own = self if self._own is None else self._own
         assert own._dkv is not None
@@ -131,7 +132,7 @@ class NeededStep:
 
 
 def _add_returned(total: Tensor, dkv: Tensor, places: Places, ring: Ring) -> None:
-    """Send the gradients ``dkv`` of the received keys to their owners, and add to ``total`` those of this rank's keys."""
+    """Send the gradients ``dkv`` of the received keys to their owners, and add the gradients that arrive to ``total``."""
     sizes, ranks, rank = [len(x) for x in places.sent], ranks_of(ring.group), rank_in(ring.group)
     sent = dkv.transpose(0, 1).index_select(0, places.back)
     returned = sent.new_empty((sum(sizes), *sent.shape[1:]))

@@ -58,7 +58,7 @@ class Pull(OneWay):
 
 
 class PullPass:
-    """A forward or backward pass of this rank. ``slots``: number of key slots, each of them in flight or in use."""
+    """A forward or backward pass of this rank. ``slots``: number of slots for the keys in transfer and in use."""
 
     strategy, slots = "pull", 2
 
@@ -74,7 +74,7 @@ class PullPass:
             self.peers.raise_flag(rank, BEGUN, self.rank, self.number)
 
     def publish(self) -> None:
-        """Copy this rank's keys into its buffer once the last ones have been read, and allocate the local slots."""
+        """Copy this rank's keys into its buffer, once all ranks have read the previous pass's keys. Allocate the local slots."""
         peers = self.peers
         for rank, number in enumerate(peers.read_in):
             if number:
@@ -117,7 +117,7 @@ class PullPass:
         peers.keep_alive(dkv)
 
     def collect(self, total: Tensor, i: int) -> None:
-        """Add to ``total`` the gradients of this rank's keys from the rank that had them at step ``i``."""
+        """Add to ``total`` the gradients of this rank's keys that the reader of step ``i`` has computed."""
         peers, slot, following = self.peers, i % GRADIENT_SLOTS, i + GRADIENT_SLOTS
         peers.await_flag(GRADIENTS, slot, self.value(i))
         total += peers.inbox(self.rank, slot, total)
@@ -137,7 +137,7 @@ class PullPass:
         return (self.rank + self.shifts[i]) % self.ranks
 
     def value(self, i: int) -> int:
-        """Return the value of a flag that step ``i`` raises."""
+        """Return (n, i) as one number: the value to which step ``i`` sets a flag."""
         return self.number * self.ranks + i
 
 

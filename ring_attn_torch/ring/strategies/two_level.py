@@ -53,7 +53,7 @@ class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that they have visited.
 
     ``left``: the last step of the previous inner ring; None once its gradients are added. ``crossing``: the number of hosts by
-    which the sum then moves onward.
+    which the new sum moves onward.
     """
 
     def __init__(self, ring: Ring) -> None:
