@@ -31,7 +31,7 @@ WHOLE = "use sharded_ring_attention(..., mesh=mesh), which builds the shard_map 
 def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE) -> int:
     """Return the number of ranks of the mesh axis.
 
-    Raise ValueError outside a shard_map over it, with ``instead`` as advice.
+    Raise ValueError outside a shard_map over the axis; the message names the function ``call`` and gives ``instead`` as advice.
     """
     check_axis_name(axis_name)
     try:
@@ -46,8 +46,8 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
 def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
     """Return the dtype names of q, k and v.
 
-    Raise ValueError if one is not an array, is float64 that JAX would cut to float32, or has a symbolic size other than the
-    batch.
+    Raise ValueError if an argument is not an array, is float64 that JAX would cut to float32, or has a symbolic size other than
+    the batch.
     """
     for name, array in zip("qkv", (q, k, v), strict=True):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -74,8 +74,8 @@ def described(arrays: dict[str, Any]) -> tuple[OptionalArray, ...]:
 def vary_alike(axes: tuple[str, ...], *trees: *Trees) -> tuple[*Trees]:
     """Mark all arrays as varying over ``axes`` and over each mesh axis that any of them varies over.
 
-    Call this before the custom_vjp, so that JAX sums the gradient of an array over an axis over which it was replicated. Under
-    ``check_vma=False`` it has no effect.
+    Call this before the custom_vjp. Then JAX sums an array's gradient over the axes on which the array was replicated. Under
+    ``check_vma=False`` this function has no effect.
     """
     union = frozenset().union(*(axes_of(x) for x in (*jax.tree.leaves(trees), *map(lax.axis_index, axes))))
     vary = lambda x: lax.pcast(x, tuple(sorted(union - axes_of(x))), to="varying") if union - axes_of(x) else x

@@ -92,7 +92,7 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
         out = sum_(A and B) exp(s_j) v_j / Z = (Z_A out_A + Z_B out_B) / Z
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
-    A pair that sees no key, with out 0 and lse -inf, changes nothing. A float32 lse has a rounding error of up to
+    A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
     ``2^-24 |lse|``, so out is within ``2^-24 |lse| |out_A - out_B|`` of the exact merge: 6e-4 of the difference at an lse of 1e4.
     :func:`ring_attention` carries the rounding error from step to step. Raise ValueError if an argument is not such a pair.
     """

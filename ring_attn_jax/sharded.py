@@ -64,7 +64,7 @@ def sharded_ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute :func:`ring_attention` on global arrays in layout order. ``mesh``: None is that of ``jax.set_mesh``.
+    """Compute :func:`ring_attention` on global arrays in layout order. ``mesh``: None is the mesh of ``jax.set_mesh``.
 
     Shapes: q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
     ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
@@ -111,7 +111,7 @@ class ShardedAxes(NamedTuple):
     def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> ShardedAxes:
         """Return the record. Raise ValueError if ``mesh`` is not a mesh, lacks an axis, or an axis is named twice.
 
-        None is the mesh of ``jax.set_mesh``.
+        ``mesh`` None is the mesh of ``jax.set_mesh``.
         """
         if mesh is None:
             mesh = jax.sharding.get_abstract_mesh()
@@ -150,7 +150,7 @@ class ShardedAxes(NamedTuple):
 
 
 def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
-    """Compute ``sharded_ring_attention`` from records."""
+    """Compute ``sharded_ring_attention`` from its arguments as records."""
     dtype_names(q, k, v)
     check_shards(q, k, v, where)
     for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
@@ -201,7 +201,7 @@ def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
 
 
 def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, where: ShardedAxes) -> None:
-    """Raise ValueError if an extent or key extent is wrong. Skip values that cannot be read: traced, or of other hosts."""
+    """Raise ValueError if an extent or key extent is invalid. Skip arrays without values here: traced, or on other hosts."""
     lengths: Any = queries // where.ranks, keys // where.ranks, options.length, options.kv_length
 
     def shards(extents: Any) -> list[Any]:
@@ -247,7 +247,7 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: ShardedAxes) -> None:
-    """Raise ValueError if an array is not 4-dimensional, or if its sizes are not multiples of the mesh axes'."""
+    """Raise ValueError if an array is not 4-dimensional, or if its sizes are not multiples of the sizes of the mesh axes."""
     shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:

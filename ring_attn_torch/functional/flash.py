@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 FARTHEST = 2**31
-"""A window side of so many tokens or more is open: no sequence is that long, and int64 holds smaller sides plus positions."""
+"""Window sides from this number of tokens on are open: no sequence is that long, and int64 holds smaller sides plus positions."""
 
 
 class _FlashOptions(NamedTuple):
