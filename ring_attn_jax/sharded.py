@@ -76,8 +76,8 @@ def sharded_ring_attention(
     Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``,
     called before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be a mesh axis
     other than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded, and outside jit
-    arrays on devices outside the mesh are copied to it; the arguments of a jit must lie on the mesh, or be bound to no device.
-    Raise ValueError if the mesh lacks an axis or sizes do not divide, TypeError for an unknown keyword.
+    arrays on devices outside the mesh are copied to it; the arguments of a jit must lie on the mesh, or be uncommitted.
+    Raise ValueError if the mesh lacks an axis or sizes are not multiples of its axes, TypeError for an unknown keyword.
     """
     options = Options(
         layout="contiguous" if isinstance(layout, TracedLayout) else layout,
@@ -188,8 +188,8 @@ def program(on_shards: Any, where: ShardedAxes, specs: dict[str, PartitionSpec],
 
     ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX then gives the mapped arrays of the program another type than the
     others, and its check of the axes that an array varies over refuses to combine the two (jax 0.10 to 0.12), so the check is
-    off. The result does not depend on it: the gradients of replicated arrays are summed where the shard_map ends, with the check
-    or without.
+    off. The result does not depend on the check: with or without it, the gradients of replicated arrays are summed where the
+    shard_map ends.
     """
     out_specs = (specs["q"], specs["q"]) if return_lse else specs["q"]
     return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=not mapped))

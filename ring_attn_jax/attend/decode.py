@@ -33,7 +33,7 @@ A chunk of CHUNK scores has at least CONVERTED slots. A converted chunk fits int
 """
 
 FEW_ROWS = 128
-"""Up to so many rows (queries times heads) ``_products`` multiplies all rows with the keys of all kv heads at once."""
+"""The largest number of rows (queries times heads) for which ``_products`` multiplies the keys of all kv heads at once."""
 
 
 class DecodeArrays(NamedTuple):

@@ -1,4 +1,4 @@
-"""The backends that run GPU kernels: prepare the input arrays of each ring step and launch its kernels."""
+"""The backends that run GPU kernels. They prepare the input arrays of each ring step and launch its kernels."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Kernels:
     def attend_dq(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
-        """Add the gradient of q from these keys to ``dq`` (None before the first step). The last step returns q's dtype."""
+        """Return ``dq`` (None: 0) plus the gradient of q from these keys, in q's dtype after the ``last`` step."""
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq

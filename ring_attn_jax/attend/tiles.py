@@ -267,7 +267,7 @@ class Pair:
 
     @property
     def token_positions(self) -> tuple[jax.Array, jax.Array]:
-        """Return the global positions of queries and keys. In a traced layout ``q_pos`` and ``k_pos`` hold local indices."""
+        """Return the global positions of queries and keys, also in a traced layout, where ``q_pos`` holds local indices."""
         if (of_step := self.inputs.score.step_positions) is None:
             return self.q_pos, self.k_pos
         own = lambda of, tile: lax.dynamic_slice_in_dim(of, tile.base, tile.index.size)

@@ -29,7 +29,7 @@ LSE_NAME = "ring_attn_lse"
 
 
 class OpInputs(NamedTuple):
-    """The arrays of a call, or their gradients. An array without a gradient has None.
+    """The arrays of a call, or their gradients. None for an array without a gradient.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e].
     """

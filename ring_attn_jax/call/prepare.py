@@ -92,7 +92,7 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check a problem, choose its backend, and compile its kernels.
 
-    ``anywhere``: the problem is a block whose runs may begin at any position, not only at the plan's positions.
+    ``anywhere``: True for a block, whose runs may begin at any position, not only at the plan's positions.
     """
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options

@@ -1,4 +1,4 @@
-"""A balanced layout as an array: a jitted function that takes it as an argument runs any documents without compiling anew."""
+"""A balanced layout as an array. A jitted function that takes it as an argument is not compiled anew for other documents."""
 
 from __future__ import annotations
 

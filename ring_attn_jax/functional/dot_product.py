@@ -188,7 +188,7 @@ def _window(size: Any) -> Band:
 
 
 def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
-    """Convert a global mask to arguments. Also return bool [rows, queries]: True if the arguments equal the query's mask.
+    """Convert a global mask to arguments of the ring. Also return bool [rows, queries]: True if they equal the query's mask.
 
     The second result is None if the mask's values are known, because then the arguments equal every query's mask. ``shape``:
     batch, heads, length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not fit, if a
@@ -220,7 +220,7 @@ def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[Den
 
 
 def _traced_mask_arguments(visible: jax.Array) -> tuple[DenseMaskArguments, jax.Array]:
-    """Return the tightest intervals around ``visible`` bool [rows, queries, keys]. Also return bool [rows, queries]: if exact."""
+    """Return the tightest intervals around ``visible`` bool [rows, queries, keys], and bool [rows, queries]: True if exact."""
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]
     key = jnp.arange(visible.shape[2], dtype=jnp.int32)[None, None]

@@ -1,4 +1,4 @@
-"""The backends that run GPU kernels: prepare the input arrays of each ring step and launch its kernels."""
+"""The backends that run GPU kernels. They prepare the input arrays of each ring step and launch its kernels."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ class Kernels:
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
     def attend_dq(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
-        """Add the gradient of q from these keys to ``dq`` (None before the first step). The last step returns q's dtype."""
+        """Return ``dq`` (None: 0) plus the gradient of q from these keys, in q's dtype after the ``last`` step."""
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq

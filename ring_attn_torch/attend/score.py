@@ -1,4 +1,4 @@
-"""The parameters of a score s_ij other than q and k."""
+"""The parameters of a score s_ij other than q and k. They stay on the queries' rank."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
 
-    ``anywhere``: the problem is a block whose runs may begin at any position, not only at the plan's positions. A backend that
+    ``anywhere``: True for a block, whose runs may begin at any position, not only at the plan's positions. A backend that
     the user names is checked for the backward too. "auto" selects the backend for the backward when the backward runs. It may
     select a different backend there, if a kernel does not compile.
     """

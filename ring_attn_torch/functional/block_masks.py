@@ -35,7 +35,7 @@ _known: WeakKeyDictionary[Any, tuple[Any, list[Any], DenseMaskArguments]] = Weak
 
 
 def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
-    """Convert a BlockMask of the global sequences to arguments. ``shape``: batch, heads, length and kv_length of the call.
+    """Convert a BlockMask of the global sequences to arguments of the ring. ``shape``: batch, heads, length and kv_length.
 
     Raise ValueError if it is not a BlockMask of this shape, if torch.compile traces the call, if there are more than
     ``MOST_TOKENS`` tokens, if its blocks contradict its mask_mod, if it differs between heads, or if arguments cannot express it.

@@ -117,7 +117,8 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 class same_error:
     """A context manager that reports an exception of this rank to the other ranks, so that all ranks raise the same one.
 
-    Other ranks read it in ``agree`` or ``same_error``, but not under torch.compile. ``ring``: the group or its name.
+    Other ranks read the exception in ``agree`` or ``same_error``. Under torch.compile nothing is reported. ``ring``: the group or
+    its name.
     """
 
     __slots__ = ("ring",)
@@ -213,7 +214,7 @@ def history_of(group: dist.ProcessGroup) -> _History:
 def _exchange(
     verdict: dict[str, Any], call: str, group: dist.ProcessGroup, patience: timedelta, written: list[str]
 ) -> list[dict[str, Any] | None]:
-    """Write this rank's verdict to the store. Return every rank's verdict, or None for a rank that wrote none in time.
+    """Write this rank's verdict to the store. Return the verdict of each rank, or None for a rank that did not write in time.
 
     Once all ranks have written, delete the keys in ``written``, this rank's earlier verdicts. No rank needs them: a rank enters
     an exchange only after reading the previous one. So the store holds at most two keys per rank, unless a rank missed a call.
@@ -235,7 +236,7 @@ def _exchange(
 
 
 def _plain(x: Any) -> Any:
-    """Convert an object for ``json.dumps``: an integer to int, a balanced layout to its digest, else to a description."""
+    """Convert an object for ``json.dumps``: an integer to int, a balanced layout to its digest, others to a description."""
     return operator.index(x) if is_integer(x) else str(x) if hasattr(x, "runs") else in_words(x)
 
 

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, but without the second that its import takes."""
+    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, but without its import, which takes a second."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -52,7 +52,7 @@ LONGEST_NAP = 0.2
 """The longest time between two queries of an event, in seconds."""
 
 LAST_WORDS = 10.0
-"""Seconds after which a process that gives up ends, even if its GPU does not tell which rank it waited for."""
+"""Seconds after which a process that gives up ends, even if it cannot read from its GPU which rank it waited for."""
 
 
 class Peers:

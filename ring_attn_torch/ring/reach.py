@@ -28,7 +28,7 @@ class Reach(NamedTuple):
 
 
 def reach(device: torch.device) -> Reach:
-    """Return the reach of this rank's GPU, or of a rank without a GPU."""
+    """Return the ``Reach`` of this rank. Without a GPU it holds only the host."""
     if device.type != "cuda":
         return Reach(host())
     mine, visible = device.index, range(torch.cuda.device_count())

@@ -42,7 +42,7 @@ def rendezvous(buffer: Tensor, group: dist.ProcessGroup, patience: timedelta) ->
 class Renumbered(dist.Store):  # type: ignore[attr-defined]
     """The group's store for one rendezvous: the key "CUDASymmetricMemory/7/2" becomes ``name``/n/2, n counted from 0.
 
-    All ranks make one at the same call. The ranks' next exchange deletes its keys.
+    All ranks construct one in the same call. The ranks' next exchange deletes its keys.
     """
 
     def __init__(self, group: dist.ProcessGroup, patience: timedelta) -> None:

@@ -27,7 +27,7 @@ class Transfer:
         self._awaited, self._group = awaited, group
 
     def wait(self) -> Any:
-        """Wait for the arriving arrays and return them. Raise LostRank, with the awaited ranks' names, if it fails."""
+        """Wait for the arriving arrays and return them. Raise LostRank, with the awaited ranks' names, if the transfer fails."""
         try:
             for work in self.works:
                 work.wait()

@@ -118,7 +118,7 @@ def _arrived_rows(plan: NeededPlan, ring: Ring) -> jax.Array:
 
 
 class NeededStep:
-    """A ``Step`` on this rank's own keys (``shift`` 0), or on all keys that it receives (1).
+    """A ``Step`` on this rank's own keys (``shift`` 0), or on all keys that it receives (``shift`` 1).
 
     ``own``: the step before this one. ``places``: None if no keys travel. ``arriving``: the keys in transfer.
     """

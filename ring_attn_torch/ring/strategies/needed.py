@@ -69,7 +69,7 @@ def _places(plan: NeededPlan, rank: int, device: torch.device) -> Places:
 
 
 def _indices(stretches: Iterable[Stretch]) -> Tensor:
-    """Return the index of each key of ``stretches`` in their owner's shard."""
+    """Return the indices in the owner's shard of the keys of ``stretches``."""
     return torch.cat([torch.zeros(0).long(), *(torch.arange(each.first, each.first + each.length) for each in stretches)])
 
 
@@ -98,7 +98,7 @@ def _bytes(key_mask: Tensor | None) -> Tensor | None:
 
 
 class NeededStep:
-    """A ``Step`` on this rank's own keys (``shift`` 0), or on all keys that it receives (1).
+    """A ``Step`` on this rank's own keys (``shift`` 0), or on all keys that it receives (``shift`` 1).
 
     ``own``: the step before this one. ``places``: None if no keys travel.
     """

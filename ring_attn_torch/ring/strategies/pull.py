@@ -3,7 +3,7 @@
 A pass, forward or backward, has a number n, equal on all ranks. Its step i computes on the keys of rank - shifts[i]. M is the
 main stream of a rank, S its second one:
 
-    1  M  waits until all readers of its last keys have raised READ, copies its keys into its buffer, raises BEGUN = n
+    1  M  waits until all readers of the last pass's keys have raised READ, copies its keys into its buffer, raises BEGUN = n
     2  S  before step i: waits for BEGUN = n of the owner, copies its keys into one of two local slots, raises READ = n there
     3  M  waits for the copy of step i and computes; after it S starts the copy of step i + 2
     4  S  in the backward, after step i: copies the gradients into a slot of their owner's inbox, raises GRADIENTS = (n, i) there
