@@ -123,7 +123,7 @@ def refuse_forward_mode(*_: Any) -> Any:
 _tangent = Primitive("ring_attn_tangent")
 """An identity function of tangents that raises if forward mode evaluates it. Reverse mode only transposes it.
 
-Without it JAX raises its own error, "can't apply jvp to a custom_vjp function", which does not name ring_attention.
+Without it JAX raises its own error, about jvp of a custom_vjp function, which does not name ring_attention.
 """
 _tangent.def_impl(refuse_forward_mode)
 _tangent.def_abstract_eval(lambda x: x)
