@@ -10,11 +10,11 @@ Documents of 4, 12, 3, 8 and 5 tokens over 4 ranks of 8 tokens, under a causal m
     zigzag       of each         24  32  40  49     other      1   5   5   8
     contiguous   rank            20  68  21  36     ranks      0   4   0   5
 
-A causal query costs one pair for each token up to it in its document. The documents, sorted by mean cost, form one sequence of
-tokens. Each rank in turn takes tokens from both ends: as many costly tokens as give it the mean of the remaining cost, and cheap
-tokens for the rest. This follows the alias method for sampling a distribution (Walker 1974). Most documents stay whole, and a
-document on one rank costs no traffic (D). A long document is cut into parts for several ranks, from its end to its beginning: the
-first of these ranks holds the last queries, which see the most keys.
+A causal query costs one pair for each token of its document up to and including the query. The documents, sorted by the mean
+cost of their queries, form one sequence of tokens. Each rank in turn takes its tokens from both ends of the sequence, in the
+proportion that gives it an equal share of the remaining cost. This follows the alias method for sampling a distribution (Walker
+1974). Most documents stay whole, and a document on one rank costs no traffic (D). A long document is cut into parts for several
+ranks, from its end to its beginning: the first of these ranks holds the last queries, which see the most keys.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments, PairCost, count_inside
 
 LEAST_CHUNK, MOST_CHUNK = 512, 2048
-"""Bounds of a chunk, in tokens: the neighbouring short documents of a chunk are assigned as one. Chunks save runs."""
+"""Bounds, in tokens, of a chunk: neighbouring short documents that are assigned together, so that ranks have fewer runs."""
 
 SNAP = 64
 """Largest number of tokens by which a cut may move to the edge of a document."""
 
 MOST_WHOLE = 4
-"""Largest number of whole items from the costly end that are tried as a rank's costly tokens."""
+"""Largest number of whole items that ``_Remaining.costly`` tries to take from the costly end, so that no item is cut there."""
 
 SLACK = 0.004
-"""Largest relative deviation of a rank's cost from its share, accepted if it cuts fewer documents."""
+"""Largest relative deviation of a rank's cost from an equal share, accepted if fewer documents are cut."""
 
 
 def balanced_layout(
@@ -90,8 +90,8 @@ def balanced_layout(
 def layout_of_ids(ids: Sequence[Sequence[int]], ranks: int) -> BalancedLayout:
     """Assign the documents of batch rows to ranks, under a causal mask, and return the layout.
 
-    ``ids``: the document id of each token; all rows have the same length. Negative ids are padding: at the end of a row it costs
-    nothing, elsewhere each padding token costs as much as a document of one token.
+    ``ids``: the document id of each token; all rows have the same length. Negative ids are padding. Padding at the end of a row
+    costs nothing; any other padding token costs as much as a document of one token.
     """
     rows = [[(document, sum(1 for _ in same)) for document, same in groupby(row, key=lambda i: max(i, -1))] for row in ids]
     return layout_of_stretches(rows, len(ids[0]) if ids else 0, ranks)
@@ -117,20 +117,23 @@ class RankWork(NamedTuple):
     """The work of one rank on packed documents, in any layout."""
 
     pairs: float
-    """Visible pairs of its queries, or their cost."""
+    """Cost of the visible pairs of the rank's queries: their number, if each pair costs 1."""
     remote: int
-    """Keys of other ranks that its queries see, which have to travel to it."""
+    """Number of keys of other ranks that the rank's queries see; these keys travel to it."""
 
 
 def work_of(packed: PackedDocuments, rank: tuple[Run, ...]) -> RankWork:
-    """Return the visible pairs of the queries in the runs ``rank``, and how many keys these queries read from other ranks."""
+    """Return the cost of the visible pairs of a rank's queries, and the number of keys that they see on other ranks.
+
+    ``rank``: the runs of the rank.
+    """
     seen = packed.seen(rank)
     own = sum(count_inside(run, seen) for run in rank)
     return RankWork(sum(map(packed.cost, rank)), sum(end - first for first, end in seen) - own)
 
 
 class _Item(NamedTuple):
-    """Consecutive positions that are assigned from both ends: a document, several short documents, or the rest of one."""
+    """Consecutive positions that are assigned to ranks: a document, several short documents, or the rest of a document."""
 
     density: float
     """Mean cost of a query; items are sorted by it."""
@@ -153,7 +156,7 @@ class _Remaining:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Return the number of tokens before each item, followed by the number of all tokens."""
+        """Return the number of tokens before each item, followed by the total number of tokens."""
         return list(accumulate([item.end - item.start for item in self.items], initial=0))
 
     @cached_property
@@ -173,11 +176,12 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, ranks: int) -> int:
-        """Return how many of a rank's ``local`` tokens come from the costly end.
+        """Return how many of a rank's ``local`` tokens come from the costly end; the others come from the cheap end.
 
-        With these tokens the rank has 1 / ``ranks`` of the remaining cost.
+        Bisection finds the number that gives the rank 1 / ``ranks`` of the remaining cost. A number within ``SLACK`` of that cost
+        is preferred if it cuts fewer documents.
 
-        ``ranks``: number of ranks that still have no tokens.
+        ``ranks``: number of ranks that have no tokens yet, this rank included.
         """
         total, share = self.tokens[-1], self.costs[-1] / ranks
         excess = lambda x: self.cost_of_first(local - x) + self.costs[-1] - self.cost_of_first(total - x) - share
@@ -193,7 +197,10 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return the distances from a cut before token ``cut`` to the nearest document or item edges, backward and forward."""
+        """Return the offsets (<= 0, > 0) from a cut before token ``cut`` to the nearest edges of documents or items.
+
+        Return (0,) if the cut is at the edge of an item.
+        """
         index, offset = self.at(cut)
         if not offset:
             return (0,)
@@ -230,11 +237,12 @@ def _item(start: int, end: int, cost_before: Callable[[int], float]) -> _Item:
 def deal(
     cuts: list[int], edges: list[int], ranks: int, cost_before: Callable[[int], float]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Assign items to each rank in turn, and return each rank's runs (start, length).
+    """Assign the tokens of items to each rank in turn, and return each rank's runs (start, length).
 
-    ``cuts``: the positions at which an item begins or ends, in order, from 0 to the tokens of all ranks. ``edges``: the positions
-    at which a document or a segment of a tree begins or ends; a cut inside an item moves to a near edge. The ranks have equal
-    costs if the cost of a query rises within each item.
+    ``cuts``: the positions at which an item begins or ends, in order, from 0 to the number of tokens of all ranks. ``edges``: the
+    positions at which a document or a segment of a tree begins or ends; a cut inside an item moves to a near edge.
+    ``cost_before``: a function from a position to the cost of all queries before it. The ranks get equal costs if later queries
+    of an item cost at least as much as earlier queries.
     """
     local, dealt = cuts[-1] // ranks, []
     items = sorted(_item(start, end, cost_before) for start, end in pairwise(cuts))
@@ -247,9 +255,10 @@ def deal(
 
 
 def joined(edges: list[int], local: int) -> list[int]:
-    """Join neighbouring short items, and return the edges of the items that this leaves.
+    """Join neighbouring short items, and return the edges of the resulting items.
 
-    Items of together at most an eighth of the ``local`` tokens of a rank (but ``LEAST_CHUNK`` to ``MOST_CHUNK`` tokens) are one.
+    Neighbours are joined up to an eighth of the ``local`` tokens of a rank, but at least ``LEAST_CHUNK`` tokens (or ``local``, if
+    that is less) and at most ``MOST_CHUNK`` tokens.
     """
     chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
     kept = edges[:1]

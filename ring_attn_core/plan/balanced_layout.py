@@ -19,8 +19,8 @@ from ..validation import in_words
 class BalancedLayout:
     """The token positions of each rank, as computed by :func:`balanced_layout`. It is plain data, equal on every rank.
 
-    ``runs``: for each rank the (start, length) of its runs of consecutive positions, in order of position; the lengths of each
-    rank add up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
+    ``runs``: for each rank the (start, length) of its runs of consecutive positions, in shard order; the lengths of each rank add
+    up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
     ``documents``: the lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
     Raise ValueError if the runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once.
     """
@@ -47,7 +47,7 @@ class BalancedLayout:
             )
 
     def __str__(self) -> str:
-        """Return ranks, length and a digest of runs and documents; ranks compare layouts by this text."""
+        """Return a text with the number of ranks, the length and a digest of runs and documents; ranks compare layouts by it."""
         digest = sha256(repr((self.runs, self.documents)).encode()).hexdigest()[:16]
         return f"balanced over {self.ranks} ranks, length {self.length}, runs {digest}"
 
@@ -63,7 +63,7 @@ class BalancedLayout:
 
     @property
     def ascends(self) -> bool:
-        """Return whether the runs of each rank are in order of position, as those of ``balanced_layout`` are."""
+        """Return whether the runs of each rank are in order of position; True for every result of ``balanced_layout``."""
         return all(a < b for rank in self.runs for a, b in pairwise(rank))
 
     @property
@@ -77,7 +77,7 @@ class BalancedLayout:
         return tuple(run for run in kept if run.length)
 
     def joined(self, shards: int) -> BalancedLayout:
-        """Return the layout whose ranks hold the tokens of groups of ``shards`` consecutive ranks, in order of position."""
+        """Return the layout in which each group of ``shards`` ranks is one rank, with its tokens in order of position."""
         groups = []
         for first in range(0, self.ranks, shards):
             runs: list[tuple[int, int]] = []
@@ -90,9 +90,9 @@ class BalancedLayout:
         return BalancedLayout(tuple(groups), self.length)
 
     def stretches(self, shards: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return for each group of ``shards`` ranks the tokens of its shards, side by side, in order of position.
+        """Return, for each group of ``shards`` consecutive ranks, the order that sorts its concatenated shards by position.
 
-        A group's tokens are stretches (index of the first, length) of the joined shards.
+        The order is a list of stretches (index of the first token in the concatenated shards, length).
         """
         groups = []
         for first in range(0, self.ranks, shards):

@@ -1,6 +1,6 @@
 """The cost model of the strategies: seconds of a forward and a backward, and memory, of one rank on a machine.
 
-Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order of ``ring/strategies/`` of both packages.
+Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order in which ``ring/strategies/`` starts them.
 All transfers of a call share one queue, like those of a process group in PyTorch, even if some of them cross between hosts. The
 copies of "pull" and "push" share a copy engine. The plan gives the visible pairs, the shapes give the bytes, and a ``Machine``
 gives the rates of computation and transfer.
@@ -21,10 +21,12 @@ from .two_level import TwoLevelPlan
 from .ulysses import HeadSplit
 
 GATHERED, EXCHANGED = 1.12, 1.50
-"""The factors of the backward kernels' time on joined keys, and on joined keys and queries: measured on two H200s."""
+"""Factors by which the backward's matrix products take longer on joined keys ("gather"), and on joined keys and queries
+("ulysses"): measured on two H200s."""
 
 SLICE, EXCHANGE = 13, 6
-"""Numbers of launches by which PyTorch places a slice, and reorders arrays around an exchange; they take time on the host."""
+"""Numbers of launches with which PyTorch copies a slice of keys into place, and with which it reorders arrays before, and again
+after, an exchange of heads. Each launch takes time on the host."""
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
@@ -41,7 +43,10 @@ def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
 
 
 def memory(name: str, load: Load, group: int = 0) -> int:
-    """Return the most bytes that a strategy holds in the backward, besides a rank's own q, k, v, out and their gradients."""
+    """Return the most bytes that a strategy holds in the backward, besides a rank's own q, k, v, out and their gradients.
+
+    ``group``: as in ``seconds``.
+    """
     keys, gradients = load.kv * load.item, load.kv * load.wide
     ranks = load.plan.ranks
     if name == "gather":
@@ -65,7 +70,7 @@ def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: b
 
     A backward step first waits for the gradients of its keys from the previous rank. ``works``: the work of each step. ``kv``:
     elements of the keys that travel. ``crosses``: whether hops cross between hosts. ``home``: whether a last hop returns the
-    gradients.
+    gradients to their owners. ``slower``: factor of the time of the backward's matrix products.
     """
     line, load = run.line, run.load
     travelling: float | None = None
@@ -160,7 +165,7 @@ def _head_split_of(load: Load, group: int) -> HeadSplit:
 
 
 def _ulysses(run: Pass, group: int) -> None:
-    """Schedule "ulysses": exchange heads inside a group before the first and after the last step; groups form the ring."""
+    """Schedule "ulysses": exchange heads for tokens inside a group before and after the steps of a ring of groups."""
     line, load, plan = run.line, run.load, run.load.plan
     head_split, across = _head_split_of(load, group), load.host_ranks < group
     kv = load.kv * head_split.copies / group
@@ -185,7 +190,7 @@ def _ulysses(run: Pass, group: int) -> None:
 
 
 def _group_pairs(run: Pass, shift: int, group: int) -> int:
-    """Return the most visible pairs between the queries of any sampled group and the keys ``shift`` ranks before that group."""
+    """Return the most visible pairs between a sampled group's queries and the keys of the group ``shift`` ranks before it."""
     load, plan = run.load, run.load.plan
     if group == plan.ranks:
         return plan.mask.area(plan.length, plan.kv_length)
@@ -230,13 +235,14 @@ def _two_level(run: Pass, group: int) -> None:
 
 
 AHEAD = {"pull": 2, "push": 3}
-"""Numbers of key shards that are on their way or in use, besides a rank's own; ``slots`` in ``pull.py`` and ``push.py``."""
+"""Number of buffers in which a rank receives shards of keys, by strategy: the ``slots`` of ``pull.py`` and ``push.py``."""
 
 
 def _peers(name: str, run: Pass, group: int) -> None:
     """Schedule "pull" or "push": a copy engine brings whole shards straight from their owners, up to ``AHEAD`` steps early.
 
-    In the backward it also takes the gradients of a step to their owner, which adds them after its next step.
+    In the backward the copy engine also sends the gradients of a step to the owner of the keys, which adds them after its next
+    step.
     """
     line, load, ahead = run.line, run.load, AHEAD[name]
     line.host_step = getattr(run.machine, f"host_{name}_{'backward' if run.backward else 'forward'}")

@@ -1,7 +1,8 @@
 """The plan of the strategy "direct": the slices of keys that each rank (the owner) sends to each other rank (the reader).
 
 At shift s the owner ``rank`` sends a slice of each of its key runs to the reader ``rank + s``. A slice is the shortest stretch of
-a run that holds all keys visible to the reader's queries, by the mask and, if known, the documents.
+a run that holds all keys visible to the reader's queries under the mask. Balanced layouts have a plan of their own, in
+``needed.py``.
 
     causal, zigzag, 4 ranks     shift 1: rank 1 (tokens 2 3 12 13) sends 2 3 to rank 2, whose last query is at 11
     window of 2, contiguous     shift 1: each rank but the last sends its last 2 tokens to the next rank; no other shift
@@ -104,8 +105,8 @@ def _run(length: int, start: int, stride: int) -> Run:
 def visible_keys(queries: Run, keys: Run, mask: Band) -> tuple[int, int]:
     """Return the local indices [first, end) of the keys that some query sees; (0, 0) if no query sees one.
 
-    Between runs of equal stride the visible lags ``i - j`` are ``lo`` to ``hi``, so key j is seen if
-    ``i = max(0, j + lo) <= min(queries - 1, j + hi)``: ``-hi <= j <= queries - 1 - lo``.
+    Between runs of equal stride the mask is ``lo <= i - j <= hi`` in local indices. Therefore some query i sees key j if
+    ``max(0, j + lo) <= min(queries - 1, j + hi)``, which means ``-hi <= j <= queries - 1 - lo``.
     """
     band = mask.onto(queries, keys)
     if queries.length == 0 or (band.lo is not None and band.hi is not None and band.lo > band.hi):

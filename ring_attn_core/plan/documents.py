@@ -25,7 +25,7 @@ from ..runs import Band, Run
 from ..validation import as_number, in_words, is_integer
 
 PairCost = Callable[[int], float]
-"""Maps the tokens of a document to the cost of one of its pairs."""
+"""A function from a document's length in tokens to the cost of one of its visible pairs."""
 
 
 def document_rows(documents: Any) -> tuple[tuple[int, ...], ...]:

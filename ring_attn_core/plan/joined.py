@@ -44,7 +44,7 @@ class JoinedPlan(RingPlan):
 
     @property
     def q_slot(self) -> int:
-        """Return the number of tokens of a query slot: in a balanced layout all of a group's, else those of ``RingPlan``."""
+        """Return the number of tokens of a query slot: in a balanced layout all tokens of a group, else a slot of one shard."""
         return super().q_slot * (self.q_shards if isinstance(self.layout, BalancedLayout) else 1)
 
     @property

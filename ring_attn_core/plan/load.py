@@ -1,4 +1,4 @@
-"""The sizes that determine the time of a call: the pairs of ranks and steps, and the bytes of a shard."""
+"""The sizes that determine the time of a call: the visible pairs of each rank and step, and the bytes of a shard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .machine import Machine
 from .ring import RingPlan
 
 SAMPLE = 12
-"""The most ranks whose work is counted; the slowest of them stands for all."""
+"""Largest number of ranks whose work is counted; the slowest of these ranks stands for all ranks."""
 
 
 class Seconds(NamedTuple):
@@ -32,7 +32,8 @@ class Load:
 
     ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
     host, 0 if unknown. ``share``: visible pairs divided by the mask's pairs, below 1 for packed documents of known lengths.
-    ``extents``: whether queries have extents. ``peer_access``: as in ``Problem``.
+    ``extents``: whether queries have extents. ``peer_access``: whether the ranks can copy from and to the memory of each other's
+    GPUs.
     """
 
     plan: RingPlan

@@ -20,22 +20,23 @@ VERSION = 1
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The speed of one rank and of its links. Rates are per second, times are seconds, sizes are bytes.
+    """The speed of one rank and of its links. Rates are per second, times are in seconds, sizes in bytes.
 
-    ``forward_rate``, ``backward_rate``: operations of attention on long shards with heads of 128 and elements of 2 bytes (4 on a
-    CPU). A visible pair takes 4 operations per head and dim forward, 10 backward. ``forward_step``, ``backward_step``: time of a
-    step without its matrix products, for each (query, head) pair that sees a key; ``forward_state``: additional time for the
-    online-softmax state if there are several steps. ``links``: pairs (number of ranks of a host, bytes that each rank sends to
-    another rank while it receives equally many). ``collective``: bytes that a rank receives in an all-gather or all-to-all within
-    a host. ``network``: bytes that a rank sends to another host. ``latency``, ``network_latency``: time before the first byte.
+    ``forward_rate``, ``backward_rate``: floating-point operations of attention on long shards, with a head dim of 128 and
+    elements of 2 bytes (4 on a CPU). A visible pair takes 4 operations per head and dim forward, 10 backward. ``forward_step``,
+    ``backward_step``: time of a step without its matrix products, for each (query, head) pair that sees a key; ``forward_state``:
+    additional time for the online-softmax state if there are several steps. ``links``: pairs (number of ranks of a host that send
+    at once, bytes that each of them sends to another rank while it receives equally many). ``collective``: bytes that a rank
+    receives in an all-gather or all-to-all within a host. ``network``: bytes that a rank sends to another host. ``latency``,
+    ``network_latency``: time before the first byte, within a host and between hosts.
     ``host_forward``, ``host_backward``, ``host_send``, ``host_copy``: the host's time to start a step, a transfer or a copy.
     ``copies``: bytes moved by copies in a rank's memory. ``memory``: size of a rank's memory.
 
-    Fields with a default are 0 if they were not measured. ``contention``: the share of a transfer's time by which kernels beside
-    it take longer, because NCCL's kernels take multiprocessors from them. ``peer``, ``peer_latency``: bytes that a rank copies
-    from the memory of another GPU of its host by the copy engine, and the time before the first byte. ``host_pull_...``,
-    ``host_push_...``: the host's time for a step of the strategies "pull" and "push", transfers and flags included. ``noise``: by
-    what share repeats of a measurement differ.
+    Fields with a default are 0 if they were not measured. ``contention``: share of a transfer's time by which concurrent kernels
+    take longer, because NCCL's kernels occupy multiprocessors. ``peer``, ``peer_latency``: bytes that a rank copies from the
+    memory of another GPU of its host by the copy engine, and the time before the first byte. ``host_pull_...``,
+    ``host_push_...``: the host's time for a step of the strategies "pull" and "push", transfers and flags included. ``noise``:
+    relative difference between repeats of a measurement.
     """
 
     name: str
@@ -125,7 +126,7 @@ RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "cop
 """The fields whose larger values are better; in all other numeric fields smaller values are."""
 
 OPTIONAL = frozenset(field.name for field in fields(Machine) if field.default == 0)
-"""The fields that older records lack: 0 if they were not measured."""
+"""The fields that a record may lack; a field that was not measured is 0."""
 
 
 def slowest(machines: Sequence[Machine]) -> Machine:
@@ -163,9 +164,9 @@ H200 = Machine(
     copies=2.5e12,
     memory=141e9,
 )
-"""One of two to eight NVLink GPUs of a host. Links of 4 and 8 were measured alone; the rates come from rings without transfers
-and single launches, all else is fitted to calls on two GPUs (benchmarks/simulate). ``network`` and ``network_latency`` are
-nominal: 400 Gb/s for each GPU, 9 tenths of it data."""
+"""An H200 in a host with two to eight GPUs on NVLink. The links of 4 and 8 ranks were measured without kernels; the rates come
+from rings without transfers and from single launches; all other fields are fitted to calls on two GPUs (benchmarks/simulate).
+``network`` and ``network_latency`` are nominal: 400 Gb/s for each GPU, 9 tenths of it data."""
 
 H100 = replace(
     H200,
@@ -189,8 +190,8 @@ H100 = replace(
     host_push_forward=245e-6,
     host_push_backward=620e-6,
 )
-"""One of four NVLink GPUs of a host, fitted to calls of 2,048 and 8,192 tokens on them (benchmarks/simulate). ``peer`` was
-measured alone; links, collectives and the network are those of the H200."""
+"""An H100 in a host with four GPUs on NVLink, fitted to calls of 2,048 and 8,192 tokens on four GPUs (benchmarks/simulate).
+``peer`` was measured without kernels; links, collectives and the network are those of the H200."""
 
 BUILT_IN = (H200, H100)
 

@@ -20,7 +20,11 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Hardware(NamedTuple):
-    """The hardware of a ring: its machine's record (None: not measured), ``host_ranks`` and ``peer_access`` as in ``Problem``."""
+    """The hardware of a ring.
+
+    ``machine``: its record, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown.
+    ``peer_access``: whether the ranks can copy from and to the memory of each other's GPUs.
+    """
 
     machine: Machine | None = None
     host_ranks: int = 0
@@ -52,7 +56,7 @@ def save(machine: Machine, framework: str) -> Path:
 
 
 def stored(framework: str, device: str) -> Machine | None:
-    """Return the record of a kind of device, None without a file. Raise ValueError, naming the file, if it is damaged."""
+    """Return the record of a kind of device, or None if it has no file. Raise ValueError, naming the file, if it is damaged."""
     try:
         path = path_of(framework, device)
     except RuntimeError:  # a user without a home

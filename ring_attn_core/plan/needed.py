@@ -1,7 +1,7 @@
 """The plan of "direct" in a balanced layout: each rank receives all keys of other ranks that its queries see, in one exchange.
 
-A rank attends to its own keys while the others arrive, and then to the others, sorted by position, as one shard. Documents of 4,
-12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
+A rank attends to its own keys while the keys of other ranks arrive, and then to the received keys, sorted by position, as one
+shard. Documents of 4, 12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
 
     document    A A A A B B B B B B B B B B B B C C C C C C C C
     rank        0 0 0 0 2 2 3 3 3 3 3 3 1 1 0 0 1 1 1 1 2 2 2 2
@@ -9,8 +9,8 @@ A rank attends to its own keys while the others arrive, and then to the others, 
     rank 0      holds A and the end of B, and receives the rest of B: 2 keys of rank 2, 6 of rank 3, 2 of rank 1
     rank 2      holds the first keys of B and the end of C, and receives the 4 keys of C that rank 1 holds
 
-The documents are those that the layout was made for. They limit what travels only if the queries have extents; else the mask
-alone limits it.
+The documents are those that the layout was made for. They limit the keys that travel only if the queries have extents; otherwise
+the mask alone limits these keys.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from .documents import PackedDocuments
 from .ring import RingPlan, Rows, Runs, recent_rows
 
 PARTS = 8
-"""Numbers of keys are padded to a multiple of this part of a rank's tokens, so that few sizes occur."""
+"""A number of received keys is padded to a multiple of 1 / ``PARTS`` of a rank's tokens, so that few array sizes occur."""
 
 
 class Stretch(NamedTuple):
-    """Consecutive positions whose keys one rank sends to another: ``first`` is the index of the first in the owner's shard."""
+    """Consecutive positions, from ``start`` on, whose keys ``owner`` sends to another rank; ``first``: the index in its shard."""
 
     start: int
     length: int
@@ -60,17 +60,17 @@ class NeededPlan(RingPlan):
 
     @cached_property
     def most_tokens(self) -> int:
-        """Return the largest number of keys that one rank sends to another, padded: the size of every part in JAX."""
+        """Return the largest number of keys that one rank sends to another, padded: the size of every transfer in JAX."""
         ranks = range(self.ranks)
         return self._padded(max(self.tokens(owner, reader) for owner in ranks for reader in ranks))
 
     def capacity(self, reader: int) -> int:
-        """Return the tokens of the shard of keys that ``reader`` receives, padding included; 0 if it receives none."""
+        """Return the number of keys that ``reader`` receives, padding included; 0 if it receives no key."""
         return self._padded(sum(each.length for each in self._received[reader]))
 
     @cached_property
     def most_capacity(self) -> int:
-        """Return the largest ``capacity`` of a rank: that of every rank in JAX."""
+        """Return the largest ``capacity`` of a rank. In JAX the received shard of every rank has this size."""
         return max(map(self.capacity, range(self.ranks)))
 
     def _padded(self, tokens: int) -> int:
@@ -84,7 +84,7 @@ class NeededPlan(RingPlan):
 
     @property
     def travels(self) -> bool:
-        """Return True: keys are packed, even if each document lies on one rank."""
+        """Return True: k and v are packed into one array, even if each document lies on one rank and no key travels."""
         return True
 
     @cached_property
@@ -93,7 +93,7 @@ class NeededPlan(RingPlan):
         return (0, 1) if any(self._received) else (0,)
 
     def rows(self, rank: int, shift: int) -> Rows:
-        """Return the ``Row`` of each pair of runs at shift 0, on a rank's own keys, or 1, on all keys that it receives."""
+        """Return the ``Row`` of each (query run, key run) pair: with own keys at shift 0, with received keys at shift 1."""
         if shift == 0:
             return super().rows(rank, 0)
         return recent_rows(self.q_runs[rank], self.arrived_runs(rank), self.band, self.q_slot, self.capacity(rank))
@@ -120,9 +120,10 @@ class NeededPlan(RingPlan):
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
-    """Raise ValueError if a query may see keys of other documents than those that the layout was made for.
+    """Raise ValueError if a query of ``rank`` may see a key that the rank neither holds nor receives.
 
-    ``extents``: int [batch, seq_local, 2] on the host, the first and end position that each query may see.
+    That happens if the extents belong to other documents than those that the layout was made for. ``extents``: int
+    [batch, seq_local, 2] on the host, the first and end (exclusive) of the key positions that each query may see.
     """
     import numpy as np
 

@@ -37,7 +37,7 @@ class RingPlan:
 
     ``layout``: a name in LAYOUTS, or a BalancedLayout. ``mask``: a Band in global positions. ``ranks``: members of the ring.
     ``seq_local``, ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true
-    global lengths in tokens; the rest of the shards is padding, masked as keys, out 0 and lse -inf as queries.
+    global lengths in tokens; the rest of the shards is padding. Padding keys are masked; padding queries have out 0, lse -inf.
 
     ``steps``: the shifts of the steps, 0 first; None: every shift at which the mask lets some rank see a key. A caller that
     leaves out other shifts must mask their keys by extents or a key mask.
@@ -241,7 +241,7 @@ class RingPlan:
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """Return the number of ranks that k/v advance between consecutive steps; one fewer than there are steps."""
+        """Return the number of ranks that k/v advance between each step and the next; there is one hop fewer than steps."""
         return tuple(b - a for a, b in zip(self.shifts, self.shifts[1:], strict=False))
 
     @property
@@ -268,5 +268,5 @@ def rows_of(q_runs: Runs, k_runs: Runs, band: Band, q_slot: int, k_slot: int) ->
     return tuple(tuple(row(q, k, band, q_slot, k_slot) for k in k_runs) for q in q_runs)
 
 
-# A rank has 30 runs or more of packed documents, so the rows of a step take 200 KB: too much to keep for each batch's plan.
+# With packed documents a rank has 30 runs or more, and the rows of a step take 200 KB: too much to keep in each batch's plan.
 recent_rows = lru_cache(maxsize=256)(rows_of)

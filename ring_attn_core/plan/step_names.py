@@ -37,12 +37,12 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
 
 
 def pass_name(name: str, of: str) -> str:
-    """Return the ``name`` of a step, with " backward" appended if the pass ``of`` is "backward" and not "forward"."""
+    """Return ``name``, with " backward" appended in the backward. ``of``: the pass, "forward" or "backward"."""
     return name if of == "forward" else f"{name} {of}"
 
 
 def place_name(plan: RingPlan, number: int) -> str:
-    """Return the place of a pass among its steps: "ring step 2 of 4", "before ..." for ``number`` 0, or "after ..."."""
+    """Return the place of step ``number``, such as "ring step 2 of 4"; "before ..." for 0, "after ..." beyond the last step."""
     of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
     count = sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts)
     where = "before " if number < 1 else "after " if number > count else ""

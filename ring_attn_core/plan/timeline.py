@@ -16,7 +16,7 @@ from .machine import Machine
 
 @dataclass
 class Timeline:
-    """The seconds from the start of a call until the host, the GPU, the queue and the copy engine are free. Nothing is measured.
+    """The predicted seconds from the start of a call until the host, the GPU, the queue and the copy engine are free.
 
     ``ranks``: number of ranks of a host that send at the same time. ``host_step``: the host's time to start a step.
     """
@@ -53,7 +53,7 @@ class Timeline:
     def peer_copy(self, size: float) -> float:
         """Add a copy of ``size`` bytes from or to the memory of another GPU, by the copy engine, and return its end.
 
-        It never ends if the copy engine was not measured. The host's time for it is a part of ``host_step``.
+        The end is infinite if the copy engine was not measured. The host's time to start the copy is part of ``host_step``.
         """
         seconds = self.machine.peer_latency + size / self.machine.peer if self.machine.peer else math.inf
         self.engine = max(self.engine, self.gpu, self.host) + seconds
