@@ -1,7 +1,8 @@
 """Reference dilated attention in numpy, computed from its definition without folding or rings.
 
-A pattern lets query i see key j for head h if both are in the same segment, at offsets that the head keeps, and mask and key mask
-allow it. With n_ij the number of patterns of the head that allow (i, j),
+A pattern (a segment length and a dilation) lets query i of head h see key j if both are in one segment, both offsets in the
+segment equal h modulo the dilation, and the mask and the key mask allow the pair. With n_ij the number of patterns of the head
+that allow (i, j),
 
     Z_i = sum_j n_ij exp(s_ij)        out_i = sum_j n_ij exp(s_ij) v_j / Z_i        lse_i = log Z_i
 
@@ -53,7 +54,10 @@ def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
 
 def patterns(call: DilatedFeatures, heads: int, queries: Array, keys: Array) -> Array:
-    """Return int [patterns, heads, queries, keys]: 1 if query and key lie in one segment and the head keeps both."""
+    """Return int8 [patterns, heads, queries, keys]: 1 if the pattern allows the pair in this head, before mask and key mask.
+
+    ``queries``, ``keys``: their positions. With mixing="heads" a head uses only one pattern, and the others allow no pair.
+    """
     n, i, j = len(call.segments), queries[:, None], keys
     counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
     for at, (segment, dilation) in enumerate(zip(call.segments, call.dilations, strict=True)):
@@ -75,7 +79,8 @@ def _attention(
     """Compute dilated attention and its gradients.
 
     A query may see a key in several patterns. ``apart`` maps the counts [patterns, ...] to [softmaxes, ...]: it sums them for a
-    single softmax, or keeps them for one softmax a pattern. Several softmaxes are weighted by their denominators.
+    single softmax, or returns them unchanged for one softmax per pattern. Several softmaxes are weighted by their denominators.
+    ``rounded``: a function that rounds an array to the precision of the inputs.
     """
     b, s, h, d = arrays[0].shape
     share = h // arrays[1].shape[2]

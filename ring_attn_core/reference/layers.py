@@ -22,7 +22,7 @@ Array = np.ndarray
 Arrays = dict[str, Array]
 
 EPS = 1e-6
-"""The eps of RMSNorm, as the layers' default."""
+"""The eps of RMSNorm: the default of the layers."""
 
 
 class LayerSettings(NamedTuple):

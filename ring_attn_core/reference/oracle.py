@@ -178,7 +178,7 @@ def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, roun
 
 
 def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]:
-    """Return capped scores and their derivative."""
+    """Return ``cap * tanh(scores / cap)`` and its derivative by the scores; the scores and 1 if ``cap`` is None."""
     if cap is None:
         return scores, 1.0
     bounded = np.tanh(scores / scores.dtype.type(cap))

@@ -28,7 +28,11 @@ class SummaryAttended(NamedTuple):
 
 
 class SummaryFeatures(NamedTuple):
-    """The arguments of ``summary_attention`` that change the result. A ``pool`` of None means pooling="mean"."""
+    """The arguments of ``summary_attention`` that change the result.
+
+    ``block``, ``window``: in tokens. ``summaries``: number of summaries per block. ``pool``: the pooling queries
+    [summaries, kv_heads, head_dim]; None means pooling="mean".
+    """
 
     block: int
     window: int
@@ -62,7 +66,7 @@ def who_sees_what(length: int, features: SummaryFeatures) -> tuple[Array, Array]
     """Return two masks: the tokens and summaries that each query sees, and the tokens that each summary pools.
 
     The first is bool [length, length + blocks * summaries], with the tokens before the summaries; the second is bool
-    [blocks * summaries, length].
+    [blocks * summaries, length]. ``length``: number of tokens, cut into blocks of ``features.block``.
     """
     block, m = features.block, features.summaries
     i, j = np.arange(length)[:, None], np.arange(length)

@@ -9,13 +9,16 @@ import numpy as np
 from .oracle import Attention
 
 UNIT_ROUNDOFF = {"float64": 2.0**-53, "float32": 2.0**-24, "float16": 2.0**-24, "bfloat16": 2.0**-24}
-"""Half the distance from 1 to the next number, in the dtype of the (out, lse) state: float32, or float64 for float64 inputs."""
+"""Half the distance from 1 to the next number in the dtype of the (out, lse) state, by the dtype of the inputs.
+
+The state is float32, or float64 for float64 inputs.
+"""
 
 
 def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
     """Return ||got - exact|| / ||exact|| over finite entries.
 
-    Return inf if one array is NaN or infinite at an entry and the other is not. The divisor is at least the norm of an array
+    Return inf if the arrays differ at an entry where one of them is NaN or infinite. The divisor is at least the norm of an array
     whose entries are all 0.01, because exact values may be (nearly) zero, such as the gradient of a query that sees one key.
     Raise ValueError if the shapes differ.
     """
