@@ -83,7 +83,7 @@ class Band:
 
 
 def _pairs_up_to(lag: int, queries: int, keys: int) -> int:
-    """Return the number of pairs with ``i - j <= lag``.
+    """Return the number of pairs ``(i, j)``, ``i < queries`` and ``j < keys``, with ``i - j <= lag``.
 
     Queries up to ``lag`` see all keys, and each later query sees one key fewer than the query before it.
     """
@@ -119,8 +119,8 @@ class Row(NamedTuple):
 def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int = 0) -> Row:
     """Return the :class:`Row` of a query run and a key run, each a tuple ``(base, length, start, stride)``.
 
-    The numbers of a run may be Python ints or arrays that broadcast (numpy, jnp, torch): in JAX the rank, and therefore every
-    field, is traced.
+    ``q_slot``, ``k_slot``: tokens of a query slot and of a key slot, to which the band is clamped. The numbers of a run may be
+    Python ints or arrays that broadcast (numpy, jnp, torch): in JAX the rank, and therefore every field, is traced.
     """
     q_base, q_len, q_start, stride = q_run
     k_base, k_len, k_start, _ = k_run
