@@ -208,9 +208,9 @@ PASSES = "forward", "backward"
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
     """Select a backend, compile its kernels, and return the launch parameters; None for "blockwise" or a vendor's backend.
 
-    ``anywhere``: as in ``call.call_of``. ``passes``: the passes whose kernels are compiled. If a kernel cannot run, or spills far
-    more registers than when it was measured, "auto" warns and takes the next backend. For Hopper's kernels "auto" decides about
-    forward and backward separately. Raise ValueError if a backend requested by name cannot run.
+    ``anywhere``: runs may start at any position. ``passes``: the passes whose kernels are compiled. If a kernel cannot run, or
+    spills far more registers than when it was measured, "auto" warns and takes the next backend. For Hopper's kernels "auto"
+    decides about forward and backward separately. Raise ValueError if a backend requested by name cannot run.
     """
     from .call import call_of
 
@@ -251,7 +251,7 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
 
 
 def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dict[str, str]:
-    """Return the reason why kernels cannot run, for each pass that cannot run."""
+    """Return, for each pass whose kernels cannot run, the reason in words; an empty dict if all can run."""
     from .obstacles import obstacle
 
     launches = {name: _launches(call, problem, name) for name in passes}

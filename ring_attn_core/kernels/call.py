@@ -121,7 +121,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
     names = {array.name for array in problem.arrays}
     one_run = plan.band_of_one_run is not None
     if one_run:
-        names |= {"extents"}  # these hold the mask too, in local indices
+        names |= {"extents"}  # in a balanced layout the extents hold the mask too, in local indices
     if 0 in problem.q_shape:
         names -= {"dropout_seed"}  # an empty q has no probabilities to drop
     return RingCall(

@@ -27,10 +27,10 @@ from .launch import Launch
 from .ptx import changed_for_products
 
 NEWEST_TRIED = TRIED["triton"][-1]
-"""The newest release of Triton that passed the tests; Hopper's kernels are not measured with a newer one."""
+"""The newest release of Triton that passed the tests; Hopper's kernels have not been measured with newer releases."""
 
 PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
-"""The first PTX version (times 10) that supports a GPU, by compute capability; all others get 8.7 (CUDA 12.8). By default Triton
+"""The first PTX version (times 10) that supports a GPU, by compute capability; other GPUs get 8.7 (CUDA 12.8). By default Triton
 writes the version of its own assembler, but in a JAX program XLA's assembler, which may be older, reads the PTX."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES
@@ -73,10 +73,10 @@ def kernel_function(name: str) -> Any:
 
 
 def compiled(launch: Launch, capability: int) -> Any:
-    """Compile a launch for a GPU of compute capability ``capability``, such as 90; the host needs no GPU.
+    """Compile a launch for a GPU of compute capability ``capability``, such as 90, and return Triton's compiled kernel.
 
-    Launches that differ only in array sizes share the result. Errors of Triton are cached and raised again; after OSError and
-    MemoryError the next call compiles again. One thread compiles at a time, and the others wait.
+    The host needs no GPU. Launches that differ only in array sizes share the result. Errors of Triton are cached and raised
+    again; after OSError and MemoryError the next call compiles again. One thread compiles at a time, and the others wait.
     """
     of = launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages
     with _one_at_a_time:

@@ -33,7 +33,7 @@ def objection(problem: Decode) -> str | None:
 
 @lru_cache(maxsize=4096)
 def runnable_decode(problem: Decode) -> DecodeCall | None:
-    """Compile the kernels for a checked problem and return their call; None if "blockwise" runs it.
+    """Compile the kernels for a checked problem and return the parameters of their launches; None if "blockwise" runs it.
 
     The backend "auto" takes the kernels if they can run, and warns if they do not compile. Raise ValueError if the backend's name
     is unknown, or if it is "triton" and the kernels cannot run.

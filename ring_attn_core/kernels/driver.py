@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 NO_CONTEXT = 201, 400
-"""CUDA_ERROR_INVALID_CONTEXT and CUDA_ERROR_INVALID_HANDLE: this thread has not used the GPU yet, or last used another one."""
+"""CUDA_ERROR_INVALID_CONTEXT and CUDA_ERROR_INVALID_HANDLE: this thread has used no GPU yet, or last used another GPU."""
 
 PREFER_SHARED = 1
 """CU_FUNC_CACHE_PREFER_SHARED."""
@@ -125,7 +125,7 @@ def encode(address: int, of: DescriptorFormat) -> bytes:
 
 
 def write_value(stream: int, address: int, value: int) -> None:
-    """Write a 32-bit value to device memory once all earlier work of the stream is done. No program runs on the GPU for it."""
+    """Write a 32-bit value to device memory, by no kernel, once all earlier work of the stream is done."""
     check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0), "cuStreamWriteValue32")
 
 

@@ -68,21 +68,24 @@ def zeroes_queries(call: RingCall) -> bool:
 
 @lru_cache(maxsize=4096)
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that merges the keys of one shard into (out, lse)."""
+    """Return the launch that merges one shard of keys into (out, lse), at the ``first`` step, the ``last`` or another."""
     launch = portable.forward(call, first, last)
     return hopper.forward(call, launch) if _takes(call, "forward") else launch
 
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that adds one shard's gradient to dq, in a backward of two launches."""
+    """Return the launch that adds the contribution of one shard of keys to dq, in a backward of two launches."""
     launch = portable.dq(call, first, last)
     return wide.dq(call, launch) if _takes(call, "backward") else launch
 
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch of dk and dv of one shard, in a backward of two launches."""
+    """Return the launch that computes dk and dv of one shard of keys, in a backward of two launches.
+
+    ``first``: no gradients of earlier steps are added. ``last``: the gradients are complete, and get the input's dtype.
+    """
     launch = portable.dkv(call, first, last)
     return wide.dkv(call, launch) if _takes(call, "backward") else launch
 

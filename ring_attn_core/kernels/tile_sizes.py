@@ -22,7 +22,7 @@ WIDEST = 512
 """Largest head dimension of the portable kernels."""
 
 HOPPER_BACKWARD_KEYS = 128
-"""Number of keys of a program of the Hopper backward: 64 for each of its two warpgroups."""
+"""Number of keys per program of the one-pass Hopper backward: 64 for each of its two warpgroups."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int, bool]:
     """Return block_q, block_k, warps, stages and tma for head dimensions of 257 to 512.
 
-    Times are in ms on one H100, 4 heads of 512. 64 rows of a tile take 64 KiB. With TMA the sums of the backward spill.
+    Times are in ms on one H100, 4 heads of 512. 64 rows of a tile take 64 KiB. The backward does not use TMA, because its
+    accumulators would then spill to memory.
     """
     if shared_memory(capability) < 128 * 1024:
         return (32, 16, 4, 1, False) if kernel == "forward" else (16, 16, 4, 1, False)

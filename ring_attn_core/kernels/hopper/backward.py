@@ -118,7 +118,7 @@ class BackwardArguments(NamedTuple):
 
 
 class BackwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers that signal that a tile is full."""
+    """The tiles in shared memory, and mbarriers that signal a full tile: ``own_full`` to the producer, others to consumers."""
 
     q: Any
     dout: Any

@@ -54,7 +54,7 @@ def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of earlier steps to ``x`` and store the sum; WIDTH columns lie inside the array."""
+    """Add the gradients ``before`` of earlier steps to ``x``, and store WIDTH columns in ``to``, 16-bit ones through ``tile``."""
     COLUMNS: gl.constexpr = x.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = to.dtype.element_ty

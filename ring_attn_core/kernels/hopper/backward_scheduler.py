@@ -24,8 +24,8 @@ from ..portable.rows import Tiles, load_row, seen_from, tiles_in_band
 class KeyWork(NamedTuple):
     """The key tile of a program, and the query tiles that it visits.
 
-    ``k_tile``: index of the key tile in run ``k_run``. ``n0``: local index of its first key. ``k_slot``, ``q_slot``: tokens of
-    a key run and of a query run, padding included.
+    ``group``: key head. ``k_tile``: index of the key tile in run ``k_run``. ``n0``: local index of its first key. ``k_slot``,
+    ``q_slot``: tokens of a key run and of a query run, padding included.
 
     ``first``, ``last``: range of query tiles in each query run, ``last`` exclusive. ``visited``: how many of these tiles the
     program visits for one query head. ``steps``: the sum of ``visited`` over the runs and the query heads of the key head.
@@ -110,7 +110,7 @@ def survey(args, work, sizes: gl.constexpr):
 
 @gluon.jit
 def walk_of(work, q_run):
-    """Return (first, end) of the query tiles to walk in a run, and whether the program skips some of these."""
+    """Return (first, end, gaps): the range of query tiles in a run, and whether the program skips some of these tiles."""
     first, last = gl.where(q_run == 0, work.first[0], work.first[1]), gl.where(q_run == 0, work.last[0], work.last[1])
     return first, last, last - first > gl.where(q_run == 0, work.visited[0], work.visited[1])
 

@@ -131,7 +131,7 @@ def parts(
 
 
 def heads_together(call: RingCall) -> int:
-    """Return the number of query heads processed at a time: all that read key heads whose k and v together fit into L2_SHARE."""
+    """Return the number of query heads processed at a time: those of as many key heads as fit into L2_SHARE with k and v."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
@@ -155,7 +155,7 @@ def sums_of_dq(call: RingCall) -> tuple[int, int]:
 
 
 def queries(call: RingCall) -> int:
-    """Return the number of queries per tile of the backward."""
+    """Return the number of queries per tile of the one-pass backward."""
     return 64 if columns(call.head_dim) == 128 else 128
 
 
@@ -163,7 +163,8 @@ def queries(call: RingCall) -> int:
 def backward(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch of a backward step, with the output ``dq`` followed by the outputs of ``portable.dkv``.
 
-    This ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``.
+    This ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``. ``first``: no dk and dv of earlier
+    steps are added. ``last``: dk and dv are complete, and get the input's dtype.
     """
     together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
     dtype = call.dtype if last else "float32"
@@ -238,7 +239,7 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
 
 
 def kv_heads_together(call: RingCall, block_k: int = HOPPER_BACKWARD_KEYS) -> int:
-    """Return the number of key heads processed at a time by the backward."""
+    """Return the number of key heads that the backward processes at a time. ``block_k``: keys per tile."""
     enough = -(-KEY_TILES_TOGETHER * HOPPER_BACKWARD_KEYS // block_k // call.k_tiles(block_k))
     return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 

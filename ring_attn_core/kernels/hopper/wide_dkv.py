@@ -1,4 +1,4 @@
-"""The gradients dk and dv for heads that ``backward.py`` does not take, in Gluon for Hopper (sm_90a).
+"""The gradients dk and dv in the two-pass backward (``tile_sizes.hopper_passes``), in Gluon for Hopper (sm_90a).
 
     s^T = k q^T     p^T = exp2(s^T - lse2)     dv += p^T dout              the first warpgroup
     dp^T = v dout^T     ds^T = p^T (dp^T - delta)     dk += ds^T q         the second warpgroup
@@ -79,7 +79,7 @@ class WideConstants(NamedTuple):
 
 
 class WideSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers that signal that a tile is full; ``p`` passes between the warpgroups."""
+    """The tiles in shared memory (``p`` passes between the warpgroups), and mbarriers: ``own_full`` serves the producer alone."""
 
     q: Any
     dout: Any

@@ -1,9 +1,9 @@
-"""The gradient dq for heads that ``backward.py`` does not take, in Gluon for Hopper (sm_90a).
+"""The gradient dq in the two-pass backward (``tile_sizes.hopper_passes``), in Gluon for Hopper (sm_90a).
 
     s = q k^T     p = exp2(s - lse2)     dp = dout v^T     ds = p (dp - delta)     dq += ds k
 
-It computes the same as portable/backward_dq.py; dk and dv have a separate launch (wide_dkv.py). Both launches together compute
-7 products, not 5. In return dq stays in registers, no program waits for another, and two runs give the same bits.
+It computes the dq of portable/backward_dq.py; dk and dv have a separate launch (wide_dkv.py). Both launches together compute 7
+products, not the 5 of backward.py. In return dq stays in registers and no program waits for another. Two runs give the same bits.
 
 Shapes     as in portable/backward_dq.py; q, dout, k and v are read through TMA descriptors, in one part or two (parts.py)
 Program    one per multiprocessor, persistent: it takes tiles of 128 queries by tickets, as the forward does. Two warpgroups of 64

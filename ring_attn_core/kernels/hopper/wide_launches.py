@@ -1,4 +1,4 @@
-"""The launches of Hopper's two-pass backward, for heads that ``launches.backward`` does not take."""
+"""The launches of Hopper's two-pass backward, for calls that ``tile_sizes.hopper_passes`` gives two passes."""
 
 from __future__ import annotations
 

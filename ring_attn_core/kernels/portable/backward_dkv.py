@@ -1,7 +1,7 @@
 """The gradients of one k/v shard from one rank's queries, in Triton (sm_80 and later).
 
-    dv_j = sum_i z_ij p_ij dout_i                                  p, dp, ds, z as in backward_dq.py
-    dk_j = scale sum_i ds_ij q_i
+    dv_j = sum_i z_ij p_ij dout_i        p_ij: probability; z_ij: dropout factor      formulas in backward_dq.py
+    dk_j = scale sum_i ds_ij q_i         ds_ij: gradient of the score
 
 One pass over the queries that see a tile of keys, for each query head of the group (FlashAttention-2, arXiv:2307.08691, algorithm
 2).

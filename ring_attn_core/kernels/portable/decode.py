@@ -16,13 +16,13 @@ Shapes     q_BNHD, k_BTGD, v_BTGE, q_positions int32 [B, N], k_positions int32 [
            [B, N] (the position of each node of a tree in the sequence that it continues), alibi_slopes f32 [H], k_scale,
            v_scale f32 [G] -> pairs f32 [SPLITS, B, N, H, E + 1], the last column the lse
            B batch, N queries, T slots, H/G query/key heads (G divides H), D/E head dim of q, k / of v
-Program    of ``decode`` one (kv head, tile of rows, split, batch row), kv heads fastest: those that read neighbouring memory run
-           together. Row m of a kv head is query m // (H / G) and the head m % (H / G) of the group.
+Program    of ``decode`` one (kv head, tile of rows, split, batch row), kv heads fastest, so that programs that read neighbouring
+           memory run together. Row m of a kv head is query m // (H / G) and the head m % (H / G) of the group.
            of ``merge_pairs`` one row of [B, N, H]
 Precision  products in q's dtype, sums and softmax in f32, in base 2. One-byte keys and values become float16, which holds them
            exactly and takes one instruction (bfloat16 takes four). Queries in bfloat16 become float16 too, divided by a power
-           of two for each row. The scales are applied to scores and sums. Probabilities in float16 are multiplied by LIFT, or
-           the many small ones of a long cache would become 0
+           of two for each row. The scales are applied to scores and sums. Probabilities in float16 are multiplied by LIFT,
+           because otherwise the many small probabilities of a long cache would become 0
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
 
 @triton.jit
 def lies_in(tile, list_ptr, inside):
-    """Return whether a key tile lies in an interval of each list at ``list_ptr``; False if ``inside`` is False."""
+    """Return, for each list of intervals in ``list_ptr``, whether it contains key tile ``tile``; False if not ``inside``."""
     found = inside & False
     some = tl.load(list_ptr + 2, mask=inside, other=0)
     for each in range(INTERVALS):

@@ -51,7 +51,8 @@ class KernelArguments(NamedTuple):
 
     ``k``, ``v`` are pointers or TMA descriptors. The names are those of the public arguments: ``key_mask`` and ``key_mask_spans``
     come from ``loads.unpack_key_mask``, ``dropout`` from ``dropout.philox_keys``. ``inner``, ``softcap``: see
-    ``scores.scores``. ``S``, ``T``: tokens of the q and the k/v shard.
+    ``scores.scores``. ``threshold``: random words below it drop a probability. ``rescale``: factor of the kept probabilities.
+    ``S``, ``T``: tokens of the q and the k/v shard.
     """
 
     k: Any
