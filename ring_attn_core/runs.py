@@ -100,8 +100,8 @@ class Row(NamedTuple):
 
     ``lo``, ``hi``: the band in local indices ``i - j``, clamped to the slots (``lo > hi``: nothing is visible). ``q_base``,
     ``q_len``, ``q_start``: the query run's offset in its shard, number of tokens without padding, and first position. ``k_base``,
-    ``k_len``, ``k_start``: the same three numbers of the key run. ``stride``: step in positions of both runs. ``shard``: index of
-    the shard within the k/v array; 0 if it holds one.
+    ``k_len``, ``k_start``: the same three numbers of the key run. ``stride``: distance between consecutive positions of both
+    runs. ``shard``: index of the shard within the k/v array; 0 if the array holds one shard.
     """
 
     lo: Any

@@ -59,8 +59,8 @@ def balanced_layout(
     means an unpacked sequence. ``seq_local``: tokens per rank, by default the fewest that hold the longest row; the rest is
     padding. ``mask``: the mask inside a document, by default ``causal()``. A model with several kinds of layers passes a mapping
     of masks to their costs, such as ``{causal(): 8, sliding_window(4095): 24}`` for 8 and 24 layers. ``pair_cost``: a function
-    from a document's length in tokens to the cost of one of its pairs, by default 1. Short documents cost more if they fill tiles
-    badly.
+    from a document's length in tokens to the cost of one of its pairs, by default 1. It may return more for short documents,
+    because they fill the tiles of a kernel only in part.
 
     Neighbouring short documents are assigned as one if together they are at most one chunk: an eighth of a shard, but at least
     512 tokens (or a whole shard, if that is shorter) and at most 2,048.
@@ -164,7 +164,7 @@ class _Remaining:
         return list(accumulate([item.cost for item in self.items], initial=0))
 
     def at(self, token: int) -> tuple[int, int]:
-        """Return (item index, offset in the item) of a token, counted in the sequence of all items."""
+        """Return (index of the item, offset in the item) of token number ``token`` of the sequence of all items."""
         index = bisect_right(self.tokens, token) - 1
         return index, token - self.tokens[index]
 

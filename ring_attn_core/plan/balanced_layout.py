@@ -92,7 +92,7 @@ class BalancedLayout:
     def stretches(self, shards: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return, for each group of ``shards`` consecutive ranks, the order that sorts its concatenated shards by position.
 
-        The order is a list of stretches (index of the first token in the concatenated shards, length).
+        The order is a tuple of stretches (index of the first token in the concatenated shards, length).
         """
         groups = []
         for first in range(0, self.ranks, shards):
@@ -111,7 +111,7 @@ class BalancedLayout:
         return (*own, *[(0, 0, 0, 1)] * (self.most_runs - len(own)))
 
     def check(self, ranks: object, length: object) -> None:
-        """Raise ValueError if this layout has another number of ranks or another length."""
+        """Raise ValueError if the number of ranks of this layout is not ``ranks``, or its length is not ``length``."""
         check_layout(self, ranks, length)
 
     def positions(self, rank: int) -> list[int]:
@@ -120,7 +120,7 @@ class BalancedLayout:
 
 
 def check_layout(layout: Any, ranks: object, length: object) -> None:
-    """Raise ValueError if ``layout`` has another number of ranks or another length."""
+    """Raise ValueError if the number of ranks of ``layout`` is not ``ranks``, or its length is not ``length``."""
     if ranks != layout.ranks or length != layout.length:
         raise ValueError(
             f"this layout deals {layout.length} tokens to {layout.ranks} ranks, got {in_words(length)} tokens and "

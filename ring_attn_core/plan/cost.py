@@ -25,8 +25,10 @@ GATHERED, EXCHANGED = 1.12, 1.50
 ("ulysses"): measured on two H200s."""
 
 SLICE, EXCHANGE = 13, 6
-"""Numbers of launches with which PyTorch copies a slice of keys into place, and with which it reorders arrays before, and again
-after, an exchange of heads. Each launch takes time on the host."""
+"""Numbers of launches with which PyTorch copies a slice of keys into place, and reorders arrays around an exchange of heads.
+
+Arrays are reordered before the exchange and again after it. Each launch takes time on the host.
+"""
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
@@ -43,7 +45,7 @@ def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
 
 
 def memory(name: str, load: Load, group: int = 0) -> int:
-    """Return the most bytes that a strategy holds in the backward, besides a rank's own q, k, v, out and their gradients.
+    """Return the largest number of bytes that a strategy holds in the backward, besides a rank's q, k, v, out and gradients.
 
     ``group``: as in ``seconds``.
     """
@@ -190,7 +192,7 @@ def _ulysses(run: Pass, group: int) -> None:
 
 
 def _group_pairs(run: Pass, shift: int, group: int) -> int:
-    """Return the most visible pairs between a sampled group's queries and the keys of the group ``shift`` ranks before it."""
+    """Return the largest number of visible pairs between a sampled group and the keys of the group ``shift`` ranks before."""
     load, plan = run.load, run.load.plan
     if group == plan.ranks:
         return plan.mask.area(plan.length, plan.kv_length)
@@ -220,7 +222,7 @@ def _two_level(run: Pass, group: int) -> None:
             line.compute(run.seconds(run.of_shifts({r: levels.shift(r, ring.outer, inner) for r in load.sample}), True))
             if run.backward:
                 travelling = line.send(gradients)
-                if left is not None:  # the sum of the host before crosses during the next steps
+                if left is not None:  # gradient sums of the previous inner ring cross during these steps
                     line.wait(left)
                     line.wait(sums)
                     line.copy(3 * gradients)
@@ -248,7 +250,7 @@ def _peers(name: str, run: Pass, group: int) -> None:
     line.host_step = getattr(run.machine, f"host_{name}_{'backward' if run.backward else 'forward'}")
     keys, gradients, steps = load.kv * load.item, load.kv * load.wide, len(load.plan.shifts)
     if name == "pull":
-        line.copy(2 * keys, 0)  # into the buffer from which others read
+        line.copy(2 * keys, 0)  # own keys to the buffer from which other ranks read
     arriving = {i: line.peer_copy(keys) for i in range(1, min(ahead + 1, steps))}
     returning: float | None = None
     for i, shift in enumerate(load.plan.shifts):

@@ -29,7 +29,7 @@ class JoinedPlan(RingPlan):
 
     @cached_property
     def q_runs(self) -> Runs:
-        """Return each rank's query runs as ``RingPlan.q_runs`` does, but with offsets in the joined shards."""
+        """Return each rank's query runs as (base, length, start, stride), with ``base`` the offset in the joined shards."""
         return self._joined(super().q_runs, self.q_shards, self.seq_local)
 
     @cached_property

@@ -59,7 +59,7 @@ def stored(framework: str, device: str) -> Machine | None:
     """Return the record of a kind of device, or None if it has no file. Raise ValueError, naming the file, if it is damaged."""
     try:
         path = path_of(framework, device)
-    except RuntimeError:  # a user without a home
+    except RuntimeError:  # the user has no home folder
         return None
     try:
         return Machine.from_json(read_bytes(path).decode()) if path.exists() else None

@@ -183,7 +183,7 @@ def _held(layout: BalancedLayout) -> list[Stretch]:
 
 
 def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join intervals (first, end), sorted and disjoint, where one begins at the end of another."""
+    """Return sorted, disjoint intervals (first, end) with adjacent intervals joined."""
     merged: list[tuple[int, int]] = []
     for first, end in intervals:
         if merged and merged[-1][1] == first:

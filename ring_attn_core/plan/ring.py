@@ -135,7 +135,7 @@ class RingPlan:
         return tuple((i * slots[0].length, run.length, run.start, run.stride) for i, run in enumerate(kept))
 
     def positions(self, rank: int) -> list[int]:
-        """Return the global position of every query slot of a rank, in shard order; the positions of padding are >= length."""
+        """Return the global positions of a rank's queries, padding included, in shard order; padding has positions >= length."""
         if isinstance(self.layout, BalancedLayout):
             return self.layout.positions(rank)
         slots = layouts.named(self.layout)(rank, self.ranks, self.seq_local)
@@ -150,7 +150,7 @@ class RingPlan:
     def q_slot(self) -> int:
         """Return the number of tokens of a query slot.
 
-        A shard has equal slots; in a balanced layout the whole shard is one slot.
+        A shard consists of slots of equal size; in a balanced layout the whole shard is one slot.
         """
         return self.seq_local if isinstance(self.order, BalancedLayout) else self.seq_local // layouts.slots(self.order)
 

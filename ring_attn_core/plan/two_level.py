@@ -57,7 +57,7 @@ class InnerRing(NamedTuple):
 
     @property
     def key_hops(self) -> int:
-        """Return the number of hops that keys make inside a host."""
+        """Return the number of hops that keys make inside a host, including a first hop if ``inner`` does not begin with 0."""
         return len(self.inner) - 1 + (self.inner[0] > 0)
 
     @property

@@ -11,7 +11,10 @@ from .oracle import Array, rounding
 
 
 class DecodeFeatures(NamedTuple):
-    """The optional arguments of ``tree_attention_decode`` that change scores or visibility."""
+    """The optional arguments of ``tree_attention_decode`` that change scores or visibility.
+
+    ``tree_mask``: bool [b n n]. ``sinks``, ``alibi_slopes``: [h]. ``k_scale``, ``v_scale``: [g], factors of k and of v.
+    """
 
     tree_mask: Array | None = None
     window: int | None = None
@@ -27,7 +30,8 @@ def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, 
     """Return (out, lse) over the global cache in float64, or in extended precision if q is float64.
 
     Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h], with b batch, n queries, t slots, h/g query/kv
-    heads, d/e head dim of q and k / of v. ``features``: see DecodeFeatures. Slots that no query sees have no effect.
+    heads, d/e head dim of q and k / of v. ``q_positions`` [b n], ``k_positions`` [b t]: positions in the sequence, negative for
+    an empty slot. ``features``: see DecodeFeatures. Slots that no query sees have no effect.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention((q, k, v), (q_positions, k_positions), DecodeFeatures(**features), working, lambda x: x)

@@ -6,7 +6,7 @@ that allow (i, j),
 
     Z_i = sum_j n_ij exp(s_ij)        out_i = sum_j n_ij exp(s_ij) v_j / Z_i        lse_i = log Z_i
 
-which is LongNet's mixture, each pattern weighted by its denominator (arXiv:2307.02486, equation 10).
+This is LongNet's mixture, in which each pattern is weighted by its softmax denominator (arXiv:2307.02486, equation 10).
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ class _Arrays(NamedTuple):
 
 
 BLOCK = 512
-"""Queries per block of the computation."""
+"""Number of queries that are computed at a time."""
 
 
 def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, rounded: Callable[[Array], Array]) -> Attention:

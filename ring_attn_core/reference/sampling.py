@@ -27,7 +27,7 @@ def probabilities(logits: np.ndarray, sampling: Sampling) -> np.ndarray:
 
 
 def gumbel(vocab: int, seed: int, request: int, position: int) -> np.ndarray:
-    """Return Gumbel noise, float64 [vocab], made from 32 random bits for each token."""
+    """Return Gumbel noise, float64 [vocab], from 32 random bits for each token; seed, request and position determine the bits."""
 
     def multiply(a: Any, constant: int) -> tuple[Any, Any]:
         product = a * np.uint64(constant)
