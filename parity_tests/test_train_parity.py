@@ -15,6 +15,7 @@ for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensor
 
 import jax  # noqa: E402
 import torch  # noqa: E402
+from flax import nnx  # noqa: E402
 from safetensors.numpy import load_file  # noqa: E402
 
 from ring_attn_cli.train import jax_side  # noqa: E402
@@ -22,6 +23,7 @@ from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Pass
 from ring_attn_cli.train.jax_side import JaxSide, compiler_options, mesh_of  # noqa: E402
 from ring_attn_cli.train.loop import lines, train  # noqa: E402
 from ring_attn_cli.train.torch_side import RankPlace, TorchSide  # noqa: E402
+from ring_attn_torch.ring.groups import local  # noqa: E402
 
 from .support import corpus  # noqa: E402
 from .support.selection import first  # noqa: E402
@@ -135,6 +137,42 @@ def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: 
     assert len(numbers(zigzag)["losses"]) == 6
     assert_close(numbers(balanced), numbers(zigzag))
     assert_close(weights(balanced), weights(zigzag))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", first(["torch", "jax"]))
+def test_a_run_with_sharded_weights_takes_the_steps_of_one_with_whole_weights(framework: str, gloo, tmp_path: Path):
+    """Its checkpoint, saved after an evaluation, resumes with sharded weights, and the next one with whole weights."""
+    steady = Optimizer(
+        clip=1.5, schedule=({"name": "constant_schedule", "value": 1e-2},)
+    )  # the same rates for 4 and 5 steps as for 6
+    whole, sharded = (replace(config_of(tmp_path, name, 2, 6), optimizer=steady) for name in ("whole", "sharded"))
+    whole = replace(whole, evaluation=replace(whole.evaluation, every=4))
+    begun = replace(sharded, steps=4, evaluation=whole.evaluation, ring=replace(sharded.ring, weights="sharded"))
+    work = in_jax if framework == "jax" else lambda config: gloo(2, on_ranks, config)
+    for config in (whole, begun):
+        work(config)
+    for name in ("losses", "norms", "held out"):
+        np.testing.assert_allclose(numbers(begun)[name], numbers(whole)[name][: len(numbers(begun)[name])], rtol=CLOSE)
+    work(replace(begun, steps=5))
+    work(sharded)
+    assert_close(weights(sharded), weights(whole))
+
+
+def share_in_torch(group: Any, config: Config) -> float:
+    """The share of the weights that this rank holds."""
+    model = TorchSide(config, RankPlace(group, group, 0, torch.device("cpu")))._model
+    held, of = (sum(x.numel() for x in xs) for xs in (map(local, model.parameters()), model.parameters()))
+    return held / of
+
+
+def test_each_rank_holds_its_share_of_sharded_weights(gloo, tmp_path: Path):
+    config = config_of(tmp_path, "run", 2)
+    config = replace(config, ring=replace(config.ring, weights="sharded"))
+    assert max(gloo(2, share_in_torch, config)) < 0.51
+    with jax.enable_x64(True):
+        arrays = jax.tree.leaves(nnx.state(JaxSide(config, mesh_of(config))._model, nnx.Param))
+    assert sum(x.addressable_shards[0].data.size for x in arrays) / sum(x.size for x in arrays) < 0.51
 
 
 @pytest.mark.slow

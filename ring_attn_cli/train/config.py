@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 MODEL: dict[str, Any] = {"vocab": 256, "dim": 128, "depth": 2, "heads": 4, "kv_heads": 2}
 """Defaults of the table ``[model]``."""
+WEIGHTS = "whole", "sharded"
 DTYPES = "param_dtype", "compute_dtype"
 """The only keys of ``[model]`` that are allowed with ``init_from``."""
 
@@ -71,8 +72,9 @@ class Optimizer:
 class RingConfig:
     """The parallelism of a run, and the options of ``RingTransformer``.
 
-    ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``chunk``: number of
-    tokens whose logits are in memory at a time.
+    ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``weights``: "whole"
+    on each rank, or "sharded" over all ranks, as are then the gradients and moments. ``chunk``: number of tokens whose logits are
+    in memory at a time.
     """
 
     ranks: int = 4
@@ -81,6 +83,7 @@ class RingConfig:
     backend: str = "auto"
     strategy: str = "auto"
     activations: str = "keep"
+    weights: str = "whole"
     chunk: int = 4096
 
     @property
@@ -146,6 +149,8 @@ class Config:
         for name in ("learning_rate", "eps", "clip"):
             if not getattr(self.optimizer, name) > 0:
                 raise ValueError(f"optimizer.{name} must be more than 0, got {getattr(self.optimizer, name)}")
+        if self.ring.weights not in WEIGHTS:
+            raise ValueError(f"ring.weights must be one of {', '.join(map(repr, WEIGHTS))}, got {self.ring.weights!r}")
         self._check_schedule()
         unit = self.ring.ranks * (1 if self.ring.layout == BALANCED else layouts.slots(self.ring.layout))
         if self.data.length % unit:

@@ -16,7 +16,7 @@ import numpy as np
 import optax
 from flax import nnx
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ring_attn_core.model.progress import ResumePoint
 from ring_attn_jax import (
@@ -39,10 +39,10 @@ from ring_attn_jax import (
 from .arithmetic import first_weights, rates
 from .config import DTYPES, Config, Optimizer
 from .data import arguments, check_vocab, is_llama
+from .jax_mesh import AXES, mesh_of, weight_shardings
 from .loop import Tell, train
 from .side import RunDevices, TrainStep
 
-AXES = "data", "seq"
 MOST_BYTES = 4096
 """Size of the message that process 0 broadcasts."""
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
@@ -90,23 +90,6 @@ def of_first(words: str) -> str:
     return sent.astype(np.uint8).tobytes().decode(errors="ignore").rstrip()
 
 
-def mesh_of(config: Config) -> Mesh:
-    """Return the mesh of replicas x ranks, on CPU devices if there are too few accelerators.
-
-    Raise ValueError if the CPU devices are too few too, or if several processes do not have exactly replicas x ranks devices.
-    """
-    shape = config.ring.replicas, config.ring.ranks
-    count = shape[0] * shape[1]
-    devices = jax.devices()
-    if jax.process_count() > 1 and len(devices) != count:
-        raise ValueError(f"{jax.process_count()} processes have {len(devices)} devices, and [ring] {count}: change [ring]")
-    if len(devices) < count:
-        devices = jax.devices("cpu")
-    if len(devices) < count:
-        raise ValueError(f"the config has {count} ranks in all, and jax {len(devices)} devices: change [ring]")
-    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:count])
-
-
 class Batch(NamedTuple):
     """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order; a layout if it is balanced."""
 
@@ -118,9 +101,13 @@ class Batch(NamedTuple):
 
 
 class StaticArguments(NamedTuple):
-    """The static arguments of a compiled function: ``chunk`` and ``length`` in tokens, ``rows`` of a microbatch."""
+    """The static arguments of a compiled function: ``chunk`` and ``length`` in tokens, ``rows`` of a microbatch.
+
+    ``sharded``: True if the weights are sharded over all devices.
+    """
 
     mesh: Mesh
+    sharded: bool
     chunk: int
     length: int
     rows: int
@@ -131,12 +118,13 @@ class JaxTrainer:
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
+        self._sharded = config.ring.weights == "sharded"
         self._model = self._made()
+        self._place(self._model)
         self.config = self._model.config
         self.parameters = sum(x.size for x in jax.tree.leaves(nnx.state(self._model, nnx.Param)))
         self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=nnx.Param)
-        for module in (self._model, self._optimizer):  # replicated like after an update, so that step 2 does not recompile
-            nnx.update(module, jax.device_put(nnx.state(module), NamedSharding(mesh, PartitionSpec())))
+        self._place(self._optimizer)
         options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
         self._step = jax.jit(_step, static_argnames=("graph", "how"), compiler_options=options)
 
@@ -145,13 +133,19 @@ class JaxTrainer:
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
-        if folder is not None:
-            arguments = dict(self._config.model)
-            load = load_llama if is_llama(folder) else load_weights
-            return load(folder, dtype=arguments.get("param_dtype"), compute_dtype=arguments.get("compute_dtype"), **how)
-        model = RingTransformer.from_config(self._config.transformer(), **how, rngs=nnx.Rngs(0))
-        from_numpy(model, first_weights(to_numpy(model), self._config.seed))
-        return model
+        with jax.default_device(jax.local_devices(backend="cpu")[0] if self._sharded else None):
+            if folder is not None:
+                arguments = dict(self._config.model)
+                load = load_llama if is_llama(folder) else load_weights
+                return load(folder, dtype=arguments.get("param_dtype"), compute_dtype=arguments.get("compute_dtype"), **how)
+            model = RingTransformer.from_config(self._config.transformer(), **how, rngs=nnx.Rngs(0))
+            from_numpy(model, first_weights(to_numpy(model), self._config.seed))
+            return model
+
+    def _place(self, module: nnx.Module) -> None:
+        """Put the arrays on the mesh, placed as after an update, so that step 2 does not recompile."""
+        state = nnx.state(module)
+        nnx.update(module, jax.device_put(state, weight_shardings(state, self._mesh, self._sharded)))
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
         whole, targets, of = jnp.asarray(ids), jnp.asarray(labels), self._config.ring
@@ -184,7 +178,9 @@ class JaxTrainer:
         return RunDevices(device.device_kind, self._mesh.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _how(self, of: Shard) -> StaticArguments:
-        return StaticArguments(self._mesh, self._config.ring.chunk, of.length, self._config.rows)
+        return StaticArguments(
+            self._mesh, self._config.ring.weights == "sharded", self._config.ring.chunk, of.length, self._config.rows
+        )
 
     def _placed(self, microbatches: list[Shard]) -> Batch:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
@@ -266,7 +262,10 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArgu
     (value, gradients), _ = jax.lax.scan(add, nothing, (jnp.arange(len(batch.ids)), batch))
     norm = optax.tree.norm(gradients)
     optimizer.update(model, gradients)
-    return value, norm, nnx.state((model, optimizer))
+    state = nnx.state((model, optimizer))
+    if how.sharded:
+        state = jax.lax.with_sharding_constraint(state, weight_shardings(state, how.mesh, True))
+    return value, norm, state
 
 
 @partial(nnx.jit, static_argnames=("ends", "how"))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import get_node_local_rank
 
 from ring_attn_core.model.progress import ResumePoint
@@ -39,7 +39,7 @@ from .config import Config
 from .data import arguments, check_vocab, is_llama
 from .loop import Tell, train
 from .side import RunDevices, TrainStep
-from .torch_ranks import device_of, join_launched, member, reported_errors
+from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
@@ -107,11 +107,29 @@ class RankPlace(NamedTuple):
     device: torch.device
 
 
+def shard_weights(model: RingTransformer, places: RankPlace) -> RingTransformer:
+    """Shard the weights over all ranks by FSDP2, block by block, each moved to the device when it is sharded.
+
+    FSDP2 takes the mean of gradients, and ``sum_gradients`` multiplies it by the number of ranks.
+    """
+    from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a second to import
+
+    mesh = DeviceMesh.from_group(places.everybody, places.device.type)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(places.device.type == "cpu")  # gloo has no mean
+    return model
+
+
 class TorchTrainer:
     """The model and the optimizer of one rank of a run in PyTorch, with the computations of training and evaluation."""
 
     def __init__(self, config: Config, places: RankPlace) -> None:
         self._config, self._places = config, places
+        self._sharded = config.ring.weights == "sharded"
         self._rank = dist.get_rank(places.ring)
         self._model = self._made()
         self.config = self._model.config
@@ -127,14 +145,15 @@ class TorchTrainer:
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}
-        with self._places.device:
+        with CPU if self._sharded else self._places.device:
             if folder is not None:
                 arguments = dict(self._config.model)
                 load = load_llama if is_llama(folder) else load_weights
-                return load(folder, dtype=arguments.get("param_dtype"), compute_dtype=arguments.get("compute_dtype"), **how)
-            model = RingTransformer.from_config(self._config.transformer(), **how)
-        from_numpy(model, first_weights(to_numpy(model), self._config.seed))
-        return model
+                model = load(folder, dtype=arguments.get("param_dtype"), compute_dtype=arguments.get("compute_dtype"), **how)
+            else:
+                model = RingTransformer.from_config(self._config.transformer(), **how)
+                from_numpy(model, first_weights(to_numpy(model), self._config.seed))
+        return shard_weights(model, self._places) if self._sharded else model
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
         size = self._config.data.batch_size
@@ -155,7 +174,8 @@ class TorchTrainer:
             value = value + part.detach()
         sum_gradients(self._model, self._places.everybody)
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        norm: Any = torch.nn.utils.get_total_norm(gradients)
+        norm = norm.full_tensor() if self._sharded else norm
         # Clip as optax does: torch's clip_grad_norm_ adds 1e-6 to the norm, which gives another step.
         factor = torch.clamp(self._config.optimizer.clip / norm, max=1.0)
         for gradient in gradients:

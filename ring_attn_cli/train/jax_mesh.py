@@ -1,0 +1,42 @@
+"""The mesh of a run in JAX, and the devices that hold each weight. Imported only if JAX is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .config import Config
+
+AXES = "data", "seq"
+
+
+def mesh_of(config: Config) -> Mesh:
+    """Return the mesh of replicas x ranks, on CPU devices if there are too few accelerators.
+
+    Raise ValueError if the CPU devices are too few too, or if several processes do not have exactly replicas x ranks devices.
+    """
+    shape = config.ring.replicas, config.ring.ranks
+    count = shape[0] * shape[1]
+    devices = jax.devices()
+    if jax.process_count() > 1 and len(devices) != count:
+        raise ValueError(f"{jax.process_count()} processes have {len(devices)} devices, and [ring] {count}: change [ring]")
+    if len(devices) < count:
+        devices = jax.devices("cpu")
+    if len(devices) < count:
+        raise ValueError(f"the config has {count} ranks in all, and jax {len(devices)} devices: change [ring]")
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2, devices=devices[:count])
+
+
+def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
+    """Return the sharding of each array of ``state``, replicated or ``sharded`` over all devices.
+
+    An array is sharded along its first dimension that the number of devices divides. If there is none, it is replicated.
+    """
+
+    def of(x: Any) -> NamedSharding:
+        divided = [i for i, size in enumerate(x.shape) if sharded and size and size % mesh.size == 0]
+        return NamedSharding(mesh, PartitionSpec(*[None] * divided[0], AXES) if divided else PartitionSpec())
+
+    return jax.tree.map(of, state)
