@@ -13,7 +13,7 @@ from .spec import FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
-    """Raise ValueError if ``tokens`` is not an int of at least 1, or exceeds ``spec.room`` of a cache with a window."""
+    """Raise ValueError if a step's number of new ``tokens`` is not an int of at least 1, or exceeds the ``room`` of the spec."""
     if not is_integer(tokens) or tokens < 1:
         raise ValueError(f"tokens must be an int of at least 1, how many new ones a request has, got {in_words(tokens)}")
     if spec.room is not None and tokens > spec.room:
@@ -24,7 +24,7 @@ def check_tokens(spec: CacheSpec, tokens: Any) -> None:
 
 
 def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
-    """Raise ValueError if a request of ``length`` tokens cannot grow by ``tokens``."""
+    """Raise ValueError if a request of ``length`` tokens cannot grow by ``tokens``. ``row``: its index, for the message."""
     if spec.capacity is not None and length + tokens > spec.capacity:
         more = "reserve more" if spec.page is not None else "make the cache with a larger capacity, or with page= to let it grow"
         raise ValueError(
@@ -34,7 +34,7 @@ def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
 
 
 def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], row: int) -> None:
-    """Raise ValueError if a rank has too few slots for a request.
+    """Raise ValueError if a rank has too few empty slots for a request's new tokens. With a window nothing is refused.
 
     ``counts``, ``held``: numbers of the request's cached and new tokens on each rank. ``row``: index of the request, for the
     message.
@@ -62,7 +62,7 @@ def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
 
 
 def check_rows(name: str, rows: Any, batch: int) -> list[int]:
-    """Return ``rows``, an int or a list, as a list. Raise ValueError if one is outside of 0 .. ``batch - 1`` or repeated."""
+    """Return ``rows``, an int or a list of ints, as a list. Raise ValueError if an int is repeated or not in 0 .. batch - 1."""
     values = list(rows) if isinstance(rows, Sequence) else [rows]
     if not all(is_integer(row) and 0 <= row < batch for row in values):
         raise ValueError(f"{name} must be an int or ints from 0 to {batch - 1}, the cache's requests, got {rows!r}")
@@ -105,9 +105,9 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-    """Raise ValueError if k or v have other shapes or dtypes than the cache.
+    """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache. A float8 cache takes any wider dtype.
 
-    ``tokens``: (requests, new tokens of each request).
+    ``tokens``: (requests, new tokens of each request). ``shapes``, ``dtypes``: those of k, then of v.
     """
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
@@ -127,7 +127,7 @@ def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[i
 
 
 def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -> None:
-    """Raise ValueError if ``valid`` is not bool with the ``expected`` shape [requests, tokens]."""
+    """Raise ValueError if ``valid``, False for padding, is not bool with the ``expected`` shape [requests, tokens]."""
     if tuple(shape) != expected or dtype != "bool":
         raise ValueError(
             f"valid must be bool [requests, tokens] = {list(expected)}, True for a token that is one, got {dtype} {list(shape)}"
@@ -149,9 +149,9 @@ def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
-    """Return the window of a call; None means the cache's window.
+    """Return the number of earlier positions that a query of a call sees: ``window``, or the cache's window if it is None.
 
-    Raise ValueError if it is not an int of at least 0, or is wider than the cache's window, beyond which keys are overwritten.
+    Raise ValueError if ``window`` is not an int of at least 0, or exceeds the cache's window: keys beyond it are overwritten.
     """
     if window is None:
         return spec.window

@@ -12,7 +12,7 @@ class HostState:
 
     ``lengths``: upper bound of each request's number of tokens. The exact number may be lower, because a step may add fewer
     tokens and the device removes rejected tokens. ``counts`` [requests][ranks]: tokens of each request on each rank; None if
-    unknown. ``reached``: upper bound of each request's length since it was last empty.
+    unknown. ``reached``: upper bound of the greatest length that each request has had since it was last empty.
     """
 
     def __init__(self, spec: CacheSpec) -> None:
@@ -39,22 +39,23 @@ class HostState:
             self._grow(row, tokens)
 
     def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
-        """Raise ``reached`` to the lengths that these requests will have after a step that writes ``tokens``.
+        """Raise ``reached`` to the lengths that the requests ``rows`` will have after a step.
 
-        Call this method before the step. ``reached`` stays raised if the step fails.
+        ``tokens``: number of tokens that the step writes for each of these requests. Call this method before the step.
+        ``reached`` stays raised if the step fails.
         """
         for row, more in zip(rows, tokens, strict=True):
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)
 
     def prefilled(self, rows: Iterable[int], held: Sequence[Sequence[int]]) -> None:
-        """Add the tokens of a prefilled chunk. ``held`` [requests][ranks]: tokens of each request on each rank."""
+        """Count the tokens of a prefilled chunk. ``held`` [requests][ranks]: new tokens of each request on each rank."""
         for row, more in zip(rows, held, strict=True):
             self._grow(row, sum(more))
             if self.counts is not None:
                 self.counts[row] = [a + b for a, b in zip(self.counts[row], more, strict=True)]
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Lower each request's length bound to ``lengths``."""
+        """Lower each request's length bound to its entry of ``lengths``. Mark the counts as unknown if a bound falls."""
         if any(new < old for new, old in zip(lengths, self.lengths, strict=True)):
             self.counts = None
         self.lengths = [min(pair) for pair in zip(lengths, self.lengths, strict=True)]

@@ -60,7 +60,7 @@ def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
 
 
 def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
-    """Return the runs of each rank. Raise ValueError if ``local`` is not a shard size of the layout."""
+    """Return each rank's runs for shards of ``local`` tokens. Raise ValueError if the layout has no shards of that size."""
     check_ranks(ranks)
     runs = [named(layout)(rank, ranks, local) for rank in range(ranks)]
     if len(runs[0]) * runs[0][0].length != local:

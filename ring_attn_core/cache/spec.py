@@ -67,10 +67,11 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
-        """Return the spec of a cache. ``capacity``: most tokens of a request; with a window, the number of slots of a rank.
+        """Return the spec of a cache. ``capacity``: largest number of tokens of a request; with a window, slots of a rank.
 
-        A ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes. Raise ValueError if a
-        value is invalid.
+        ``options``: the other fields of the spec. With a window, the default of ``room`` is ``window`` and that of ``capacity``
+        is ``window + room``. A ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes.
+        Raise ValueError if a value is invalid.
         """
         check_ranks(ranks)
         if options.get("dtype") is None:
