@@ -16,19 +16,19 @@ from ..plan.ulysses import Ulysses
 from .strategies import Strategy, group_of, name_of, objection
 
 GAIN = 1.02
-"""The least predicted gain over the ring for which "auto" takes another strategy; smaller ones are noise."""
+"""The least predicted ratio of the ring's time to another strategy's time for which "auto" takes that strategy."""
 
 MARGIN = 1.005
-"""The least predicted gain over another candidate than the ring; otherwise "auto" takes the first of them."""
+"""The least such ratio between two candidates other than the ring. Below it "auto" keeps the first in order of ``candidates``."""
 
 ROOM = 1 / 16
 """The share of a rank's memory that a strategy may take in addition to the memory that the ring takes."""
 
 JOINED = "gather", "ulysses"
-"""The strategies that compute on several shards at once. With extents they take up to 1.5 times as long as predicted."""
+"""The strategies that compute on joined shards. With extents they take up to 1.5 times as long as predicted."""
 
 JOINED_GAIN = 1.15
-"""The least predicted gain over the ring for which "auto" takes one of ``JOINED``. The slowdown of kernels on joined shards is
+"""The value that replaces GAIN for the strategies in ``JOINED``. It is larger because the slowdown of kernels on joined shards is
 a constant of the model, which ``ring-attn doctor`` does not measure."""
 
 
@@ -77,9 +77,10 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 
 
 def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
-    """Yield the strategies that can run a call, "ring" first. The ranks of a host form a group.
+    """Yield the strategies that "auto" compares for a call, "ring" first. In a record the ranks of a host form a group.
 
-    "push" and "pull" are among them unless ``without_peers`` says why not.
+    Strategies that cannot run the call are left out, and with extents those in JOINED. "push" and "pull" are left out if
+    ``without_peers`` gives a reason.
     """
     all_of_them: tuple[Strategy, ...] = ("ring", "direct", "two_way", "gather", "ulysses")
     if without_peers(load, machine) is None:

@@ -1,4 +1,4 @@
-"""Checks of the arguments of a call, an array or a block, made before any computation or transfer."""
+"""Checks of arguments of ``ring_attention``, ``attend_block``, ``merge`` and others, made before any computation or transfer."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def check_softcap(softcap: Any) -> None:
 
 
 def check_mask_sizes(batch: Any, heads: Any, *dims: int) -> None:
-    """Raise ValueError if a dropout mask of ``batch`` rows and ``heads`` cannot be made for positions of ``dims`` dimensions."""
+    """Raise ValueError if ``batch`` and ``heads`` of a dropout mask are not ints of at least 1, or positions are not 1-D.
+
+    ``dims``: the numbers of dimensions of q_positions and of k_positions.
+    """
     for name, x in (("batch", batch), ("heads", heads)):
         if not is_integer(x) or x < 1:
             raise ValueError(f"{name} must be an int of at least 1, got {in_words(x)}")
@@ -200,7 +203,8 @@ def check_number(name: str, x: Any) -> None:
 def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> list[tuple[Any, Any]]:
     """Return the pairs (out, lse) passed to ``merge``: ``a`` and ``b``, or the list ``a`` if ``b`` is None.
 
-    Raise ValueError if they are not pairs of arrays or their shapes do not fit together.
+    Raise ValueError if they are not pairs of arrays or their shapes do not fit together. ``is_array``, ``expected``: a test for
+    the package's array type, and the type's name for the message.
     """
     pairs, taken = [a, b] if b is not None else a, "merge takes two pairs (out, lse), or a list of them"
     if not isinstance(pairs, tuple | list) or not pairs or any(is_array(pair) for pair in pairs):

@@ -18,7 +18,7 @@ SCALES = "k_scale", "v_scale"
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Decode:
-    """One call on one rank, hashable and independent of the framework: its options, and shapes and dtypes of its arrays.
+    """One call of ``tree_attention_decode`` on one rank: its options, and the shapes and dtypes of its arrays. Hashable.
 
     Shapes: q ``[batch, queries, heads, head_dim]``, the same on every rank, k ``[batch, slots, kv_heads, head_dim]`` and v
     ``[batch, slots, kv_heads, v_dim]``, this rank's part of the cache. ``dtypes``: names of the dtypes of q, k and v. ``arrays``:

@@ -26,7 +26,8 @@ class Options:
     """The options of one call of ``ring_attention`` or ``attend_block``, with a field for each public argument.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
-    ``dropout_offset``: two ints; -1 stands for a value that is an array on a device. Only PyTorch compares it between ranks.
+    ``dropout_offset``: global index of the first batch row and of the first head; -1 stands for an index that is an array on a
+    device. Only PyTorch compares it between ranks.
     Raise ValueError if a value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
     """
 

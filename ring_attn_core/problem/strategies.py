@@ -19,7 +19,7 @@ from ..plan.ulysses import HeadSplit, Ulysses
 
 STRATEGIES = ("auto", "ring", "direct", "two_way", "gather", "ulysses", "two_level", "pull", "push")
 PEERS = "pull", "push"
-"""The strategies that copy between the memory of GPUs: of PyTorch only."""
+"""The strategies that copy keys between the memories of GPUs. They exist in PyTorch only."""
 RECORDS = {"ulysses": Ulysses, "two_level": TwoLevel}
 """The option records of strategies, by the name of the strategy."""
 

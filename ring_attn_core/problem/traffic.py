@@ -36,8 +36,8 @@ class Traffic(NamedTuple):
 class SentSizes:
     """The sizes of the arrays that a rank sends, in elements or bytes.
 
-    ``shards``: number of joined key shards. ``slice``: number of tokens, if only a part of a shard is sent; None: the whole
-    shard.
+    ``heads``, ``kv_heads``: numbers of query and key heads that are sent. ``shards``: number of joined key shards. ``slice``:
+    number of tokens, if only a part of a shard is sent; None: the whole shard.
     """
 
     problem: Problem
@@ -95,8 +95,8 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     """Return the traffic of "direct" that ``rank`` sends, as (forward, backward).
 
     The forward sends slices of keys. The backward sends these slices again, and the gradients of the received slices. In JAX
-    array sizes are static: a nonempty slice is sent with neighboring keys, as many tokens as the longest slice of its run and
-    shift on any rank. These keys and their gradients, which are 0, are counted.
+    array sizes are static: a nonempty slice is extended by neighboring keys to the longest slice of its run and shift on any
+    rank. The added keys and their gradients, which are 0, are counted.
     """
     plan, even = problem.steps, problem.framework == "jax"
     if isinstance(plan, NeededPlan):
@@ -118,8 +118,9 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Traffic]:
     """Return the traffic of "direct" in a balanced layout that ``rank`` sends, as (forward, backward).
 
-    The forward sends each other rank the keys that it sees, and the backward sends these keys again, and gradients to each owner.
-    A key mask travels as 1 byte a key. In JAX every rank sends every other rank ``most_tokens`` keys, some of them padding.
+    The forward sends to each other rank the keys that its queries see. The backward sends these keys again, and the gradients of
+    received keys to their owners. A key mask travels as 1 byte a key. In JAX each rank sends ``most_tokens`` keys to each other
+    rank, some of them padding.
     """
     others = [other for other in range(plan.ranks) if other != rank % plan.ranks]
     padded = problem.framework == "jax"
@@ -137,9 +138,8 @@ def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Tra
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
     """Return the traffic of "ring" as (forward, backward).
 
-    Each hop sends keys, and in the backward also their gradients. If needed, a last hop sends the gradients to their owner.
-
-    With joined shards, a message holds the keys of all of them.
+    Each hop sends keys, and in the backward also their gradients. If needed, a last hop sends the gradients to their owner. With
+    joined shards, one message holds the keys of all joined shards.
     """
     plan = problem.steps
     head_split = plan.head_split
