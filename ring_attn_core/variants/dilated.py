@@ -1,15 +1,15 @@
 """Dilated attention as ring attention over the tokens that each head keeps: positions, visibility and shifts.
 
 A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions p with
-``p % r == h % r``. Heads with equal ``h % r`` form a head group. A rank folds its shard into folded
-batches, one for each batch row and head group. A head group keeps one token in each stretch of r tokens, and slot i of
-its batches holds the token of stretch i. With folded batches as batch rows, a pattern is one ring attention in contiguous layout.
+``p % r == h % r``. Heads with equal ``h % r`` form a head group. A rank splits its shard into folded batches, one for each batch
+row and head group. A head group keeps one token in each stretch of r tokens, and slot i of its folded batches holds the token of
+stretch i. With folded batches as batch rows, a pattern is one ring attention in contiguous layout.
 
     shard of 8 tokens, r = 2            p   0 1 2 3 4 5 6 7
     group 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
     group 1 (heads 1, 3, ...)                 #   #   #   #       slots 0 1 2 3
 
-Slot i of group t on rank R is position ``base(R) + i r + t``. If r does not divide a shard, the base lies up to r - 1 tokens
+Slot i of group t on rank R is position ``base(R) + i r + t``. If r does not divide a shard, ``base(R)`` lies up to r - 1 tokens
 before the shard, and the first or last slot may hold no token of the rank; a key mask hides such slots. The slots of all ranks
 are in order of position, so a query sees one interval of the slots of its folded batch: an extent.
 
@@ -150,9 +150,9 @@ class HeadSelection(NamedTuple):
 class FoldedBatches:
     """The folded batches of one pattern over a ring.
 
-    ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the query heads that use the pattern. ``group_size``: query heads
-    that share a key head. ``ranks``, ``local``: number of ranks, tokens of a shard. ``length``: true tokens of all shards.
-    ``mask``: a Band in token positions.
+    ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the first query head that uses the pattern, and their number.
+    ``group_size``: query heads that share a key head. ``ranks``, ``local``: numbers of ranks and of tokens in a shard.
+    ``length``: number of true tokens in all shards. ``mask``: a Band in token positions.
     """
 
     segment: int
@@ -201,7 +201,7 @@ class FoldedBatches:
 
     @property
     def of_queries(self) -> HeadSelection:
-        """The kept heads of q, or of an array with as many heads such as out, and the head groups that hold them."""
+        """The kept heads of q, or of an array with the heads of q such as out, and the head groups that hold them."""
         return HeadSelection(self.first, self.first + self.heads, 1, 0, self.heads, self.head_groups, 1)
 
     @property
@@ -239,10 +239,10 @@ class FoldedBatches:
         return causal() if lo == 0 else full()
 
     def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
-        """Return whether a slot holds a true token, and the interval ``first .. end - 1`` of slots that it sees as a query.
+        """Return (holds, first, end): whether a slot holds a true token, and the slots ``first .. end - 1`` that its query sees.
 
-        The interval counts slots over all ranks, ``slots`` for each. It may include slots that ``band`` masks. An empty interval
-        is (0, 0).
+        ``first`` and ``end`` count slots over all ranks, ``slots`` for each. The interval may include slots that ``band`` masks.
+        An empty interval is (0, 0).
         """
         p = self.position(rank, slot, of_group)
         start = rank * self.local

@@ -1,17 +1,17 @@
 """Summary attention as plain data: what each query sees, which ranks pool each block, and the bytes sent.
 
 The attention is exact within a window, and sees earlier tokens as a few summaries of each block. With 12 tokens, ``block=3``,
-``window=2`` and one summary a block (# a token seen exactly, s a block seen as its summary):
+``window=2`` and one summary a block (# a token seen exactly, -s- a block seen as its summary, . not seen):
 
-    #. . . | . . . | . . . | . . .      the query at 0 sees from first(0) = 0 on
-    ###    |       |       |
-    ###    | #     |       |            3: first = 3 * floor(1 / 3) = 0
-    ###    | ##    |       |
-    -s-    | ###   |       |            5: first = 3 * floor(3 / 3) = 3
-    -s-    | -s-   | ###   |            8: first = 3 * floor(6 / 3) = 6
+    #.. ... ... ...      query 0: first = 0
+    ### #.. ... ...      query 3: first = 3 * floor(1 / 3) = 0
+    ### ##. ... ...      query 4: first = 3 * floor(2 / 3) = 0
+    -s- ### ... ...      query 5: first = 3 * floor(3 / 3) = 3
+    -s- -s- ### ...      query 8: first = 3 * floor(6 / 3) = 6
 
-So ``first(i) = block * floor(max(i - window, 0) / block)``: at least the last ``window + 1`` tokens are exact, and each token
-before ``first(i)`` is in exactly one summarized block. ``window >= length - 1`` is exact attention.
+Query i sees exactly the tokens ``first(i) .. i``, with ``first(i) = block * floor(max(i - window, 0) / block)``. So at least the
+last ``window + 1`` tokens are exact, and each token before ``first(i)`` is in exactly one summarized block.
+``window >= length - 1`` is exact attention.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ POOLINGS = ("attention", "mean")
 class SummaryOptions:
     """The options of a ``summary_attention`` call, with the names of its arguments.
 
-    Raise ValueError if a value has the wrong type or is out of range. ``checked`` compares the values with the arrays.
+    Raise ValueError if a value has the wrong type or is out of range. The function ``checked`` compares the values with the
+    arrays.
     """
 
     block: int
@@ -219,7 +220,7 @@ class SummaryPlan:
 
 
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """Return the plan of a call. ``shapes``: the shapes of q, k and v.
+    """Return the plan of a call. ``shapes``: the shapes of q, k and v. ``pool``: the query vectors of the pooling, if passed.
 
     Raise ValueError if the arrays do not fit each other or the options.
     """
