@@ -12,8 +12,8 @@ section 3.3). Nothing is stored, and the mask is the same for every layout, ring
 
 The rate is rounded to a multiple of 2^-16, and ``rescale`` returns the factor of the kept probabilities for the rounded rate.
 
-One call of philox2x32 serves eight probabilities: queries q and q + 8 with keys k, k + 1, k + 8 and k + 9. A thread of a GPU
-holds these eight of a 16 x 16 tile of scores that a tensor core computes, so it calls Philox once for them.
+One call of philox2x32 serves eight probabilities: queries q and q + 8 with keys k, k + 1, k + 8 and k + 9. When a tensor core
+computes a 16 x 16 tile of scores, one GPU thread holds these eight, so it calls Philox once for them.
 
 A 32-bit word gives four 16-bit numbers, one for each rotation. Each number is uniform, but the lower byte of one is the upper
 byte of the next. Therefore the drops of two neighbouring numbers are correlated by at most 1/256, and not at all if the rate is
@@ -23,8 +23,8 @@ probability 1/256 instead of the rate.
 Seven rounds of philox2x32 are the fewest that pass BigCrush (table 2 of the paper). A stream has 32 bits, so the probability
 that any two of n (batch row, head) pairs share a key is about n^2 / 2^33.
 
-The functions of words use only Python's integer operators, so they work on arrays of NumPy, PyTorch and JAX. The frameworks
-compute the 64-bit product of two words differently, so the caller passes it as ``multiply``.
+The functions on words use only Python's integer operators, so they work on arrays of NumPy, PyTorch and JAX. Each framework
+computes the 64-bit product of two words in its own way, so the caller passes a function ``multiply``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 SPAN = 16
-"""Length of a span of positions. Spans begin at its multiples, and no Philox counter serves positions of two spans."""
+"""Number of positions in a span. Spans begin at multiples of it, and each Philox counter serves positions of one span only."""
 
 ROUNDS = 7
 KEY_ROUNDS = 10

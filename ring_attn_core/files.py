@@ -59,7 +59,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise ValueError, naming the path, if it exists and is not a regular file."""
+    """Raise ValueError, naming the path, if it is not a regular file or ``stat`` fails. A missing file is accepted."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:
@@ -110,9 +110,9 @@ def read_at(file: OpenFile, offset: int, count: int) -> bytes:
 
 
 def sample(file: OpenFile, samples: int = SAMPLES) -> str:
-    """Return 128 bits of the SHA-256 of a file's size and of ``samples`` blocks of BLOCK bytes, spread evenly over the file.
+    """Return 32 hex digits of the SHA-256 of a file's size and of ``samples`` blocks of BLOCK bytes, spread evenly over it.
 
-    A file that is not larger than these blocks is digested whole.
+    A file that is not larger than these blocks is read whole.
     """
     size = os.fstat(file.fileno()).st_size
     last = max(size - BLOCK, 0)

@@ -1,4 +1,4 @@
-"""A decorator for public functions. It adds the closest known keyword to the TypeError for an unknown one."""
+"""A decorator for public functions that makes the TypeError for an unknown keyword name the closest known keyword."""
 
 from __future__ import annotations
 

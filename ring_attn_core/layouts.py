@@ -82,7 +82,7 @@ def check_rank(rank: object, ranks: int) -> None:
 
 
 def named(layout: object) -> Layout:
-    """Return the layout called ``layout``. Raise ValueError if it is not in LAYOUTS."""
+    """Return the layout function of the name ``layout``. Raise ValueError if the name is not in LAYOUTS."""
     if layout == "balanced" or hasattr(layout, "runs"):
         raise ValueError(
             f"a balanced layout follows from documents, and this call takes one of {', '.join(LAYOUTS)}. ring_attention, "
@@ -94,7 +94,9 @@ def named(layout: object) -> Layout:
 
 
 def gathered_length(shape: tuple[int, ...], layout: Any, ranks: int, length: object) -> int:
-    """Return the global number of tokens: ``length``, or if it is None all tokens of the shards or those of a balanced layout.
+    """Return the global number of tokens. This is ``length`` if it is not None.
+
+    Otherwise it is the length of a balanced layout, or with any other layout the number of tokens of all shards together.
 
     ``shape``: the shape of a shard, [batch, tokens, ...]. ``layout``: a name, a BalancedLayout or a TracedLayout.
 

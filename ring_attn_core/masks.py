@@ -10,8 +10,8 @@ With 6 tokens (rows are queries, columns keys, # is visible):
     ######      #####.      ..###.              ...###
     ######      ######      ...###              ....##
 
-Other masks are arguments beside the band: packed documents and a prefix (the latter with ``full()``) are ``extents=``, made by
-``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages; padding among the keys is ``key_mask=``.
+Other masks are separate arguments of a call. Packed documents and a prefix (with ``full()``) are passed as ``extents=``, made by
+``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages. Padding among the keys is ``key_mask=``.
 """
 
 from __future__ import annotations

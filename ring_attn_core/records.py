@@ -10,15 +10,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 HASH = "_hash"
 MOST_KNOWN = 1024
-"""The most problems that a cache holds: each batch of documents in a balanced layout is another, of some 100 KB."""
+"""The largest number of problems in a cache. Each batch of documents in a balanced layout makes a problem of some 100 KB."""
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """Cache the records that ``make`` returns in an LRU cache of 4096 entries.
+    """Cache the records that ``make`` returns in an LRU cache of 4096 entries, by the arguments and their types.
 
-    The key of an entry is the arguments and their types.
-
-    If an argument cannot be hashed, call ``make`` directly, so that the record's own checks raise the error.
+    If an argument cannot be hashed, ``make`` is called without the cache, so that the record's own checks raise the error.
     """
     known = lru_cache(maxsize=4096, typed=True)(make)
 
@@ -33,7 +31,7 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def add_newest(known: dict[T, None], record: T) -> None:
-    """Add ``record`` to ``known``, a dict as an ordered set, and remove the oldest record if they are more than MOST_KNOWN."""
+    """Add ``record`` to ``known``, a dict used as an ordered set. Remove the oldest record if there are more than MOST_KNOWN."""
     known[record] = None
     if len(known) > MOST_KNOWN:
         del known[next(iter(known))]

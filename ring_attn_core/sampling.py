@@ -20,7 +20,7 @@ from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
 from .validation import as_number, hold_numbers, in_words, is_integer
 
 DOMAIN = 1
-"""Counter word of sampling. Dropout has 0 there, so the two draw different numbers from one seed."""
+"""The second Philox counter word of sampling. That of dropout is 0, so both draw different numbers from one seed."""
 
 
 ALL_TOKENS, ALL = 2**31 - 1, 2.0
@@ -98,7 +98,7 @@ class Sampling:
                 )
 
     def check_requests(self, count: int) -> None:
-        """Raise ValueError if a list does not have one value for each of ``count`` requests."""
+        """Raise ValueError if an option is a list that does not have ``count`` values, one for each request."""
         for name in PER_REQUEST:
             value = getattr(self, name)
             if isinstance(value, tuple) and len(value) != count:
@@ -119,14 +119,14 @@ class Sampling:
 
 
 def _held(x: Any) -> Any:
-    """Return a number of an option as a Python number, and a list or a 1-D array of them as a tuple."""
+    """Convert the value of an option to a Python number, or a list or 1-D array to a tuple of Python numbers."""
     if not isinstance(x, list | tuple) and getattr(x, "ndim", 0) == 1:
         x = x.tolist()
     return tuple(map(as_number, x)) if isinstance(x, list | tuple) else as_number(x)
 
 
 def _each(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the values of an option with their names in errors."""
+    """Return a pair (name for errors, value) for each value of an option: one pair, or one for each request."""
     return [(f"{name}[{i}]", x) for i, x in enumerate(value)] if isinstance(value, tuple) else [(name, value)]
 
 
@@ -142,9 +142,8 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 def check_drawn(logits: Any, sampling: Sampling, requests: Any, positions: Any) -> None:
     """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
 
-    Raise ValueError also if a list of ``sampling`` does not have a value for each row.
-
-    Raise ValueError also if ``positions`` is missing at a temperature above 0.
+    Raise ValueError also if an option of ``sampling`` is a list that does not have a value for each row, or if ``positions`` is
+    missing at a temperature above 0.
     """
     shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))
     if len(shape) != 2 or not shape[1] or "float" not in dtype:
@@ -165,16 +164,16 @@ def check_drawn(logits: Any, sampling: Sampling, requests: Any, positions: Any) 
 
 
 def number_words(numbers: Any) -> Any:
-    """Reduce each integer in a list to its low 32 bits. Return an array unchanged."""
+    """Return a list of integers with each reduced to its low 32 bits. Return an array unchanged."""
     return [int(x) & WORD for x in numbers] if isinstance(numbers, list | tuple) else numbers
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
     """Return 32 random bits for each (request, position, token) triple.
 
-    ``philox``: the arguments ``multiply`` and ``word`` of ``philox4x32``. All others are integers below 2^32 that broadcast. The
-    Philox key of a (request, position) pair is one word, so the probability that any two of n pairs share a key is about n^2 /
-    2^33.
+    ``seed``: the lower and upper 32 bits of the seed. ``philox``: the arguments ``multiply`` and ``word`` of ``philox4x32``. The
+    other arguments are integers below 2^32 that broadcast. The Philox key of a (request, position) pair is one word, so the
+    probability that any two of n pairs share a key is about n^2 / 2^33.
     """
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]

@@ -78,7 +78,7 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
 
 
 def missing_package(needing: str, package: str, extra: str | None = None) -> ModuleNotFoundError:
-    """Return the error to raise when ``needing``, a name or module, needs a package that is not installed.
+    """Return the error to raise when ``needing``, a function or module, needs a package that is not installed.
 
     ``extra``: the pip extra that installs it; default: the name of the package.
     """
