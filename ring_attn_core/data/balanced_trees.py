@@ -30,7 +30,7 @@ from ..runs import Run
 from .trees import Tree, trees_of
 
 MOST_UNEVEN = 1.01
-"""The largest cost of a rank divided by the mean, above which subtrees are divided into segments."""
+"""The limit of a rank's largest cost divided by the mean cost; beyond it subtrees are divided into segments."""
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -38,8 +38,8 @@ Runs = tuple[tuple[tuple[int, int], ...], ...]
 def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int | None = None) -> BalancedLayout:
     """Assign prefix trees to ``ranks`` ranks: equal tokens, equal cost within about 1 %, and few keys that travel.
 
-    ``parents``, ``lengths``: as in :func:`tree_extents`, for one row, or for each row of a batch, whose costs are added.
-    ``length``: tokens of a row, padding included; None: those of the longest row.
+    ``parents``, ``lengths``: as in :func:`tree_extents`, for one row or for each row of a batch. The costs of all rows are added.
+    ``length``: number of tokens of a row, padding included; None: the tokens of the longest row.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes 0.4 ms for 8 ranks and 17 segments,
     and 10 ms for 64 ranks, 1,025 segments and a million tokens. Raise ValueError if the trees are invalid, or have more than
@@ -63,7 +63,7 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
 
 
 def tree_work(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
-    """Return the visible pairs of the queries in ``runs``, and how many keys these queries read from other ranks."""
+    """Return the work of a rank that holds ``runs``: number of visible (query, key) pairs, and of keys read from other ranks."""
     pairs, remote, begin = 0, 0, 0
     for length, depth, reach in zip(tree.lengths, tree.depths(), tree.ends(), strict=True):
         end, newest = begin + length, -1
@@ -96,7 +96,7 @@ def _edges(trees: Iterable[Tree], most: int, tokens: int) -> list[int]:
 
 
 def _cost_before(tree: Tree) -> Callable[[int], int]:
-    """Return a function from a position to the visible pairs of all queries before it."""
+    """Return a function that maps a position to the number of visible pairs of all queries before it."""
     starts, depths = list(accumulate(tree.lengths, initial=0)), [*tree.depths(), 0]
     pairs = lambda depth, queries: queries * depth + queries * (queries + 1) // 2
     totals = list(accumulate(map(pairs, depths, tree.lengths), initial=0))
@@ -109,6 +109,6 @@ def _cost_before(tree: Tree) -> Callable[[int], int]:
 
 
 def _balance(dealt: Runs, cost_before: Callable[[int], float]) -> float:
-    """Return the largest cost of a rank over the mean."""
+    """Return the largest cost of a rank divided by the mean cost. ``cost_before``: the cost of all queries before a position."""
     costs = [sum(cost_before(start + length) - cost_before(start) for start, length in rank) for rank in dealt]
     return max(costs) * len(costs) / max(sum(costs), 1)

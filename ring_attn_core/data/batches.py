@@ -44,7 +44,7 @@ def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
 
 
 def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
-    """Raise ValueError if the folder mixes texts and files of rows, or has only texts but ``column`` is set."""
+    """Raise ValueError if the folder mixes texts and files of rows, or has only texts but ``column`` or ``chat`` is set."""
     rows, texts = ([file.name for file in files if records.is_records(file) == of] for of in (True, False))
     if rows and texts:
         raise ValueError(
@@ -67,13 +67,13 @@ class BatchArrays(NamedTuple):
     """One batch as numpy arrays: the tokens of one rank, or of all ranks if ``DatasetSettings.rank`` is None."""
 
     ids: np.ndarray
-    """int32 [batch, tokens]"""
+    """int32 [batch, tokens]: token ids; 0 in padding."""
     labels: np.ndarray
-    """int32 [batch, tokens]"""
+    """int32 [batch, tokens]: the next token of each; ``ignore_index`` where a token has no label."""
     positions: np.ndarray
-    """int32 [batch, tokens]"""
+    """int32 [batch, tokens]: positions in the packed row, or in the document's part of it with ``restart_positions``."""
     extents: np.ndarray
-    """int32 [batch, tokens, 2]"""
+    """int32 [batch, tokens, 2]: first and end (exclusive) position of the token's document in the packed row."""
     layout: BalancedLayout | None = None
     """The balanced layout of the batch; None in other layouts."""
 

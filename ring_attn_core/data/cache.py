@@ -11,7 +11,7 @@ The cache is a folder, by default ``.ring-attn`` in the folder of the data, with
 
 Both are written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
 an index are always complete. If several processes start at once, one locks the folder and tokenises while the others wait; the
-system releases the lock if that process dies. On a file system without locks each process tokenises, and all write the same.
+system releases the lock if that process dies. On a file system without locks each process tokenises, and all write equal files.
 Files of older versions of the texts may be deleted when no run reads them.
 """
 

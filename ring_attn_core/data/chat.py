@@ -1,9 +1,9 @@
-"""Chats as texts: the messages of a row, written by the chat template of a tokenizer, and which part the assistant wrote.
+"""Chats as texts: a tokenizer's chat template writes the messages of a row as one text and marks the assistant's parts.
 
 A template is a program in Jinja. jinja2, imported on first use, runs it in its sandbox. It sees ``messages``,
 ``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers, but no ``strftime_now``: the date would
-make other tokens every day. The assistant's parts are those inside ``{% generation %}``. If a template has no such block, an
-assistant's message is what the template adds to the text that ends with the prompt for this message.
+make other tokens every day. The text inside ``{% generation %}`` blocks is the assistant's. If a template has no such block, the
+assistant's part is the text that the template adds for the message after the generation prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Span = tuple[int, int]
 
 
 class TemplateFiles(NamedTuple):
-    """The content of a tokenizer's files that decides what a chat looks like."""
+    """The chat template and special tokens of a tokenizer. ``path``: the file that holds the ``template``."""
 
     path: str
     template: str
@@ -68,7 +68,7 @@ def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
 
 
 class ChatTemplate:
-    """A chat template that writes chats as texts. ``parts``: find the assistant's parts of each text too."""
+    """A chat template that writes chats as texts. ``parts``: True to find the assistant's parts of each text too."""
 
     def __init__(self, files: TemplateFiles, parts: bool) -> None:
         self._files, self._parts = files, parts
@@ -109,10 +109,10 @@ class ChatTemplate:
             raise ValueError(f"the chat template of {self._files.path} is no Jinja ({error}): mend it") from error
 
     def text_of(self, chat: Any, where: str) -> tuple[str, list[Span] | None]:
-        """Return the text of a chat and, with ``parts``, the assistant's parts of it in order; else None.
+        """Return (text, spans) of a chat: its text, and the spans of the assistant's parts in order, or None without ``parts``.
 
-        Raise ValueError, which begins with ``where``, if the chat is not a list of messages, if the template refuses it, or if
-        the assistant's parts cannot be told.
+        Raise ValueError if the chat is not a list of messages, if the template refuses it, or if the assistant's parts cannot be
+        located. ``where``: file and row, the first words of the message.
         """
         messages = _messages(chat, where)
         text, spans = _unmarked(self._write(messages, where))
@@ -133,7 +133,10 @@ class ChatTemplate:
             raise ValueError(f"{where}: the chat template of {self._files.path} refuses it: {error}") from error
 
     def _added(self, messages: list[dict[str, Any]], text: str, where: str) -> list[Span]:
-        """Return what each of the assistant's messages adds to the text before it."""
+        """Return the span that each assistant's message adds to ``text``: render the chat up to the message, without and with it.
+
+        Raise ValueError if the text with the message does not begin with the text without it.
+        """
         spans = []
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -151,7 +154,7 @@ class ChatTemplate:
 
 
 def _messages(chat: Any, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a chat without what is null in them. Raise ValueError if it is not a list of messages."""
+    """Return the messages of a chat without their null fields. Raise ValueError if the chat is not a list of messages."""
     if not isinstance(chat, list) or not chat:
         raise ValueError(f"{where}: a chat must be a list of messages, got {in_words(chat)}: pass the column of the chats")
     for message in chat:
@@ -163,7 +166,7 @@ def _messages(chat: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _unmarked(text: str) -> tuple[str, list[Span]]:
-    """Return a text without its marks, and the parts between them."""
+    """Remove the marks BEGIN and END from a text. Return the text, and the spans that lay between a BEGIN and its END."""
     plain, spans, at = [], [], 0
     for piece in re.split(f"([{BEGIN}{END}])", text):
         if piece == BEGIN:
@@ -177,7 +180,10 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 
 
 def inside(offsets: list[Span], spans: list[Span]) -> list[bool]:
-    """Return for each token whether a part of its characters lies in one of ``spans``. Both are in order of the text."""
+    """Return for each token whether any of its characters lies in one of ``spans``.
+
+    ``offsets``: the span of each token's characters. ``offsets`` and ``spans`` are in order of the text.
+    """
     found, at = [], 0
     for first, end in offsets:
         while at < len(spans) and spans[at][1] <= first:

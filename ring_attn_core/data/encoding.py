@@ -1,4 +1,4 @@
-"""Encoders of text files and files of rows. They yield each document's ids as bytes for the cache."""
+"""Encoders of text files and files of rows. They convert each document to token ids, packed as bytes for the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .settings import BYTES, DatasetSettings
 CODES = {1: "B", 2: "H", 4: "I"}
 """Type codes of ``array``, by the bytes of an id."""
 ROWS = 1000
-"""Rows that the tokenizer encodes at a time, on all cores."""
+"""Number of rows that the tokenizer encodes at a time, on all cores."""
 
 Encode = Callable[[File, int, Any], Iterator[tuple[int, Iterable[bytes]]]]
 """A function ``encode(file, width, content)`` that yields the row number and the ids of each document of a file.
@@ -32,8 +32,8 @@ An id has ``width`` bytes, little-endian. A text is one document, at row 1. The 
 def encoder(settings: DatasetSettings, tokenizer_text: bytes | None, template: TemplateFiles | None) -> tuple[Encode, int]:
     """Return the function that encodes a file, and the vocabulary size.
 
-    ``tokenizer_text``: the content of a tokenizer.json; None encodes each byte as an id. ``template``: that of chats, if the rows
-    are chats; the highest bit of an id is then set if its token has no label.
+    ``tokenizer_text``: the content of a tokenizer.json; None encodes each byte as an id. ``template``: the chat template, if the
+    rows are chats. If only the assistant's tokens have labels, the highest bit of every other id is set.
     """
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:
@@ -131,7 +131,10 @@ def _chats(settings: DatasetSettings, tokenizer: Any, files: TemplateFiles) -> E
 def _rows(
     file: File, column: str, rows: Iterator[tuple[int, Any]], ids_of: Callable[[Sequence[Any]], list[bytes]], what: str = "text"
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
-    """Yield the number and the ids of each of ``rows`` that has tokens. Raise ValueError if none has any."""
+    """Yield (row number, ids as bytes) for each row that has tokens. Raise ValueError if no row has tokens.
+
+    ``rows``: (row number, value) pairs. ``ids_of``: encodes a list of values. ``what``: what a value is, for the message.
+    """
     empty = True
     while some := list(islice(rows, ROWS)):
         for (row, _), ids in zip(some, ids_of([value for _, value in some]), strict=True):

@@ -32,7 +32,7 @@ class Passkey(NamedTuple):
 
 
 def shortest(digits: int = 5) -> int:
-    """Return the number of tokens of a text without filler."""
+    """Return the length in bytes of a passkey text without filler, for a number of ``digits`` digits."""
     return len(NEEDLE.format(key="0" * digits)) + len(QUESTION) + digits
 
 

@@ -75,7 +75,7 @@ class Reader:
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
         """Return the token ids [count] and the labels [labelled] of a span. The label of a token is the id of the next token.
 
-        The label is -1 if the document says that the next token has none.
+        A label is -1 if the next token is marked as a token without a label (see ``Document.marked``).
         """
         if read.stride == 1:
             tokens = self._tokens(read.span.document, read.first, max(read.count, read.labelled + 1), 1)
@@ -88,7 +88,10 @@ class Reader:
         return ids, labels
 
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
-        """Return ``count`` ids, or the complements of those without a label, which are negative."""
+        """Return the ids of ``count`` tokens as int64, from token ``first`` on, every ``stride``-th token.
+
+        In a marked document a token without a label is returned as the bitwise complement of its id, which is negative.
+        """
         import numpy as np
 
         of = self._documents[document]

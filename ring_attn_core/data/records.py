@@ -1,6 +1,6 @@
-"""Files of rows, each row a document: JSON lines, Parquet, and Arrow files saved by datasets.
+"""Files of rows, each row a document: JSON lines, Parquet, and Arrow files saved by Hugging Face's datasets.
 
-JSON lines need the standard library only. pyarrow, imported on first use, reads the others: datasets itself is not needed.
+JSON lines need the standard library only. pyarrow, imported on first use, reads Parquet and Arrow; datasets is not needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SUFFIXES = LINES, PARQUET, ARROW
 BESIDE = "dataset_info.json", "state.json", "dataset_dict.json"
 """Files that ``Dataset.save_to_disk`` writes beside the rows."""
 ROWS = 1024
-"""Rows of a Parquet file that are read at a time."""
+"""Number of rows of a Parquet file that are read at a time."""
 
 
 def is_records(file: File) -> bool:
@@ -34,9 +34,9 @@ def without_descriptions(files: list[File]) -> list[File]:
 
 
 def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number (from 1) and the chat of each row, a list of messages. Rows whose chat is null or empty are skipped.
+    """Yield the number (from 1) and the chat (a list of messages) of each row. Rows whose chat is null or empty are skipped.
 
-    The arguments and errors are those of ``texts``.
+    Arguments as in ``texts``. Raise ValueError if the file cannot be read or ``column`` is missing. Messages are not checked.
     """
     rows = (
         _of_lines(file, column, content) if file.name.endswith(LINES) else _of_arrow(file, column, content, "lists of messages")
@@ -119,7 +119,7 @@ def _of_arrow(file: File, column: str, content: Any, what: str = "texts") -> Ite
 
 
 def _batches(pa: Any, file: File, opened: Any, column: str, what: str) -> Iterator[Any]:
-    """Yield the record batches of an open file. Raise ValueError if it has no column of this name that holds ``what``."""
+    """Yield the record batches of an open file. Raise ValueError if ``column`` is missing or does not hold ``what``."""
     if file.name.endswith(PARQUET):
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 

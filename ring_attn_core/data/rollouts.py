@@ -44,7 +44,7 @@ class Rollouts:
     positions: Any
     """int32 [rows, tokens]: the position of each token in its rollouts, for rotary embeddings."""
     predictors: Any
-    """int [sum of counts]: for each token of each rollout but its first, the flat slot (row * tokens + index) before it."""
+    """int [sum of counts]: for each token of a rollout but its first, the flat slot (row * tokens + index) that predicts it."""
     counts: tuple[int, ...]
     """Number of predicted tokens of each rollout: its tokens but the first."""
     parents: tuple[tuple[int, ...], ...]
@@ -86,7 +86,7 @@ class _Row:
         """The slot of the token before each slot's token, -1 for a root: one array for each rollout."""
 
     def shared(self, tokens: np.ndarray) -> int:
-        """Return the number of slots that a rollout would share with the last added rollout."""
+        """Return the number of slots that a rollout with these tokens would share with the last added rollout."""
         import numpy as np
 
         most = min(len(self.last), len(tokens))
@@ -119,7 +119,10 @@ class _Row:
 
 
 def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, length: int | None = None) -> Rollouts:
-    """Pack rollouts into rows of numpy arrays. Arguments and errors as in the packages' ``pack_rollouts``."""
+    """Pack rollouts (token lists) into rows of at most ``length`` tokens, or one row if it is None, as numpy arrays.
+
+    The packages' ``pack_rollouts`` documents the other arguments and the errors.
+    """
     import numpy as np
 
     if length is not None and (not is_integer(length) or length < 1):
@@ -184,7 +187,7 @@ def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int
 
 
 def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
-    """Return each rollout's tokens as an int64 array. Raise ValueError if one is not a list of token ids or is too long."""
+    """Return each rollout's tokens as an int64 array. Raise ValueError if a rollout is not a list of token ids or is too long."""
     import numpy as np
 
     listed = list(rollouts) if isinstance(rollouts, Iterable) and not isinstance(rollouts, str | dict) else None

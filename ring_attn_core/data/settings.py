@@ -18,10 +18,10 @@ BALANCED = "balanced"
 """The layout that deals the documents of each batch to ranks."""
 
 BYTES = 256
-"""Number of ids without a tokenizer, one for each byte value; an ``end`` id lies above."""
+"""Number of ids without a tokenizer, one for each byte value. An ``end`` id is then at least this number."""
 
 COLUMN = "text"
-"""The column of texts in files of rows, unless another one is passed."""
+"""The default of ``column``, the name of the column of texts in files of rows."""
 
 LARGEST = 2**31 - 1
 """The largest id: ids are int32 in JAX."""
@@ -114,7 +114,10 @@ class DatasetSettings:
         return self.batch_size * self.replicas
 
     def dealt(self, documents: Iterable[Sequence[int]]) -> BalancedLayout | None:
-        """Return the layout "balanced" of a batch, from the lengths of each row's documents; None in other layouts."""
+        """Return the balanced layout of a batch, or None if ``layout`` is not "balanced".
+
+        ``documents``: for each packed row, the number of tokens of each document in it.
+        """
         if self.layout != BALANCED:
             return None
         rows = [lengths for lengths in documents if lengths]

@@ -1,7 +1,7 @@
 """The check that the shards of all ranks hold the same prefix trees.
 
 A rank holds the key extents and path positions of its own tokens only. So no rank can compare its tree with that of another rank.
-Instead each rank describes its shard by spans, and every rank joins the spans of all ranks to whole rows. These rows are trees
+Instead each rank describes its shard by spans, and every rank joins the spans of all ranks into global rows. These rows are trees
 if and only if the end of each subtree lies inside the subtree of its parent, and the positions count the ancestors:
 
     token      0 1   2 3   4 5   6         a prompt of 2 tokens, and completions of 2 and 3
