@@ -43,7 +43,7 @@ class SamplingParameters(NamedTuple):
     top_p: Any
     low: Any
     high: Any
-    """The upper 32 bits of the seed; ``low`` holds the lower ones."""
+    """The upper 32 bits of the seed; ``low`` holds the lower 32 bits."""
 
 
 PER_REQUEST = "temperature", "top_k", "top_p"
@@ -55,8 +55,8 @@ class Sampling:
     """Sampling options of a user: temperature, top-k, top-p and the seed.
 
     ``temperature`` 0 takes the most probable token. ``top_k`` and ``top_p`` restrict the draw to the most probable tokens; None
-    allows all. Each of the three may be a list or a 1-D array with a value for each request, which becomes a tuple. Raise
-    ValueError if a number is out of range, or if ``top_k`` or ``top_p`` is set at ``temperature`` 0.
+    allows all tokens. Each of the three may be a list or a 1-D array with a value for each request; it is stored as a tuple.
+    Raise ValueError if a number is out of range, or if ``top_k`` or ``top_p`` is set at ``temperature`` 0.
     """
 
     temperature: Any = 0.0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 ACTIVATIONS = ("keep", "recompute", "offload")
-"""The choices of activations that a block keeps for its backward.
+"""The choices for the activations that a block stores for its backward.
 
-With "keep": all activations. With "recompute": only the block's input and attention's (out, lse); the backward computes the rest
-again. With "offload": the same arrays as with "recompute", but in host memory.
+With "keep" a block stores all activations. With "recompute" it stores only its input and attention's (out, lse), and the backward
+computes the other activations again. With "offload" it stores the arrays of "recompute" in host memory.
 """
 
 

@@ -8,7 +8,7 @@ from ..problem.checks import DTYPES
 from ..validation import in_words, is_integer
 
 REDUCTIONS = ("mean", "sum")
-"""The reductions of the cross-entropies of all labels."""
+"""The ways to reduce the cross-entropies of all labels to one number."""
 
 Shape = tuple[int, ...]
 

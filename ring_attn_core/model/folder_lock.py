@@ -20,7 +20,7 @@ LOCK = ".lock"
 class FolderLock:
     """A lock on a folder, held until ``forget`` is called or the object is deleted.
 
-    Raise ValueError if another process holds it.
+    The constructor raises ValueError if another process holds the lock.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -22,7 +22,7 @@ SLOTS = 64
 """A call's cache has a multiple of this many slots per rank, so that calls of similar length share a compiled step."""
 
 MOST = 2**30
-"""The most new tokens of a request."""
+"""The largest number of new tokens of a request."""
 
 OnToken = Callable[[int, int], object]
 Progress = Callable[[int, int], object]
@@ -102,9 +102,9 @@ class Generation:
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
         """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk. If every layer has a window, and if that takes fewer slots, the cache keeps
-        only the tokens in the widest window. This method counts each rank's slots chunk by chunk, because a layout may split a
-        short prompt unevenly.
+        ``shards``: tokens of a rank in each chunk. The cache keeps only the tokens in the widest window, if every layer has a
+        window and this takes fewer slots than keeping all tokens. The slots of a rank are counted chunk by chunk, because a
+        layout may split a short prompt unevenly.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)
@@ -172,7 +172,7 @@ def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
 
 
 def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
-    """Raise ValueError if an id is not 0 to ``vocab - 1``. ``whose`` begins the message."""
+    """Raise ValueError if an id is not 0 to ``vocab - 1``. ``whose``: the first words of the message."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
         strange = next(x for x in ids if not 0 <= x < vocab)
         raise ValueError(

@@ -217,7 +217,7 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 
 
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
-    """Return the window of each layer, or None if no layer has one. ``first``: the first layer with a window in Qwen models."""
+    """Return each layer's window; None if no layer has any. ``window``: the dict's. ``first``: first layer with it, for Qwen."""
     depth = theirs["num_hidden_layers"]
     if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):
         return None

@@ -22,7 +22,7 @@ from .config import TransformerConfig
 GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 STEP = 1024
-"""Number of tokens of which the result of ``longest`` is a multiple."""
+"""The step of the search in ``longest``, in tokens: its result is a multiple of this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class Training:
     """The training settings that determine memory, besides the model.
 
     ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: tokens of one GPU in all batch rows.
-    ``activations``: as in RingTransformer. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss process at once; None:
-    all. ``reserve``: bytes of a GPU for memory other than tensors (CUDA's context, NCCL's buffers, workspaces, gaps between
-    tensors). Raise ValueError if a count is below 1.
+    ``activations``: one of ``ACTIVATIONS`` in ``activations.py``. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss
+    process at once; None: all. ``reserve``: bytes of a GPU for memory other than tensors (CUDA's context, NCCL's buffers,
+    workspaces, gaps between tensors). Raise ValueError if a count is below 1.
     """
 
     gpus: int
@@ -102,7 +102,7 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the activations that a block stores under every activation setting, even if it recomputes all others."""
+    """Return the activations of a block that every setting stores. With "recompute" or "offload" they are the only ones."""
     c = compute_bytes(config)
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),
@@ -231,7 +231,7 @@ def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
-    """Return the most tokens per GPU, a multiple of STEP, whose peak is at most ``memory`` bytes; 0 if STEP tokens do not fit.
+    """Return the largest multiple of STEP tokens per GPU that needs at most ``memory`` bytes; 0 if STEP tokens do not fit.
 
     ``host``: bytes of host memory per GPU; None: unlimited. ``training.tokens`` is ignored.
     """

@@ -131,7 +131,7 @@ def _packed(x: Any) -> Any:
 
 
 def _unpacked(x: Any) -> Any:
-    """Convert ``x`` back to the argument of ``_packed``; tuples become lists."""
+    """Convert the result of ``_packed`` back to its argument, except that tuples become lists."""
     if isinstance(x, list):
         return [_unpacked(each) for each in x]
     if not isinstance(x, dict):

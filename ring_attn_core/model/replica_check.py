@@ -28,7 +28,7 @@ class Replica(NamedTuple):
 
     ``owner``: the rank, device or process that holds it, such as ("rank", 2). ``kind``: type, dtype and shape in words. ``part``:
     the name of the shard, if the array is sharded on purpose, else "". ``content``: the value, or a digest of it. All replicas of
-    a value must have equal kinds, and those with the same part equal contents.
+    a value must have equal kinds, and all replicas with equal parts must have equal contents.
     """
 
     owner: tuple[str, int]
@@ -57,7 +57,7 @@ class RankDifference(ValueError):
 def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
     """Raise RankDifference if the texts in ``found``, one per ``unit`` (such as "rank"), differ.
 
-    ``what``: the thing that the texts describe, for the message.
+    ``what``: words for the files that the texts describe, the subject of the message.
     """
     if len(set(found)) > 1:
         others = [f"{unit} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
@@ -137,14 +137,17 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Describe each entry that differs and the owners of each content, in the order of the first table."""
+    """Return a text for each entry that differs between owners: its name, and each content with its owners."""
     names = dict.fromkeys(name for table in tables for name in table)
     found = {name: _difference([table.get(name) for table in tables], unit) for name in names}
     return [name + text for name, text in found.items() if text]
 
 
 def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
-    """Describe the differences between an entry's replicas, in words that follow its name; "" if they are equal."""
+    """Return the differences between an entry's replicas as text that follows its name; "" if the replicas are equal.
+
+    ``by_rank``: the replicas in each table; None if a table lacks the entry.
+    """
     replicas = [replica for each in by_rank for replica in each or ()]
     kinds = _grouped((replica.kind, replica.owner) for replica in replicas)
     absent = [(unit, i) for i, each in enumerate(by_rank) if each is None]

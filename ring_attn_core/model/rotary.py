@@ -52,8 +52,9 @@ class Linear:
 class NTK:
     """NTK-aware interpolation (arXiv:2309.00071, definition 1): multiplies the base by ``factor ** (head_dim / (head_dim - 2))``.
 
-    The slowest pair rotates ``factor`` times more slowly, the fastest as before. Hugging Face's "dynamic" scaling by g equals
-    this one at each length L beyond the original L0, with ``factor = g L / L0 - (g - 1)``; here the factor is fixed.
+    The slowest pair then rotates ``factor`` times more slowly, and the fastest pair as before. Hugging Face's "dynamic" scaling
+    by g is NTK with a factor that depends on the length L: ``g L / L0 - (g - 1)`` beyond the original length L0. Here the factor
+    is fixed.
     """
 
     factor: float
@@ -163,7 +164,7 @@ def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
 
 
 def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int) -> tuple[Rotary | None, ...] | None:
-    """Return the rotary embedding of each layer, or None if all layers have the same. A number means ``Rotary(number)``.
+    """Return the rotary embedding of each layer, or None if ``rotaries`` is None. A number means ``Rotary(number)``.
 
     Raise ValueError if there is not one value for each layer, or a value is not a rotary embedding.
     """

@@ -12,7 +12,7 @@ from .llama import FIXED, TYPES, their_config
 from .weight_files import CONFIG
 
 TOKENIZERS = "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"
-"""Files of which a folder with a tokenizer has at least one."""
+"""Files of tokenizers. A folder with a tokenizer has at least one of these files."""
 
 BESIDE = (
     *TOKENIZERS,
@@ -27,18 +27,19 @@ BESIDE = (
 """Files that are copied from the source's folder."""
 
 WRITTEN = {*FIXED, *TYPES, "dtype", "head_dim", "num_key_value_heads", "rope_theta", "torch_dtype"}
-"""Keys of a config that come from the model, whatever the source says."""
+"""Keys of config.json that are always taken from the model, never from the source."""
 
 DROPPED = {"auto_map", "_name_or_path"}
-"""Keys of a config that point to other files."""
+"""Keys of config.json that point to other files; they are not copied."""
 
 
 def files_of(config: TransformerConfig, length: int | None, source: str | Path | None) -> dict[str, bytes]:
     """Return the content of each file that ``save_llama`` writes beside the weights, by name.
 
-    ``length``: as in ``their_config``. ``source``: a Hugging Face folder. Its tokenizer is copied. The keys of its config.json
-    that the model does not decide are kept, if both are of one architecture. Raise ValueError if it has no config.json or
-    tokenizer, or has more token ids than the model.
+    ``length``: the longest sequence that transformers should allow, in tokens; None: the config's value, or 131072. ``source``: a
+    Hugging Face folder, or None. Its tokenizer files are copied. If it has the model's architecture, the keys of its config.json
+    that the model does not set are copied too. Raise ValueError if the source has no config.json or tokenizer, or has more token
+    ids than the model.
     """
     ours = their_config(config, length)
     if source is None:

@@ -63,7 +63,7 @@ class WeightFolder(NamedTuple):
             _check_unwritten(path, each.identity, each.file.fileno())
 
     def digest(self, config: TransformerConfig) -> str:
-        """Return a digest of ``config`` and of blocks sampled over the weights, to tell two saves of a training apart."""
+        """Return a digest of ``config`` and of blocks sampled from the weight files. It differs between saves of a training."""
         what = [config.to_json(), *(sample(each.file, SAMPLES) for each in self.files.values())]
         return sha256(json.dumps(what).encode()).hexdigest()[:16]
 

@@ -28,7 +28,7 @@ INSIDE = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""Our and Hugging Face's names of modules inside a block, which is ``blocks.0`` here and ``model.layers.0`` there."""
+"""Our names of modules inside a block such as ``blocks.0``, and Hugging Face's, inside a layer such as ``model.layers.0``."""
 
 
 def llama_name(name: str) -> str:

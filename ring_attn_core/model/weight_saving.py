@@ -43,8 +43,8 @@ def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterato
 
     ``files``: the names of the files that the block writes beside the weights. If the process is killed meanwhile, the previous
     folder stays complete, and ``current`` finds it. Wait while another process saves there. Raise ValueError, before the block,
-    if the folder holds anything but weights and such files, and OSError, with the previous folder intact, if writing or renaming
-    fails.
+    if the folder holds a file that is neither a weight file nor in ``files``. Raise OSError if writing or renaming fails; the
+    previous folder is then intact.
     """
     from safetensors import SafetensorError
 

@@ -19,7 +19,7 @@ GAIN = 1.02
 """The least predicted ratio of the ring's time to another strategy's time for which "auto" takes that strategy."""
 
 MARGIN = 1.005
-"""The least such ratio between two candidates other than the ring. Below it "auto" keeps the first in order of ``candidates``."""
+"""The least ratio of times for which "auto" prefers one candidate other than the ring to an earlier one of ``candidates``."""
 
 ROOM = 1 / 16
 """The share of a rank's memory that a strategy may take in addition to the memory that the ring takes."""

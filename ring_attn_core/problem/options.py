@@ -1,4 +1,4 @@
-"""The options of a call, which are all arguments except arrays: a record with defaults, checks and a text form."""
+"""The options of a call (all arguments except arrays) as a record with defaults, checks and a text form."""
 
 from __future__ import annotations
 
