@@ -84,12 +84,12 @@ def philox_key(seed: Words, batch: Any, head: Any, multiply: Multiply, word: Cal
 
 
 def place_of_query(pos: Any) -> tuple[Any, Any]:
-    """Return the counter word of a query position, and the index (0 or 1) of the Philox output word that it uses."""
+    """Return the counter word of a query position, and the index (0 or 1) of the output word of Philox that the position uses."""
     return pos // 16 * 8 + pos % 8, pos // 8 % 2
 
 
 def place_of_key(pos: Any) -> tuple[Any, Any]:
-    """Return the counter word of a key position, and the number of bytes (0 to 3) by which its output word is rotated."""
+    """Return the counter word of a key position, and the number of bytes (0 to 3) by which the output word is rotated."""
     return pos // 16 * 4 + pos % 8 // 2, pos // 8 % 2 * 2 + pos % 2
 
 

@@ -143,7 +143,7 @@ def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
 
 
 def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
-    """Raise ValueError if the rollback lengths are not one integer or integers [batch]. Their values are not read."""
+    """Raise ValueError if the lengths of a rollback are neither one integer nor integers [batch]. Their values are not read."""
     if shape not in ((), (batch,)) or "int" not in dtype:
         raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
 

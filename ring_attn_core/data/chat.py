@@ -53,7 +53,7 @@ def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
         template = read_bytes(path).decode() if path.exists() else settings.get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"the chat template in {folder} cannot be read ({error}): mend {TEMPLATE} or {CONFIG}") from error
-    if isinstance(template, list):  # templates by name
+    if isinstance(template, list):  # several templates, each with a name
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
         template = named.get("default")
     if not isinstance(template, str):

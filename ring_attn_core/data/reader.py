@@ -84,7 +84,7 @@ class Reader:
             parts = (read.first, read.count), (read.first + 1, read.labelled)
             ids, labels = (self._tokens(read.span.document, *part, read.stride) for part in parts)
         if self._documents[read.span.document].marked:
-            ids, labels = ids ^ (ids >> 63), labels.clip(-1)  # of a negative one the complement
+            ids, labels = ids ^ (ids >> 63), labels.clip(-1)  # the id of a token without a label is negative: complement it
         return ids, labels
 
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:

@@ -127,7 +127,7 @@ def _batches(pa: Any, file: File, opened: Any, column: str, what: str) -> Iterat
         schema, batches = found.schema_arrow, lambda: found.iter_batches(ROWS, columns=[column])
     else:
         try:
-            found = pa.ipc.open_stream(opened)  # what datasets writes
+            found = pa.ipc.open_stream(opened)  # the format that datasets writes
             schema, batches = found.schema, lambda: found
         except pa.ArrowInvalid:
             opened.seek(0)

@@ -93,7 +93,7 @@ class _Row:
         differ = np.flatnonzero(self.last[:most] != tokens[:most])
         if not len(differ):
             return most
-        return max(int(differ[0]) - 1, 0)  # the last equal token has two labels
+        return max(int(differ[0]) - 1, 0)  # the labels of the last equal token differ
 
     def add(self, tokens: np.ndarray) -> np.ndarray:
         """Add a rollout and return the slot of each of its tokens."""

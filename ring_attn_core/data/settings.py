@@ -124,7 +124,7 @@ class DatasetSettings:
         return replace(balanced_layout(rows, self.ranks, seq_local=self.length // self.ranks), length=self.length)
 
     def runs(self, dealt: BalancedLayout | None = None) -> tuple[Run, ...]:
-        """Return the runs of the rank, or the runs of all ranks in order if ``rank`` is None. ``dealt``: the batch's layout."""
+        """Return the runs of the rank, or the runs of all ranks in order if ``rank`` is None. ``dealt``: the balanced layout."""
         if dealt is not None:
             held = dealt.runs if self.rank is None else [dealt.runs[int(self.rank)]]
             return tuple(Run(*run) for runs in held for run in runs)

@@ -256,7 +256,7 @@ def _rotary(theirs: Theirs) -> Rotary:
         return Rotary(base, Llama3(factor, low, high, original))  # type: ignore[arg-type]
     if kind == "yarn":
         scales = scaling.get("mscale"), scaling.get("mscale_all_dim")
-        mscale, mscale_all = scales if all(scales) else (None, None)  # transformers ignores one alone
+        mscale, mscale_all = scales if all(scales) else (None, None)  # transformers ignores either alone
         factor = most / original if scaling.get("factor") is None else scaling["factor"]  # type: ignore[operator]
         fast, slow = scaling.get("beta_fast") or 32.0, scaling.get("beta_slow") or 1.0
         attention, truncate = scaling.get("attention_factor"), scaling.get("truncate", True)

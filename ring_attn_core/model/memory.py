@@ -102,7 +102,7 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the activations of a block that every setting stores. With "recompute" or "offload" they are the only ones."""
+    """Return the activations of a block that every setting stores. With "recompute" and "offload" a block stores no others."""
     c = compute_bytes(config)
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),

@@ -76,7 +76,7 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
             raise ValueError(f"{name} in {where} must be {expected}, got {in_words(value)}: the checkpoint is damaged")
     mine = None if config is None else json.loads(config.to_json())
     if theirs is not None and mine is not None:
-        theirs = {x.name: x.default for x in fields(TransformerConfig) if x.name in mine} | theirs  # of an older release
+        theirs = {x.name: x.default for x in fields(TransformerConfig) if x.name in mine} | theirs  # older releases wrote fewer
         names = [name for name in {**mine, **theirs} if name not in MAY_CHANGE and theirs.get(name) != mine.get(name)]
         if names:
             listed = "; ".join(f"{name} is {theirs.get(name)!r} there and {mine.get(name)!r} here" for name in names)

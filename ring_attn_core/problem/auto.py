@@ -44,7 +44,7 @@ class Choice(NamedTuple):
 
 
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
-    """Choose the strategy that "auto" takes for a call.
+    """Choose the strategy that "auto" takes for a call. ``load``: the sizes of the call.
 
     The choice is "ring" if no keys travel, if the machine is unknown (``machine`` is None), if the cost model does not cover
     the call, or if the machine's measurements were noisy. Otherwise the choice is the fastest candidate within the limits ROOM

@@ -172,7 +172,7 @@ def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:
     sizes = SentSizes(problem, head_split.q_local, head_split.k_local)
     keys = sizes.kv * sizes.item + sizes.of_keys + sizes.of_queries
     q, out, dlse = sizes.queries * d * sizes.item, sizes.queries * e * sizes.item, sizes.queries * sizes.wide
-    lse = dlse * (2 if sizes.item >= 4 else 1)  # with its rest
+    lse = dlse * (2 if sizes.item >= 4 else 1)  # lse and its rest
     dkv = sizes.kv * (sizes.item if head_split.copies == 1 else sizes.wide)
     there, back = Traffic(1, keys + q), Traffic(1, out + lse)
     there_again, gradients = Traffic(1, keys + q + 2 * out + lse + dlse), Traffic(1, q + dkv)
