@@ -35,7 +35,7 @@ NEITHER = (
 
 
 class DenseMaskArguments(NamedTuple):
-    """A mask as arguments of ``ring_attention``, in natural order. A query sees the keys that all of these arguments permit."""
+    """A mask as arguments of ``ring_attention``, before sharding. A query sees the keys that all of these arguments permit."""
 
     band: Band
     extents: Any = None
@@ -142,7 +142,7 @@ class Hulls:
 
 
 def dense_mask_arguments(visible: Any) -> DenseMaskArguments | None:
-    """Convert a numpy mask, bool [rows, queries, keys] in natural order, to arguments of ``ring_attention``.
+    """Convert a numpy mask, bool [rows, queries, keys] of global sequences, to arguments of ``ring_attention``.
 
     Return None if the mask is not the intersection of its hulls.
     """

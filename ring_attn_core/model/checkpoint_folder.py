@@ -152,8 +152,9 @@ def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[
 def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int = 0, parts: int = 1) -> None:
     """Raise ValueError if a file of a checkpoint is missing, unexpected or changed; the message names it.
 
-    Compare all sizes, and every ``parts``-th digest from the ``part``-th on, so that ranks share the reading. A file that was not
-    saved is unexpected if its name ends in ``suffix`` (None: never). A checkpoint of an earlier version, without digests, passes.
+    ``where``: the checkpoint's folder. ``run``: the contents of its run.json. Compare all sizes, and every ``parts``-th digest
+    from the ``part``-th on, so that ranks share the reading. A file that was not saved is unexpected if its name ends in
+    ``suffix`` (None: never). A checkpoint of an earlier version, without digests, passes.
     """
     saved = run.get("files")
     if saved is None:

@@ -198,7 +198,7 @@ def their_config(config: TransformerConfig, length: int | None = None) -> dict[s
 
 
 def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
-    """Return the architecture with the norms, biases and windows of ``config``. Raise ValueError if no architecture has all."""
+    """Return the architecture with the norms, biases and windows of ``config``. Raise ValueError if none has them all."""
     biases = config.qkv_bias, config.o_bias, config.mlp_bias
     if config.qk_norm:
         kind, known = "qwen3", biases in ((False, False, False), (True, True, False))

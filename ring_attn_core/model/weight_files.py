@@ -241,7 +241,7 @@ def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> Weigh
 
 
 def _is_at(place: Path, number: int) -> bool:
-    """Return whether ``place`` is still the open folder with file descriptor ``number``."""
+    """Return whether the path ``place`` still leads to the folder that is open as file descriptor ``number``."""
     try:
         return os.path.samestat(os.stat(place), os.fstat(number))
     except FileNotFoundError:
@@ -249,7 +249,10 @@ def _is_at(place: Path, number: int) -> bool:
 
 
 def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
-    """Raise ValueError if a file was replaced or written to. A rename or chmod of the file itself does not count."""
+    """Raise ValueError if a file was replaced or written to. A rename or chmod of the file itself does not count.
+
+    ``was``: the identity of the file when it was opened. ``where``: its path or file descriptor now.
+    """
     try:
         now = identity(where)
     except OSError as error:

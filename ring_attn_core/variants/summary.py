@@ -220,7 +220,7 @@ class SummaryPlan:
 
 
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """Return the plan of a call. ``shapes``: the shapes of q, k and v. ``pool``: the query vectors of the pooling, if passed.
+    """Return the plan of a call. ``shapes``: shapes of q, k and v. ``pool``: shape and dtype of the pooling's queries, or None.
 
     Raise ValueError if the arrays do not fit each other or the options.
     """
