@@ -32,7 +32,7 @@ def mesh_of(config: Config) -> Mesh:
 def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
     """Return the sharding of each array of ``state``, replicated or ``sharded`` over all devices.
 
-    An array is sharded along its first dimension that the number of devices divides. If there is none, it is replicated.
+    An array is sharded along the first dimension whose size is a multiple of the number of devices, else it is replicated.
     """
 
     def of(x: Any) -> NamedSharding:

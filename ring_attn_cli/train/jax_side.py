@@ -142,7 +142,7 @@ class JaxTrainer:
             from_numpy(model, first_weights(to_numpy(model), self._config.seed))
             return model
 
-    def _place(self, module: nnx.Module) -> None:
+    def _place(self, module: nnx.Pytree) -> None:
         """Put the arrays on the mesh, placed as after an update, so that step 2 does not recompile."""
         state = nnx.state(module)
         nnx.update(module, jax.device_put(state, weight_shardings(state, self._mesh, self._sharded)))
