@@ -24,7 +24,7 @@ from .step import CachedRequests, DecodeStep, appended, prefilled
 
 
 class LayerPart(NamedTuple):
-    """This rank's part of a layer, with the argument names of ``tree_attention_decode``.
+    """This rank's k and v of a layer and their tokens' positions, under the argument names of ``tree_attention_decode``.
 
     Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), and the scales [g] of float8.
     """
@@ -89,7 +89,7 @@ class KVCache(Requests):
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
         ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
-        ``room`` (by default ``window``): the maximum tokens of a step and of a rollback. ``page``: the number of slots per rank
+        ``room`` (by default ``window``): the most tokens of a step and of a rollback. ``page``: the number of slots per rank
         by which :meth:`reserve` grows the cache. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without
         a mesh, call this inside ``jax.shard_map`` over that axis: it makes this rank's arrays.
 
@@ -114,7 +114,7 @@ class KVCache(Requests):
         """Return a DecodeStep: positions and slots for ``tokens`` more tokens of each request.
 
         Every rank computes q, k and v of all these tokens, and one rank caches each token. ``valid`` bool [requests, tokens], the
-        same on every rank: True for real tokens; None: all. ``rows``: the requests, an int or several; None: all.
+        same on every rank: True for real tokens; None: all. ``rows``: the requests, one int or several; None: all.
 
         Raise ValueError if an argument does not fit. Without a window, tokens beyond the capacity are lost without an error, and
         cached tokens stay: call :meth:`check_room` before, outside of jit.
@@ -170,7 +170,7 @@ class KVCache(Requests):
         return DecodeStep(**prefilled(held, chunk, layout, tokens), **meta, before=held.lengths)
 
     def append(self, layer: int | jax.Array, k: jax.Array, v: jax.Array, step: DecodeStep) -> KVCache:
-        """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes those that it holds.
+        """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes the tokens it caches.
 
         Raise ValueError if shapes or dtypes do not fit.
         """
@@ -199,7 +199,7 @@ class KVCache(Requests):
         return replace(self, owners=owners, **changed)
 
     def part(self, layer: int | jax.Array, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer, for the requests of ``step`` and with its new tokens."""
+        """Return this rank's part of a layer: of the requests of ``step``, new tokens included, or of all requests for None."""
         k, v = self.k[layer], self.v[layer]
         if step is not None and step.rows is not None:
             k, v = (x[step.into[:, 0]] for x in (k, v))

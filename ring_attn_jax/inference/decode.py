@@ -91,7 +91,11 @@ def tree_attention_decode(
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
-    """Compute (out, lse) of a checked problem; ``ring``: the name of its axis and its number of ranks."""
+    """Compute (out, lse) of a checked problem.
+
+    ``call``: the launches of the kernels; None: the backend is "blockwise". ``ring``: the name of its axis and its number of
+    ranks.
+    """
     axis_name, ranks = ring
 
     def attend(arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,7 @@ SAME = PartitionSpec()
 
 
 class PlacedModel(NamedTuple):
-    """A model whose weights are replicated on a mesh: its compiled programs and their arrays."""
+    """A model whose weights are replicated on a mesh: its compiled programs, and its weights, their first argument."""
 
     mesh: Mesh
     axis_name: str
@@ -64,10 +64,12 @@ class Programs(NamedTuple):
     """The jitted programs of a model.
 
     ``prefill(weights, cache, hidden, chunk, fresh=, equal=)`` -> (hidden, cache), with ``chunk`` = (ids, lengths, ends): fill the
-    cache with a chunk of the prompts, and set ``hidden`` of the prompts that end in it to the output for their last token.
+    cache with a chunk of the prompts. For each prompt that ends in this chunk (``ends``), set its row of ``hidden`` [requests,
+    dim] to the last block's output for its last token. ``fresh``: True for the first chunk.
     ``first(weights, cache, hidden, parameters, ends)`` -> newest = (tokens, finished): draw the token after each prompt.
     ``step(weights, cache, newest, parameters, ends)`` -> (newest, cache): cache the newest tokens and draw the next ones.
-    ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: as in ``_ended``.
+    ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: the stop ids, and each request's largest number of
+    cached tokens.
     """
 
     prefill: Callable[..., Any]
@@ -77,7 +79,10 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=16)
 def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
-    """Build and cache a model's programs, so that another call of the same sizes compiles nothing."""
+    """Build and cache a model's programs, so that another call of the same sizes compiles nothing.
+
+    ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the structure into which the weights unflatten.
+    """
     from flax import nnx
 
     def model_of(weights: Sequence[jax.Array]) -> RingTransformer:
@@ -85,7 +90,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
-        """Prefill a chunk (ids, lengths, and a mask of the requests that end in it). ``equal``: their common length, or None."""
+        """Prefill a chunk (ids, lengths, mask of the requests that end in it). ``equal``: the length common to all, or None."""
 
         def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
             hidden, (ids, lengths, ends) = inputs
@@ -119,7 +124,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
 def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable[..., Any]:
     """Apply ``jax.shard_map`` to ``on_rank(weights, cache, inputs)`` -> (result, cache).
 
-    Weights, inputs and result are replicated; the cache has its own specs.
+    Weights, inputs and result are replicated; the cache is sharded by ``cache.specs``.
     """
     return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
@@ -131,7 +136,7 @@ def _drawn(logits: jax.Array, cache: KVCache, parameters: Any) -> jax.Array:
 def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return a mask of the requests that end with their newest token, bool [requests].
 
-    ``ends``: the stop ids, and ``Generation.ends``.
+    ``ends``: the stop ids, and the largest number of cached tokens of each request.
     """
     stop, lengths = ends
     return (tokens[:, None] == stop[None]).any(1) | (cache.lengths >= lengths)
@@ -140,8 +145,8 @@ def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array])
 class DecodeLoop:
     """The state of the decode loop: the cache, and each request's newest token.
 
-    ``newest``: the newest tokens, int32 [requests], and a mask, bool [requests], True if the request has drawn a stop id or all
-    its tokens.
+    ``newest``: the newest tokens, int32 [requests], and a mask, bool [requests], True if the request is finished: it has drawn a
+    stop id or its maximum number of new tokens.
     """
 
     def __init__(self, placed: PlacedModel, cache: KVCache, generation: Generation) -> None:
@@ -168,7 +173,7 @@ class DecodeLoop:
         self.newest, self.cache = self._placed.compiled.step(*inputs)
 
     def read(self) -> Read:
-        """Start the copy of the newest tokens to the host. Return a function that waits for them."""
+        """Start the copy of the newest tokens to the host. Return a function that waits for the copy and returns the tokens."""
         tokens = self.newest[0]
         tokens.copy_to_host_async()
         return lambda: np.asarray(tokens).tolist()

@@ -75,7 +75,7 @@ def prefill_prompts(
     ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. It continues
     the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
     tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
-    a request without a true token. ``fresh``: as in ``KVCache.prefill_step``.
+    a request without a true token. ``fresh``: assert, unchecked, that all requests are empty, so that attention skips the cache.
 
     Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and ``fresh`` is False.
     """

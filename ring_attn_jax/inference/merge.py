@@ -23,11 +23,11 @@ def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> 
     out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The lse is a natural
     logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
 
-    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). Return float32
-    (float64 for float64), whatever dtype out has.
+    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). It is float64 if
+    out or lse is float64, else float32.
 
-    For inference: not differentiable. Raise ValueError if ``pair`` is not such a pair, outside a shard_map over the axis, or if
-    the result is differentiated.
+    For inference: not differentiable. Raise ValueError if ``pair`` is not an (out, lse) of these shapes, outside a shard_map over
+    the axis, or if the result is differentiated.
     """
     check_own_pair(pair, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     ranks_of("merge_ring", axis_name)
@@ -62,7 +62,7 @@ def refuse_gradients(call: str) -> None:
 
 
 def ranks_of(call: str, axis_name: Any) -> int:
-    """Return the number of ranks of the mesh axis. Raise ValueError outside a shard_map over it."""
+    """Return the number of ranks of the mesh axis. Raise ValueError, naming function ``call``, outside a shard_map over it."""
     check_axis_name(axis_name)
     try:
         return lax.axis_size(axis_name)

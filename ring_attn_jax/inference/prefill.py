@@ -84,7 +84,7 @@ def prefill(
         total, new = lax.optimization_barrier((total, new))  # read the layer before it is written, in place
         total = total if sinks is None else _with_sinks(total, sinks)
     written = cache.append(layer, new[0], new[1], step)
-    arrays = arrays if step.fresh else arrays._replace(sinks=None)  # count once: with the chunk, or with the cached keys
+    arrays = arrays if step.fresh else arrays._replace(sinks=None)  # sinks count once: with the chunk or the cached keys
     inputs, total = vary_alike((cache.axis_name,), OpInputs.of(q, k, v, arrays), total)
     out, *_ = round_the_ring(inputs, compiled, cache.axis_name, total)
     if step.ragged:
@@ -138,7 +138,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
-    """Return the index of the first of ``positions`` [b, slots], sorted, that is at least ``lowest``, int32 [b, queries]."""
+    """Return the index of the first of the sorted ``positions`` [b, slots] that is at least ``lowest`` [b, queries], int32."""
     positions, lowest = vary_alike((), positions, lowest)
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 

@@ -44,7 +44,7 @@ class Requests:
 
     @property
     def specs(self) -> Self:
-        """The PartitionSpec of each array, as a cache, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``."""
+        """A cache with a PartitionSpec in place of each array, for ``in_specs`` and ``out_specs`` of ``jax.shard_map``."""
         same, keys = PartitionSpec(), PartitionSpec(None, None, self.axis_name)
         sharded = {"k": keys, "v": keys, "positions": PartitionSpec(None, self.axis_name)}
         return replace(self, **{name: sharded.get(name, same) for name in DATA})
@@ -52,7 +52,8 @@ class Requests:
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
         """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of ``tokens`` in ``layout``.
 
-        Call it outside of jit, before a step. It copies the slot counts to the host, and so waits for the previous step.
+        ``tokens``: an int for all requests, or one int each. Return the cache. Call it outside of jit, before a step. It copies
+        the slot counts to the host, and so waits for the previous step.
         """
         more = [tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens
         more = checks.check_lengths(more, self.spec.batch, 2**30, "tokens to come")
@@ -117,7 +118,10 @@ class Requests:
         return replace(self, positions=positions, counts=counts, lengths=keep)
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty these requests. None empties all, and clears float8 scales that were not passed, for the next step to set."""
+        """Empty the requests ``rows``; None empties all requests.
+
+        Emptying all also clears float8 scales that were not passed to ``make``; the next step sets them again.
+        """
         of = self._rows(range(self.spec.batch) if rows is None else rows)
         nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
         arrays = {name: _where(of, value, getattr(self, name), 0) for name, value in nothing.items()}
@@ -126,7 +130,7 @@ class Requests:
         return replace(self, **arrays)
 
     def evict(self, rows: Rows) -> Self:
-        """Empty these requests and overwrite their keys and values with 0, so that nothing of them remains in memory."""
+        """Empty the requests ``rows`` and overwrite their keys and values with 0, so that nothing of them remains in memory."""
         of = self._rows(rows)
         return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 

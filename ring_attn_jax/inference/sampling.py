@@ -28,18 +28,21 @@ def sample(
     requests: Int[Array, " batch"] | Sequence[int] | None = None,
     positions: Int[Array, " batch"] | Sequence[int] | None = None,
 ) -> Int[Array, " batch"]:
-    """Draw the next token of each request, int32 [batch], as ``RingTransformer.generate`` does.
+    """Draw the next token of each request from its logits. Return int32 [batch].
 
-    ``temperature``, ``top_k``, ``top_p``, ``seed``: as in ``generate``. ``requests``: the number of each request, by
-    default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths`` after the step that computed
-    the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
+    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens, and
+    ``top_p``, of these, the fewest whose probabilities sum to at least p, the most probable first; None keeps all. Each of the
+    three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an int. ``requests``:
+    the number of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
+    after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
 
-    The tokens are a function of logits, seed, requests and positions, so all ranks draw the same ones, in either framework and
-    whatever else is in the batch. Temperature 0, the default, takes the most probable token and needs neither requests nor
-    positions. If a logit is NaN, the token is arbitrary and nothing is raised. Logits, requests and positions may be traced.
+    The tokens depend only on the logits and these arguments. So from equal logits all ranks and both frameworks draw the same
+    tokens, whatever else is in the batch, and ``RingTransformer.generate`` draws them too. Temperature 0, the default, needs
+    neither requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Logits, requests and
+    positions may be traced.
 
     Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
-    temperature 0, or if ``positions`` is missing at a higher one.
+    temperature 0, or if ``positions`` is missing at a temperature above 0.
     """
     for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
         if isinstance(number, Tracer):
@@ -52,7 +55,7 @@ def sample(
 
 
 def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
-    """Return ``numbers`` as an integer array [batch], a list reduced to its low 32 bits; None means 0, 1, and so on."""
+    """Return ``numbers`` as an integer array [batch]: the low 32 bits of a list, an array unchanged, or 0, 1, ... for None."""
     if numbers is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
     if isinstance(numbers, list | tuple) and not any(isinstance(x, Tracer) for x in numbers):
@@ -63,8 +66,8 @@ def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
 def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """Draw the tokens, int32 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    ``parameters``: the sampling parameters, numbers or [b]. The computation is that of :mod:`ring_attn_core.sampling`, in
-    float32 (float64 for float64).
+    ``parameters``: the sampling parameters, each a number or [b]. ``requests``: the requests' numbers. ``positions``: their
+    numbers of cached tokens. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for float64).
     """
     if parameters.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
@@ -87,16 +90,16 @@ def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array
 
 
 def _column(x: Any, dtype: Any) -> jax.Array:
-    """Return a number as an array, and one number for each request as [b, 1]."""
+    """Return ``x`` as an array in ``dtype``: 0-d for a number, [b, 1] for one number per request."""
     numbers = jnp.asarray(x, dtype)
     return numbers[:, None] if numbers.ndim else numbers
 
 
 def gumbel(parameters: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 random bits."""
+    """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 bits of Philox."""
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]
     seed = jnp.asarray(parameters.low, jnp.uint32), jnp.asarray(parameters.high, jnp.uint32)
     bits = words(seed, *at, word(tokens), (multiply, jnp.uint32))
-    uniform = jnp.minimum((bits.astype(dtype) + 0.5) * 2.0**-32, 1 - 2.0**-24)  # float32 would round some of them to 1
+    uniform = jnp.minimum((bits.astype(dtype) + 0.5) * 2.0**-32, 1 - 2.0**-24)  # float32 would round some values to 1
     return -jnp.log(-jnp.log1p(-uniform))

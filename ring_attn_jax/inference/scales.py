@@ -41,11 +41,12 @@ def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Arra
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
-    """Return a layer's scales [kv_heads], with each 0 replaced by the smallest power of two above max |x| / 448.
+    """Return a layer's scales of k and v [kv_heads], with each 0 replaced by a power of two above max |x| / 448.
 
-    The maximum is over the ``new`` k or v of all ranks, which then fit into float8; if it is 0, the scale is 1. ``nothing`` (0-d
-    bool): True if the cache is empty. Then scales that are already set are replaced too, since a step that did not advance may
-    have set them; otherwise they stay. Multiplying float8 by a power of two is exact in the other dtypes.
+    It is the smallest such power; 448 is the largest float8 number. The maximum is over the ``new`` k or v of all ranks, so that
+    every x / scale fits into float8; if it is 0, the scale is 1. ``nothing`` (0-d bool): True if the cache is empty. Then scales
+    that are already set are replaced too, since a step that did not advance may have set them; otherwise they stay. Multiplying
+    float8 by a power of two is exact in the other dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])
@@ -57,10 +58,10 @@ def of_first(
 
 
 def quantized(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it and convert it to float8."""
+    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it to -448 .. 448 and convert it to float8."""
     return jnp.clip(x.astype(jnp.float32) / scale[None, None, :, None], -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
 
 
 def restored(x: jax.Array, scale: jax.Array | None, dtype: Any) -> jax.Array:
-    """Multiply x [b, t, kv_heads, dim] by ``scale`` and convert it to ``dtype``. Return x unchanged without a scale."""
+    """Multiply x [b, t, kv_heads, dim] by ``scale`` and convert it to ``dtype``. Return x unchanged if ``scale`` is None."""
     return x if scale is None else (x.astype(jnp.float32) * scale[None, None, :, None]).astype(dtype)

@@ -37,7 +37,7 @@ class DecodeStep:
     ragged: bool
     """True if a request may have fewer tokens of the chunk than ``length``."""
     rows: tuple[int, ...] | None
-    """The requests of the cache; None: all of them."""
+    """The step's requests, as indices in the cache; None: all requests of the cache."""
     before: jax.Array
     """Lengths of the requests before the step, int32 [requests]."""
     lengths: jax.Array
@@ -49,10 +49,10 @@ class DecodeStep:
     slots: jax.Array
     """Slots that this rank writes, int32 [requests, writes]. Tokens of other ranks have an index beyond the slots."""
     source: jax.Array | None
-    """Index within ``tokens`` of the token written to each slot, int32 [requests, writes]; None: the only token."""
+    """Index, among the step's tokens, of the token written to each slot, int32 [requests, writes]; None for a single token."""
     owner_slots: jax.Array
     owners: jax.Array
-    """The rank of each of the newest tokens, int16 [requests, owners]. ``owner_slots``: indices in ``KVCache.owners``."""
+    """The rank of each of the newest tokens, int16 [requests, owners]. ``owner_slots``: where ``KVCache.owners`` stores it."""
 
     @property
     def into(self) -> jax.Array:
@@ -143,15 +143,15 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
 
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
-    """Return the index in a chunk of each token of each rank's shard, int32 [ranks, local], and the rank of each index, int16."""
+    """Return the chunk's token indices that each rank holds, int32 [ranks, local], and the rank of each index, int16 [tokens]."""
     of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
 
 def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Array:
-    """Return how many of the ``chunk`` new tokens of each request are cached: those within its ``room``, all with a window.
+    """Return how many of each request's ``chunk`` new tokens are cached: at most its ``room``, or with a window all.
 
-    New tokens beyond the room are neither cached nor counted; cached tokens stay.
+    ``chunk``, ``room``: numbers of tokens [b]. New tokens beyond the room are neither cached nor counted; cached tokens stay.
     """
     return jnp.minimum(chunk, room) if held.spec.window is None else chunk
 
@@ -159,8 +159,9 @@ def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Arr
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    ``here``: True for tokens that this rank caches. Other tokens, and tokens beyond the last free slot, get an index beyond the
-    slots, which the scatter drops. With a window, tokens beyond the last free slot overwrite the oldest slots instead.
+    For each token, ``here`` is True if this rank caches it, ``slot_index`` counts slots without wrapping around, and ``position``
+    is its position. Other tokens, and tokens beyond the last free slot, get an index beyond the slots, which the scatter drops.
+    With a window, tokens beyond the last free slot overwrite the oldest slots instead.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = jnp.where(here, slot_index % held.spec.slots, held.spec.slots)

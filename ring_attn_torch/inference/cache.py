@@ -26,7 +26,7 @@ from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
 
 
 class LayerPart(NamedTuple):
-    """This rank's part of a layer, with the argument names of ``tree_attention_decode``.
+    """This rank's k and v of a layer and their tokens' positions, under the argument names of ``tree_attention_decode``.
 
     Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), and the scales [g] of float8.
     """
@@ -90,7 +90,7 @@ class KVCache(Requests):
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
         ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
-        ``room`` (by default ``window``): the maximum tokens of a step and of a rollback. ``page``: the number of slots per rank
+        ``room`` (by default ``window``): the most tokens of a step and of a rollback. ``page``: the number of slots per rank
         by which :meth:`reserve` grows the cache. ``group``: the ring.
 
         Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks.
@@ -113,7 +113,7 @@ class KVCache(Requests):
         """Return a DecodeStep: positions and slots for ``tokens`` more tokens of each request.
 
         Every rank computes q, k and v of all these tokens, and one rank caches each token. ``valid`` bool [requests, tokens], the
-        same on every rank: True for real tokens; None: all. ``rows``: the requests, an int or several; None: all. Raise
+        same on every rank: True for real tokens; None: all. ``rows``: the requests, one int or several; None: all. Raise
         ValueError if the tokens do not fit. The number of ``valid`` tokens is on the device, so the host first assumes that all
         are real, and reads the number only if all would not fit.
         """
@@ -153,7 +153,7 @@ class KVCache(Requests):
 
         A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
         at its end: an int for all, or one int each, on the host. None: no padding. ``rows``: the requests; None: all. ``fresh``:
-        True checks that these requests are empty. It changes nothing else: the host state knows whether they are, unlike in JAX.
+        True checks that these requests are empty. It has no other effect, unlike in JAX: the host state knows which are empty.
 
         Raise ValueError, the same on every rank, if the chunk does not fit, if ranks disagree on lengths, or if ``fresh`` is True
         and a request has tokens.
@@ -194,7 +194,7 @@ class KVCache(Requests):
         return DecodeStep(**tensors, **record, fresh=not any(known), before=cached.lengths, version=self.version, host=host)
 
     def append(self, layer: int, k: Tensor, v: Tensor, step: DecodeStep) -> KVCache:
-        """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes those that it holds.
+        """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes the tokens it caches.
 
         Raise ValueError if shapes or dtypes do not fit, if k or v requires a gradient, if the step is of another cache, or if the
         cache has changed since the step was made. At the first call with this layer, these shapes and dtypes the ranks exchange
@@ -258,7 +258,7 @@ class KVCache(Requests):
         return self
 
     def part(self, layer: int, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer, for the requests of ``step`` and with its new tokens."""
+        """Return this rank's part of a layer: of the requests of ``step``, new tokens included, or of all requests for None."""
         rows = None if step is None else step.rows
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)

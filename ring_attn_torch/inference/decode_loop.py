@@ -22,8 +22,8 @@ Read = Callable[[], list[int]]
 class DecodeLoop:
     """The decode loop of ``generate``, whose step is a CUDA graph on GPUs.
 
-    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or all
-    its tokens.
+    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or its
+    maximum number of new tokens.
 
     On a CPU each step runs eagerly. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the
     second is captured in a CUDA graph, which is replayed from then on. Rank 0 broadcasts its tokens, since ranks that round
@@ -46,7 +46,7 @@ class DecodeLoop:
         self._sent: list[Tensor] = []
 
     def begin(self, hidden: Tensor) -> None:
-        """Draw the first new tokens from the prompts' last hidden states [requests, dim], as ``last_hidden`` returns them."""
+        """Draw the first new tokens from the prompts' last hidden states [requests, dim], each nonzero on one rank only."""
         self._take(logits_of(self._model, summed(hidden, self._cache)))
 
     def step(self) -> None:
@@ -60,7 +60,7 @@ class DecodeLoop:
         self._steps += 1
 
     def read(self) -> Read:
-        """Start the copy of the newest tokens to the host. Return a function that waits for them."""
+        """Start the copy of the newest tokens to the host. Return a function that waits for the copy and returns the tokens."""
         if not self.ahead:
             return self.tokens.tolist
         if not self._sent:
@@ -92,8 +92,8 @@ class DecodeLoop:
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay the captured step, and count its tokens in the host state.
 
-        The host state counts a token for each request below its limit, even if the request has drawn a stop id, because reading
-        whether it has would wait for the device.
+        The host state counts a token for each request below its limit of new tokens, even if the request has drawn a stop id:
+        the host would have to wait for the device to know that.
         """
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)

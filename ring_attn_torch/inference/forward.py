@@ -51,12 +51,12 @@ def decode_step(
     model's ring, in its compute dtype or float8, without a window or with one as wide as the widest of the layers. ``valid``:
     True for real tokens. The other tokens of a row, at any place, are not cached, and their logits are undefined. All ranks
     compute the same logits, each with its part of the cache. Dropout and torch.autocast are off, and torch.compile does not
-    compile this.
+    compile this function.
 
     The logits equal those of the model on the whole sequence up to rounding, since sums have another order. Raise ValueError, the
     same on every rank and with the cache unchanged, if the cache does not fit the model, if a mask is neither causal nor a window
     before the token, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a GPU). After a first
-    call a CUDA graph may capture it: ``docs/cache.md``.
+    call a CUDA graph may capture the call: ``docs/cache.md``.
     """
     return _as_it_stands(_decoded)(model, ids, cache, valid)
 
@@ -91,7 +91,7 @@ def prefill_prompts(
     ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. It continues
     the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
     tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
-    a request without a true token. ``fresh``: as in ``KVCache.prefill_step``.
+    a request without a true token. ``fresh``: True checks that all requests are empty.
 
     Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and a request already has tokens.
     """
@@ -194,7 +194,7 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise ValueError on all ranks if model, ids and cache do not fit, or if a new call differs between ranks."""
+    """Raise ValueError on all ranks if model, ids and cache do not fit each other, or if ids differ in shape between ranks."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))

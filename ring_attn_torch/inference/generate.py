@@ -23,7 +23,8 @@ def generated(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, for ``RingTransformer.generate``.
 
-    ``arguments``: the arguments of ``Generation.of`` from ``prompts`` on, by name.
+    ``arguments``: the arguments of ``Generation.of`` from ``prompts`` on, by name. ``on_token(request, token)`` is called for
+    each new token, ``progress(done, total)`` after each chunk, both numbers counted in prompt tokens.
     """
     group = model.ring.group
     ring, device = ring_of(group), model.embed.weight.device
@@ -80,7 +81,10 @@ def _answered(loop: DecodeLoop, generation: Generation, on_token: OnToken | None
 
 
 def _agree(fingerprints: list[dict[str, Any]]) -> None:
-    """Raise ValueError, the same on every rank, if the arguments of ``generate`` differ between ranks."""
+    """Raise ValueError, the same on every rank, if the arguments of ``generate`` differ between ranks.
+
+    ``fingerprints``: for each rank, its arguments by name.
+    """
     for name, value in fingerprints[0].items():
         others = [rank for rank, what in enumerate(fingerprints) if what[name] != value]
         if others:

@@ -21,10 +21,11 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
     out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The lse is a natural
     logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
 
-    ``group``: the ring; None is the default group. Return float32 (float64 for float64), whatever dtype out has.
+    ``group``: the ring; None is the default group. The result is float64 if out or lse is float64, else float32.
 
-    For inference: not differentiable. Raise ValueError, the same on every rank and before anything is sent, if ``pair`` is not
-    such a pair or requires a gradient, or if shapes or dtypes differ between ranks. Ranks compare these at the first such call.
+    For inference: not differentiable. Raise ValueError, the same on every rank and before anything is sent, if ``pair`` is not an
+    (out, lse) of these shapes or requires a gradient, or if shapes or dtypes differ between ranks. Ranks compare them only if
+    some rank passes these shapes and dtypes for the first time.
     """
     ring = ring_of(group)
 
@@ -52,7 +53,7 @@ def gather_pairs(pair: Tensor, ring: Group) -> Tensor:
 
 
 def refuse_gradients(call: str, tensors: tuple[Tensor | None, ...]) -> None:
-    """Raise ValueError if gradients are enabled and a tensor requires one."""
+    """Raise ValueError, naming the function ``call``, if gradients are enabled and one of ``tensors`` requires a gradient."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         raise ValueError(
             f"{call} is for inference and has no gradient, and an array that it is given requires one: call it under "

@@ -50,7 +50,7 @@ class Requests:
     version: int = field(init=False)
     """A number unique to each state of each cache. A step with another version is refused."""
     scaled: set[int] = field(init=False)
-    """The layers whose scales are set. All are, unless a float8 cache sets them itself in the first step that advances."""
+    """The layers whose scales are set: all, unless a float8 cache chooses its scales in the first step that advances."""
 
     def __post_init__(self) -> None:
         self.host_state = HostState(self.spec)
@@ -72,7 +72,8 @@ class Requests:
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
         """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of ``tokens`` in ``layout``.
 
-        This compares upper bounds of the lengths, which the host state holds, and reads the device only if these do not fit.
+        ``tokens``: an int for all requests, or one int each. Return the cache. The check compares upper bounds of the lengths,
+        which the host state holds, and reads exact numbers from the device only if the bounds do not fit.
         """
         of = list(range(self.spec.batch))
         more = [tokens] * len(of) if isinstance(as_number(tokens), int) else tokens
@@ -135,7 +136,7 @@ class Requests:
         keep = torch.minimum(keep, self.lengths)
         last = self.lengths[:, None] - 1
         slot = torch.arange(spec.remembered, dtype=torch.int32, device=device)
-        position = last - (last - slot) % spec.remembered  # the newest position noted in each slot
+        position = last - (last - slot) % spec.remembered  # the newest position recorded in that entry
         removed = (position >= keep[:, None]) & (position >= 0)
         owned = self.owners[:, :-1, None] == torch.arange(spec.ranks, dtype=torch.int16, device=device)
         self.counts -= (owned & removed[..., None]).sum(1, dtype=torch.int32)
@@ -145,7 +146,10 @@ class Requests:
         return self
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty these requests. None empties all, and clears float8 scales that were not passed, for the next step to set."""
+        """Empty the requests ``rows``; None empties all requests.
+
+        Emptying all also clears float8 scales that were not passed to ``make``; the next step sets them again.
+        """
         of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         for x, nothing in ((self.positions, -1), (self.counts, 0), (self.lengths, 0), (self.reached, 0)):
             x[of] = nothing
@@ -158,7 +162,7 @@ class Requests:
         return self
 
     def evict(self, rows: Rows) -> Self:
-        """Empty these requests and overwrite their keys and values with 0, so that nothing of them remains in memory."""
+        """Empty the requests ``rows`` and overwrite their keys and values with 0, so that nothing of them remains in memory."""
         of = checks.check_rows("rows", rows, self.spec.batch)
         for kept in (self.k, self.v):
             for layer in kept:
@@ -184,9 +188,10 @@ class Requests:
         return self
 
     def check_rows_room(self, tokens: Sequence[int], rows: Sequence[int], valid: Tensor | None = None) -> None:
-        """Raise ValueError unless ``rows`` have room for ``tokens`` more, or for those that are ``valid`` [rows, tokens].
+        """Raise ValueError unless each request in ``rows`` has room for its number of new ``tokens``.
 
-        With ``valid``, nothing is checked during the capture of a CUDA graph: the caller that replays it must check.
+        ``valid`` bool [rows, tokens]: only its True tokens count. With ``valid``, nothing is checked during the capture of a CUDA
+        graph: the caller that replays it must check.
         """
         if valid is not None and capturing(valid):
             return

@@ -29,18 +29,20 @@ def sample(
     requests: Int[Tensor, " batch"] | Sequence[int] | None = None,
     positions: Int[Tensor, " batch"] | Sequence[int] | None = None,
 ) -> Int[Tensor, " batch"]:
-    """Draw the next token of each request, int64 [batch], as ``RingTransformer.generate`` does.
+    """Draw the next token of each request from its logits. Return int64 [batch].
 
-    ``temperature``, ``top_k``, ``top_p``, ``seed``: as in ``generate``. ``requests``: the number of each request, by
-    default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths`` after the step that computed
-    the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
+    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens, and
+    ``top_p``, of these, the fewest whose probabilities sum to at least p, the most probable first; None keeps all. Each of the
+    three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an int. ``requests``:
+    the number of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
+    after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
 
-    The tokens are a function of logits, seed, requests and positions, so all ranks draw the same ones, in either framework and
-    whatever else is in the batch. Temperature 0, the default, takes the most probable token and needs neither requests nor
-    positions. If a logit is NaN, the token is arbitrary and nothing is raised. Not differentiable.
+    The tokens depend only on the logits and these arguments. So from equal logits all ranks and both frameworks draw the same
+    tokens, whatever else is in the batch, and ``RingTransformer.generate`` draws them too. Temperature 0, the default, needs
+    neither requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Not differentiable.
 
     Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
-    temperature 0, or if ``positions`` is missing at a higher one.
+    temperature 0, or if ``positions`` is missing at a temperature above 0.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     check_drawn(logits, sampling, requests, positions)
@@ -66,8 +68,8 @@ def on_device(parameters: SamplingParameters, device: torch.device) -> SamplingP
 def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
     """Draw the tokens, int64 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    ``parameters``: the sampling parameters, numbers or tensors [b]. The computation is that of :mod:`ring_attn_core.sampling`,
-    in float32 (float64 for float64).
+    ``parameters``: the sampling parameters, each a number or a tensor [b]. ``requests``: the requests' numbers. ``positions``:
+    their numbers of cached tokens. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for float64).
     """
     if parameters.temperature is None:
         return logits.argmax(-1)
@@ -90,13 +92,13 @@ def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, posi
 
 
 def _column(x: Any, dtype: torch.dtype) -> Any:
-    """Return a tensor [b] as [b, 1] in ``dtype``, a number unchanged."""
+    """Return a tensor [b] as [b, 1] in ``dtype``, or a number unchanged."""
     return x[:, None].to(dtype) if isinstance(x, Tensor) else x
 
 
 def gumbel(parameters: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 random bits."""
+    """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 bits of Philox."""
     at = requests.long()[:, None], positions.long()[:, None]
     bits = words((parameters.low, parameters.high), *at, tokens, (multiply, int))
-    uniform = ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)  # float32 would round some of the values to 1
+    uniform = ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)  # float32 would round some values to 1
     return -torch.log(-torch.log1p(-uniform))

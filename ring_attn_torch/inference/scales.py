@@ -39,12 +39,13 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
 def of_first(
     k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
 ) -> None:
-    """Set a layer's scales [kv_heads], each if it is 0, to the smallest power of two above max |x| / 448.
+    """Replace each 0 in a layer's ``k_scale`` and ``v_scale`` [kv_heads], in place, by a power of two above max |x| / 448.
 
-    The maximum is over the ``new`` k or v of all ranks, which then fit into float8; if it is 0, the scale is 1. ``nothing`` (0-d
-    bool): True if the cache is empty. Then scales that are already set are replaced too, since a step that did not advance may
-    have set them; otherwise they stay. The host reads no value, so that a CUDA graph may capture this. Multiplying float8 by a
-    power of two is exact in the other dtypes.
+    It is the smallest such power; 448 is the largest float8 number. The maximum is over the ``new`` k or v of all ranks, so that
+    every x / scale fits into float8; if it is 0, the scale is 1. ``nothing`` (0-d bool): True if the cache is empty. Then scales
+    that are already set are replaced too, since a step that did not advance may have set them; otherwise they stay. The host
+    reads no value, so that a CUDA graph may capture this function. Multiplying float8 by a power of two is exact in the other
+    dtypes.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])
@@ -57,10 +58,10 @@ def of_first(
 
 
 def quantized(x: Tensor, scale: Tensor) -> Tensor:
-    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it and convert it to float8."""
+    """Divide x [b, n, kv_heads, dim] by ``scale`` [kv_heads], clamp it to -448 .. 448 and convert it to float8."""
     return (x.float() / scale[:, None]).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
 
 
 def restored(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply x [b, t, kv_heads, dim] by ``scale`` and convert it to ``dtype``. Return x unchanged without a scale."""
+    """Multiply x [b, t, kv_heads, dim] by ``scale`` and convert it to ``dtype``. Return x unchanged if ``scale`` is None."""
     return x if scale is None else (x.float() * scale[:, None]).to(dtype)

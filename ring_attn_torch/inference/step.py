@@ -31,7 +31,7 @@ class DecodeStep:
     fresh: bool
     """True if no request of the step has a token in the cache."""
     rows: Tensor | None
-    """The requests in the cache, int64 [requests]; None: all."""
+    """The step's requests, as indices in the cache, int64 [requests]; None: all requests of the cache."""
     into: Tensor
     of: Tensor
     """int64 [requests, 1]: the requests as indices into the cache (``into``) and into the step (``of``)."""
@@ -46,15 +46,16 @@ class DecodeStep:
     slots: Tensor
     """int64 [requests, writes]: the slots that this rank writes; the last slot absorbs the tokens of other ranks."""
     source: Tensor | None
-    """int64 [requests, writes]: the index in ``tokens`` of the token written to each slot; None: the only token."""
+    """int64 [requests, writes]: index, among the step's tokens, of the token written to each slot; None for a single token."""
     owner_slots: Tensor
     owners: Tensor
     """int16 [requests, owners]: the rank of each of the newest tokens. ``owner_slots`` int64: indices in ``KVCache.owners``."""
     certain: bool = True
     """True if the host knows that some request gets a token. With ``valid`` only the device knows."""
     version: int = 0
+    """The cache's ``version`` when the step was made; the cache refuses a step of another version."""
     host: tuple[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = ((), None)
-    """The requests as ints, and the tokens of the chunk that each rank holds of each request, None without a layout."""
+    """The requests as ints; and [requests][ranks], how many tokens of each chunk each rank holds, or None without a layout."""
     written: set[int] = field(default_factory=set)
     """The layers written so far."""
 
@@ -140,9 +141,9 @@ def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> d
 
 
 def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
-    """Return how many of the ``chunk`` new tokens of each request are cached: those within its ``room``, all with a window.
+    """Return how many of each request's ``chunk`` new tokens are cached: at most its ``room``, or with a window all.
 
-    New tokens beyond the room are neither cached nor counted; cached tokens stay.
+    ``chunk``, ``room``: numbers of tokens [b]. New tokens beyond the room are neither cached nor counted; cached tokens stay.
     """
     return torch.minimum(chunk, room) if held.spec.window is None else chunk
 
@@ -150,7 +151,8 @@ def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
 def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    ``here``: True for tokens that this rank caches. Other tokens, and tokens beyond the last free slot, go into the extra slot.
+    For each token, ``here`` is True if this rank caches it, ``slot_index`` counts slots without wrapping around, and ``position``
+    is its position. Other tokens, and tokens beyond the last free slot, go into the extra slot.
     With a window, tokens beyond the last free slot overwrite the oldest slots instead.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
@@ -185,7 +187,7 @@ def _earlier(ranks: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def shards(layout: str, ranks: int, local: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the index in a chunk of each token of each rank's shard, int32 [ranks, local], and the rank of each index, int16."""
+    """Return the chunk's token indices that each rank holds, int32 [ranks, local], and the rank of each index, int16 [tokens]."""
     of_rank: Sequence[Sequence[int]] = placement.positions(layout, ranks, local)
     owners = placement.owners(layout, ranks, local)
     as_tensor = lambda x, dtype: torch.tensor(x, dtype=dtype, device=device)
