@@ -121,7 +121,7 @@ NO_AUTOCAST = nullcontext()
 
 
 def no_autocast(device: str) -> AbstractContextManager[Any]:
-    """Return a context that disables autocast on ``device``, so that the state stays in float32."""
+    """Return a context that disables autocast on ``device``, so that the state stays in at least float32."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else NO_AUTOCAST
 
 
