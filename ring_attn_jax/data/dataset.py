@@ -40,7 +40,8 @@ class SequenceShardedDataset:
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
     passed to ``resume``, or else at the beginning.
 
-    With ``layout="balanced"`` each batch deals its documents to the ranks, and its shards carry their ``layout``.
+    With ``layout="balanced"`` the documents of each batch are distributed over the ranks for equal work, and its shards carry the
+    balanced layout as ``layout``.
 
     The content of a batch depends on data, seed and batch number only. So a run may be resumed with other ranks, layout or
     workers.
@@ -106,8 +107,8 @@ class SequenceShardedDataset:
     def grain(self) -> Any:
         """Return a ``grain.MapDataset`` of the same shards as NumPy arrays, from the resumed state to the end of the last epoch.
 
-        Datasets and iterators that grain derives from it, such as ``.to_iter_dataset()``, keep a state of their own. Raise
-        ModuleNotFoundError if the package grain is missing.
+        Datasets and iterators that grain derives from it, such as ``.to_iter_dataset()``, keep their state themselves, apart from
+        :meth:`state`. Raise ModuleNotFoundError if the package grain is missing.
         """
         try:
             from grain import MapDataset  # type: ignore[import-not-found]  # optional
@@ -135,7 +136,7 @@ class SequenceShardedDataset:
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state of the run after ``batches`` batches as JSON, by default after those that the last iteration yielded.
+        """Return the state of the run after ``batches`` batches as JSON, by default the batches that the last iteration yielded.
 
         ``batches`` counts from the start of the run, over epochs and resumptions. Raise ValueError if it exceeds the batches of
         the run.
@@ -145,7 +146,7 @@ class SequenceShardedDataset:
     def resume(self, state: str | Mapping[str, object]) -> None:
         """Start every later iteration at ``state``, a return value of :meth:`state`, as text or parsed by json.loads.
 
-        Raise ValueError if it is not a state, or if its data, length, rows per batch, seed, ``shuffle`` or ``last`` differ.
+        Raise ValueError if it is not a state, or belongs to other data, length, rows per batch, seed, ``shuffle`` or ``last``.
         """
         self._batches.resume(state)
 

@@ -34,7 +34,7 @@ def gather(
     a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one device. Inside
     ``shard_map(check_vma=False)`` JAX does not track this, and the gradient is that of one device times the number of ranks.
 
-    Raise ValueError if ``x`` is not a shard of such a sequence, or outside a shard_map over the axis.
+    Raise ValueError if ``x`` cannot be a shard of ``length`` tokens in ``layout``, or outside a shard_map over the axis.
     """
     ranks = _ranks("gather", x, axis_name)
     held = gathered_length(x.shape, layout, ranks, length)
@@ -56,9 +56,9 @@ def gather_token(
 ) -> jax.Array:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: the global position of the token; negative counts from the end, -1 is the last token. Or nonnegative integers
-    [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the last
-    token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token), or nonnegative
+    integers [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the
+    last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
     ``axis_name``, ``layout``, ``length``, gradient and errors: as in :func:`gather`.
     """

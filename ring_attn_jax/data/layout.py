@@ -42,7 +42,8 @@ def to_layout(
 def from_layout(x: jax.Array, layout: str | BalancedLayout | TracedLayout, ranks: int, length: int, dim: int = 1) -> jax.Array:
     """Invert :func:`to_layout`: return the tokens in natural order, cut at ``length``.
 
-    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or if ``to_layout`` would.
+    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or if the layout, ``dim`` or ``ranks`` is
+    invalid.
     """
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     order = _order(layout, ranks, length)
@@ -63,7 +64,7 @@ def positions(
     seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
     other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
 
-    ``rank`` may be traced (``lax.axis_index``). Raise ValueError if an int is not a rank of the ring.
+    ``rank`` may be traced (``lax.axis_index``). Raise ValueError if ``rank`` is an int outside 0 .. ranks - 1.
     """
     check_rank(rank, ranks)
     if isinstance(layout, TracedLayout):

@@ -71,7 +71,7 @@ def shard_batch(
     may differ, while :func:`positions` returns [tokens].
 
     ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree``. All
-    ranks then have equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass that on:
+    ranks then have equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass it on, as in
     ``ring_attention(..., layout=shard.layout)``.
 
     Do not append new tokens to a zigzag or contiguous shard: positions depend on the layout and the length, so attention would

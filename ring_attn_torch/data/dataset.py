@@ -39,7 +39,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
     in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
 
-    With ``layout="balanced"`` each batch deals its documents to the ranks, and its shards carry their ``layout``.
+    With ``layout="balanced"`` the documents of each batch are distributed over the ranks for equal work, and its shards carry the
+    balanced layout as ``layout``.
 
     The content of a batch depends on data, seed and batch number only. So a run may be resumed with other ranks, layout or
     workers.
@@ -126,7 +127,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state of the run after ``batches`` batches as JSON, by default after those that the last iteration yielded.
+        """Return the state of the run after ``batches`` batches as JSON, by default the batches that the last iteration yielded.
 
         ``batches`` counts from the start of the run, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
         training loop knows the number that it has used. Raise ValueError if workers have read and ``batches`` is missing, or if
@@ -142,6 +143,6 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     def resume(self, state: str | Mapping[str, object]) -> None:
         """Start every later iteration at ``state``, a return value of :meth:`state`, as text or parsed by json.loads.
 
-        Raise ValueError if it is not a state, or if its data, length, rows per batch, seed, ``shuffle`` or ``last`` differ.
+        Raise ValueError if it is not a state, or belongs to other data, length, rows per batch, seed, ``shuffle`` or ``last``.
         """
         self._batches.resume(state)

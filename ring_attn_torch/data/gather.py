@@ -34,8 +34,9 @@ def gather(
     rank computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one device:
     divide the loss by ``ranks``. ``loss(..., group=group)`` does so already, because it counts the labels of every rank.
 
-    Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of such a sequence, or if
-    ranks pass shards of different shapes or different arguments. Ranks compare these at the first such call.
+    Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of ``length`` tokens in
+    ``layout``, or if ranks pass shards of different shapes or different arguments. Ranks compare these only if some rank passes
+    them for the first time.
     """
     ring = _ring(group)
     _check("gather", x, ring, layout, length)
@@ -54,9 +55,9 @@ def gather_token(
 ) -> Tensor:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: the global position of the token; negative counts from the end, -1 is the last token. Or nonnegative integers
-    [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the last
-    token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token), or nonnegative
+    integers [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the
+    last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
     ``group``, ``layout``, ``length``, gradient and errors: as in :func:`gather`.
     """

@@ -38,7 +38,8 @@ def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1,
 def from_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, length: int, dim: int = 1) -> Tensor:
     """Invert :func:`to_layout`: return the tokens in natural order, cut at ``length``.
 
-    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or if ``to_layout`` would.
+    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or if the layout, ``dim`` or ``ranks`` is
+    invalid.
     """
     check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     order = _order(layout, ranks, length)
@@ -57,7 +58,7 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
     seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
     other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
 
-    Raise ValueError if ``rank`` is not one of the ``ranks``.
+    Raise ValueError if ``rank`` is outside 0 .. ranks - 1.
     """
     check_rank(rank, ranks)
     if isinstance(layout, BalancedLayout):

@@ -56,15 +56,16 @@ def pack_rollouts(
 
     ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
     True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
-    token, of any sign; None: 1. The first token of a rollout is not predicted, so its entries have no effect.
+    token, of any sign; None: 1. No token predicts the first token of a rollout, so its mask and its
+    weight have no effect.
 
     Summed over all slots, ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts computed
     one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
     shift them again.
 
-    ``length``: the maximum number of tokens of a row, or None for one row. A larger tree is split between two rollouts, and the
-    next row repeats their shared prefix. ids and labels are int64 on the CPU; ``saved_tokens`` is the number of tokens not
-    computed.
+    ``length``: the maximum number of tokens of a row, or None for one row. A tree of more tokens is split between two rollouts,
+    and the next row repeats their shared prefix. ids and labels are int64 on the CPU; ``saved_tokens`` is the number of tokens
+    not computed.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.
@@ -125,7 +126,7 @@ def _digest(rollouts: Any, ranks: int) -> str | None:
 
 
 class _GatherAlike(AllGather):
-    """An all-gather for ranks that compute the same from its output. Its backward slices the output's gradient for this rank."""
+    """An all-gather whose output each rank uses for the same computation. Its backward slices the gradient for this rank."""
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
