@@ -116,7 +116,7 @@ class Checkpoints:
         ``dataset.resume(data)``, and ``more``.
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
-        file (delete its folder to resume from the one before); or if a process sees other checkpoints than the first. The error
+        file (delete its folder to resume from the one before); or if processes see different checkpoints. The error
         is the same in each process, and then nothing changes.
         """
         self.wait()

@@ -56,7 +56,7 @@ class CheckpointFiles:
             raise OSError("process 0 could not complete it")
 
     def read(self, where: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the arrays of a checkpoint by name, with the shardings of ``like``."""
+        """Return the arrays of a checkpoint by name, each with the sharding of its namesake in ``like``."""
         import orbax.checkpoint as orbax
 
         places = jax.tree.map(orbax.utils.to_shape_dtype_struct, like)
@@ -66,7 +66,7 @@ class CheckpointFiles:
         return self._orbax.restore(where / STATE, args=restore)
 
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
-        """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if one is damaged."""
+        """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if a file is damaged."""
         check_files(where, run, None, jax.process_index(), jax.process_count())
         found: Any = self._orbax.metadata(where / STATE)
         tree = getattr(found, "item_metadata", found)

@@ -1,10 +1,12 @@
-"""The summed cross-entropy of one rank's labels, chunk by chunk, from logits, or from hidden states without storing logits.
+"""The summed cross-entropy of one rank's labels, from logits, or chunk by chunk from hidden states without storing logits.
 
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
     dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
-A label outside the vocabulary makes the total and its gradient NaN, because traced values cannot raise. Each float32 array as
-wide as the vocabulary holds one chunk of tokens; if logits are passed, XLA fuses most of these arrays away.
+A label outside the vocabulary makes the total and its gradient NaN, because traced values cannot raise.
+
+With hidden states, each array as wide as the vocabulary holds the logits of one chunk of tokens, in at least float32. With
+logits, nothing is cut into chunks, and XLA fuses most of these arrays away.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ def _logits_forward(logits: jax.Array, labels: Labels, settings: ChunkSettings) 
 
 
 def _logits_backward(settings: ChunkSettings, kept: Any, dtotal: jax.Array) -> tuple[jax.Array, None]:
-    logits, labels, lse = lax.optimization_barrier((*kept,))  # else XLA keeps the forward's float32 logits
+    logits, labels, lse = lax.optimization_barrier((*kept,))  # else XLA keeps the logits that the forward converted
     dlogits = (_dlogits(logits, labels, lse, settings) * dtotal).astype(logits.dtype)
     return lax.optimization_barrier(dlogits), None
 

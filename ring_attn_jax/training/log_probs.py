@@ -1,11 +1,11 @@
-"""The log-probability of each token's label, and the entropy, chunk by chunk, from logits or from hidden states.
+"""The log-probability of each token's label, and the entropy, from logits, or chunk by chunk from hidden states.
 
     logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward recomputes logits from hidden states. Each float32 array as wide as the vocabulary holds one chunk of tokens; if
-logits are passed, XLA fuses most of these arrays away.
+With hidden states, each array as wide as the vocabulary holds the logits of one chunk of tokens, in at least float32, and the
+backward recomputes the logits. With logits, nothing is cut into chunks, and XLA fuses most of these arrays away.
 """
 
 from __future__ import annotations
@@ -44,15 +44,14 @@ def token_log_probs(
     entropy: bool = False,
     ignore_index: int = -100,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Return the float32 log-probability [b s] of each token's label. With ``entropy`` return (log-probability, entropy).
+    """Return each label's log-probability [b s], or with ``entropy`` (log-probability, entropy), in at least float32.
 
     ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
-    Both values are 0 without a label (``ignore_index``), and NaN for a label outside the vocabulary, since traced values cannot
-    raise. float64 stays float64.
+    Both values are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary, since traced values cannot raise.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; softmax and sums over tokens, such
-    as the head's gradient, are float32. Second derivatives are not supported.
+    as the head's gradient, are in at least float32. Second derivatives are not supported.
 
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
     """
@@ -91,7 +90,7 @@ def _forward(
 
 
 def _backward(settings: LogProbSettings, kept: Any, dvalues: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array | None, None]:
-    x, head, labels, lse, values = lax.optimization_barrier(kept)  # else XLA keeps the forward's float32 logits
+    x, head, labels, lse, values = lax.optimization_barrier(kept)  # else XLA keeps the logits that the forward converted
     if head is None:
         dx = _dlogits(x, labels, lse, values, dvalues, settings).astype(x.dtype)
         return lax.optimization_barrier(dx), None, None

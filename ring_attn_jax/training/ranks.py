@@ -143,7 +143,8 @@ def together(call: str, mesh: Any) -> Iterator[list[str]]:
     """Run the block in all processes, and raise in each of them the error of the lowest process whose block raises.
 
     An OSError stays an OSError, any other error becomes a ValueError. The block appends to the yielded list texts that must be
-    the same in each process. The ValueError is a RankDifference if they differ, or if only some processes had an error.
+    the same in each process. The ValueError is a RankDifference if they differ, or if only some processes had an error. ``call``
+    names the block in that error.
 
     ``mesh``: the mesh of the block's model. If it does not span all processes, each process raises only its own error.
     """
@@ -183,11 +184,11 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
 
 
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
-    """Call the function in all processes, and return the values of all processes in order. Values must be JSON values.
+    """Call ``function`` in every process, and return a list of all processes' return values, which must be JSON values.
 
-    Each process must call this. If the function raises in any process, each process raises the error of the lowest such process:
-    an OSError stays an OSError, any other error becomes a ValueError. Raise ValueError if ``alike`` (values by name) differs
-    between processes.
+    Each process must call ``agreed``. If the function raises in any process, each process raises the error of the lowest such
+    process: an OSError stays an OSError, any other error becomes a ValueError. Raise ValueError if ``alike`` (values by name)
+    differs between processes.
     """
     error, value = None, None
     try:

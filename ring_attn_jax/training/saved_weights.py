@@ -54,14 +54,14 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
     """Load a RingTransformer from the ``folder`` of ``save_weights`` of either package.
 
-    ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None is the config's. ``ring``: the
+    ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None: that of the config. ``ring``: the
     arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not ``rngs``. With ``mesh`` the weights are
     copied to all of its devices, else to the default device. Each process of the mesh must call it and reads the files itself,
     one weight at a time.
 
     Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
-    missing, unexpected or of another shape than in the config; the error names them. It is the same in each process of the mesh,
-    whichever process found it, and comes before a weight is read, unless a file is overwritten during the load.
+    missing, unexpected or of another shape than in the config; the error names them. The error is the same in each process of the
+    mesh, and is raised before any weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
@@ -69,6 +69,7 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
     """Load the model of a folder. ``dtypes``: (dtype of the weights, dtype of the computation), each None for the config's.
 
+    ``naming``: the names of config and weights in the folder. ``ring``: the arguments of ``RingTransformer.from_config``.
     If only some processes find the folder, or processes find different weights, a save may not be visible to all processes yet.
     All processes then retry for 10 seconds before they raise.
     """
@@ -101,7 +102,7 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 class Empty(NamedTuple):
     """A model without weights, the weights to read, and their sharding.
 
-    ``files``: for each file, a dict from the model's name of a weight to the file's name of it.
+    ``files``: for each file, a dict from a weight's name in the model to its name in the file.
     """
 
     model: RingTransformer
@@ -139,7 +140,7 @@ def save_folder(
     files: Callable[[TransformerConfig], dict[str, bytes]],
     renamed: Callable[[str], str],
 ) -> None:
-    """Save each weight under the name ``renamed(name)``, and beside them ``files(config)``, the content of each file by name.
+    """Save each weight under the name ``renamed(name)``, and the other files: ``files(config)`` maps their names to contents.
 
     Each process must call it.
     """

@@ -150,7 +150,7 @@ class Checkpoints:
         ``more``. A rank that was not in the saved run keeps its generators.
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
-        file (delete its folder to resume from the one before); or if a rank sees other checkpoints than the first. Raise OSError
+        file (delete its folder to resume from the one before); or if ranks see different checkpoints. Raise OSError
         if files cannot be read. The error is the same on every rank, and nothing changes, because everything is first read into
         host memory.
         """

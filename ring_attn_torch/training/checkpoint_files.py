@@ -86,7 +86,10 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
 
 
 def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kinds:
-    """Return (dtype, shape) of each tensor in a checkpoint. Raise ValueError, naming the file, if one is damaged."""
+    """Return (dtype, shape) of each tensor in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
+
+    Each of the ``ranks`` compares the digests of a part of the files.
+    """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
     for file in where.glob("*.safetensors"):
@@ -101,7 +104,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
-    """Read tensors into ``places`` on all ranks of ``group``. Raise OSError on all of them if one rank fails."""
+    """Read tensors into ``places`` on all ranks of ``group``. Raise OSError on each of them if any rank fails."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -5,7 +5,8 @@
 
 A label outside the vocabulary makes the total and its gradient NaN: an error on one rank would leave the others waiting.
 
-Each float32 array as wide as the vocabulary holds one chunk of tokens.
+Arrays as wide as the vocabulary hold one chunk of tokens, in at least float32. Only the gradient of logits that are passed holds
+all tokens, in their dtype.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
     """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
 
-    Products are computed in hidden's dtype, or in autocast's under autocast. The softmax, and sums over tokens such as the head's
-    gradient, are in at least float32.
+    Products are computed in hidden's dtype, or in autocast's dtype under autocast. The softmax, and sums over tokens such as the
+    head's gradient, are in at least float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:

@@ -67,7 +67,10 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 
 
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
-    """Return True if FSDP has summed the gradient of ``p`` over the whole ring. Raise ValueError if only over a part of it."""
+    """Return True if the gradient of ``p`` needs no sum, since FSDP has summed it over the whole ring or the ring is one rank.
+
+    Raise ValueError if FSDP has summed it over a part of the ring only, or if ranks of the ring hold the same tokens for it.
+    """
     if ranks_of(ring) == 1:
         return True
     members, covered = set(dist.get_process_group_ranks(ring)), 1

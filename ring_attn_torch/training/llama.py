@@ -32,9 +32,10 @@ def load_llama(
     the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of
     the group must call it. Each rank reads the files itself, one weight at a time.
 
-    Raise ValueError if the architecture is another one, or needs a feature that our layers lack (quantised weights, "dynamic"
-    rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the error
-    names them. It is the same on every rank and comes before a weight is read, unless a file is overwritten during the load.
+    Raise ValueError if the architecture is none of these four, or needs a feature that our layers lack (quantised weights,
+    "dynamic" rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the
+    error names them. The error is the same on every rank, and is raised before any weight is read, unless a file is overwritten
+    during the load.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 
@@ -49,8 +50,8 @@ def save_llama(
 ) -> None:
     """Save a RingTransformer so that transformers loads it: as Llama, Mistral (windows), Qwen2 (qkv_bias) or Qwen3 (qk_norm).
 
-    ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value that ``load_llama``
-    stored, with the special ids, in ``model.config.published``, or else 131072. ``source``: the Hugging Face folder that the
+    ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
+    ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the
     model came from, whose tokenizer is copied, with the keys of config.json that the model does not decide; None: no tokenizer is
     written. Everything else is as in :func:`save_weights`.
 

@@ -4,7 +4,8 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward recomputes logits from hidden states. Each float32 array as wide as the vocabulary holds one chunk of tokens.
+The backward recomputes logits from hidden states. Arrays as wide as the vocabulary hold one chunk of tokens, in
+at least float32. Only the gradient of logits that are passed holds all tokens, in their dtype.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ def token_log_probs(
     entropy: bool = False,
     ignore_index: int = -100,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return the float32 log-probability [b s] of each token's label. With ``entropy`` return (log-probability, entropy).
+    """Return each label's log-probability [b s], or with ``entropy`` (log-probability, entropy), in at least float32.
 
     ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
-    Both values are 0 without a label (``ignore_index``), and NaN for a label outside the vocabulary, since an error on one rank
-    would leave the others waiting. float64 stays float64.
+    Both values are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary, since an error on one rank would
+    leave the others waiting.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype, or in autocast's under autocast;
-    softmax and sums over tokens, such as the head's gradient, are float32. Second derivatives are not supported.
+    ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype, or in autocast's dtype under
+    autocast; softmax and sums over tokens, such as the head's gradient, are in at least float32. Second derivatives are not
+    supported.
 
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
     """

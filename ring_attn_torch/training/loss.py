@@ -48,7 +48,7 @@ def loss(
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
     equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's in
     its dtype, the head's summed in at least float32, the dtype of logits and softmax. Products are in hidden's dtype, or in
-    autocast's under autocast.
+    autocast's dtype under autocast.
 
     ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.

@@ -117,7 +117,7 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 
 
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
-    """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new ones outside the optimizer.
+    """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new tensors outside the optimizer.
 
     ``held``: the names of each parameter's states in the checkpoint. If the optimizer has no such states for a parameter yet, a
     copy of the optimizer makes a step on a copy of the parameter, which creates them. Model, optimizer and random generators stay
@@ -139,7 +139,7 @@ def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[st
 
 
 def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, without: list[str]) -> None:
-    """Replace all states of the optimizer by ``states``. Parameters in ``without`` get none on this rank."""
+    """Replace all states of the optimizer by ``states``. Parameters in ``without`` get no states on this rank."""
     for name, p in parameters_by_name(model, optimizer).items():
         if name in states and name not in without:
             optimizer.state[p] = states[name]
@@ -148,7 +148,7 @@ def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: State
 
 
 def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
-    """Return the name of the optimizer's class."""
+    """Return the name of the optimizer's class, or None without an optimizer."""
     return None if optimizer is None else type(optimizer).__name__
 
 
@@ -168,7 +168,7 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``.
 
-    Compared are the class, the parameters of each group, and the type of each setting, such as lr, but not its value.
+    The check compares the class, the parameters of each group, and the type, but not the value, of each setting such as lr.
     """
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:

@@ -41,7 +41,7 @@ SHOWN = (torch.int64, torch.int32, torch.float32, torch.float64)
 
 
 def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-    """Compare ``what`` between the ranks of ``group`` at the start of training, and raise on all of them if it differs.
+    """Compare ``what`` between the ranks of ``group`` at the start of training, and raise ValueError on each if it differs.
 
     ``what``: an nn.Module, whose parameters and buffers are compared, a tensor, a number (numpy's too), str, bool, None, mask or
     Run, or dicts, lists and tuples of all these, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. ``group``: the
@@ -175,7 +175,7 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
 
 
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
-    """Call the function on all ranks, and return the values of all ranks by rank. Values must be JSON values.
+    """Call ``function`` on every rank, and return a list of all ranks' return values, which must be JSON values.
 
     Every rank of ``ring`` must call it with the same ``call``. If the function raises on any rank, every rank raises the error of
     the lowest such rank: an OSError stays an OSError, any other error becomes a ValueError. Raise ValueError if ``alike`` (values

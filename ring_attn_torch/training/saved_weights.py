@@ -59,13 +59,13 @@ def load_weights(
 ) -> RingTransformer:
     """Load a RingTransformer from the ``folder`` of ``save_weights`` of either package, on the default device.
 
-    ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None is the config's. ``ring``: the
+    ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None: that of the config. ``ring``: the
     arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group must call it. Each
     rank reads the files itself, one weight at a time.
 
     Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
-    missing, unexpected or of another shape than in the config; the error names them. It is the same on every rank, whichever
-    rank found it, and comes before a weight is read, unless a file is overwritten during the load.
+    missing, unexpected or of another shape than in the config; the error names them. The error is the same on every rank, and is
+    raised before any weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
@@ -73,6 +73,7 @@ def load_weights(
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
     """Load the model of a folder. ``dtypes``: (dtype of the weights, dtype of the computation), each None for the config's.
 
+    ``naming``: the names of config and weights in the folder. ``ring``: the arguments of ``RingTransformer.from_config``.
     If only some ranks find the folder, or ranks find different weights, a save may not be visible to all ranks yet. All ranks
     then retry for 10 seconds before they raise.
     """
@@ -106,7 +107,7 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 class Empty(NamedTuple):
     """A model without weights, and the weights to read.
 
-    ``files``: for each file, a dict from the model's name of a weight to the file's name of it.
+    ``files``: for each file, a dict from a weight's name in the model to its name in the file.
     """
 
     model: RingTransformer
@@ -141,7 +142,7 @@ def save_folder(
     renamed: Callable[[str], str],
     ring: Group,
 ) -> None:
-    """Save each weight under the name ``renamed(name)``, and beside them ``files(config)``, the content of each file by name.
+    """Save each weight under the name ``renamed(name)``, and the other files: ``files(config)`` maps their names to contents.
 
     Every rank of ``ring`` must call it.
     """
