@@ -28,7 +28,7 @@ def gather(
 
     Call inside ``jax.shard_map`` over ``axis_name``; for global arrays in layout order use :func:`from_layout`. ``layout``:
     a name, the ``.layout`` of a shard, or its TracedLayout. ``length``: the global number of tokens without padding; None: all
-    tokens of the shards, or those of a balanced layout.
+    tokens of the shards, or the tokens of a balanced layout.
 
     Differentiable: the gradient of a shard is the sum of all ranks' gradients of its tokens. The result is replicated for JAX, so
     a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one device. Inside

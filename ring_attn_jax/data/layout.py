@@ -60,7 +60,7 @@ def positions(
 ) -> Int[Array, " seq_local"]:
     """Return the global position of each token of a rank, int32 [seq_local], in shard order.
 
-    Padding has positions >= length. The positions are the same for all batch rows, while those of ``shard_batch`` are [batch,
+    Padding has positions >= length. The positions are the same for all batch rows, while ``shard_batch`` returns [batch,
     seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
     other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
 

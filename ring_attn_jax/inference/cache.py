@@ -44,7 +44,7 @@ class KVCache(Requests):
     Create one with :meth:`make`. The cache is a pytree. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v
     [..., v_dim] and positions int32 [batch, slots], the position of the token in each slot, -1 if empty. Outside
     ``jax.shard_map`` they hold the slots of all ranks, in rank order. Arrays that are equal on every rank: ``counts`` int32
-    [batch, ranks], the number of a request's tokens that each rank has stored (with a window also those since overwritten);
+    [batch, ranks], the number of a request's tokens that each rank has stored (with a window, overwritten tokens count too);
     ``lengths`` int32 [batch], the number of its tokens; ``reached`` int32 [batch], its greatest length since its reset;
     ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and
     ``v_scale`` float32 [layers, kv_heads], 0 until they are known.

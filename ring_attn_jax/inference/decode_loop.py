@@ -67,7 +67,7 @@ class Programs(NamedTuple):
     cache with a chunk of the prompts. For each prompt that ends in this chunk (``ends``), set its row of ``hidden`` [requests,
     dim] to the last block's output for its last token. ``fresh``: True for the first chunk.
     ``first(weights, cache, hidden, parameters, ends)`` -> newest = (tokens, finished): draw the token after each prompt.
-    ``step(weights, cache, newest, parameters, ends)`` -> (newest, cache): cache the newest tokens and draw the next ones.
+    ``step(weights, cache, newest, parameters, ends)`` -> (newest, cache): cache the newest tokens and draw the next tokens.
     ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: the stop ids, and each request's largest number of
     cached tokens.
     """

@@ -53,10 +53,10 @@ def decode_step(
     place, are not cached, and their logits are undefined. All ranks compute the same logits, each with its part of the cache.
     Dropout is off. Call it inside jax.jit, with the cache donated.
 
-    The logits equal those of the model on the whole sequence up to rounding, since sums have another order. Raise ValueError if
-    the cache does not fit the model, if a mask is neither causal nor a window before the token, if weights are split over
-    devices, or if an id is outside the vocabulary (a traced id gives NaN instead). To check for room, call ``cache.check_room``
-    before.
+    The logits equal those of the model on the whole sequence up to rounding, since sums are computed in another order. Raise
+    ValueError if the cache does not fit the model, if a mask is neither causal nor a window before the token, if weights are
+    split over devices, or if an id is outside the vocabulary (a traced id gives NaN instead). To check for room, call
+    ``cache.check_room`` before.
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))

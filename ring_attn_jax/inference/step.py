@@ -45,7 +45,7 @@ class DecodeStep:
     chunk: jax.Array
     """Number of new tokens of each request, int32 [requests]."""
     counts: jax.Array
-    """Number of tokens that each rank has stored after the step, int32 [requests, ranks], as in ``KVCache.counts``."""
+    """Number of tokens that each rank has stored after the step, int32 [requests, ranks]; the next ``KVCache.counts``."""
     slots: jax.Array
     """Slots that this rank writes, int32 [requests, writes]. Tokens of other ranks have an index beyond the slots."""
     source: jax.Array | None

@@ -20,9 +20,9 @@ def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = No
     equal those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's ``w`` is ``w - 1``
     here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records all of them.
 
-    ``dtype``: the dtype of the weights; None is that of config.json. ``compute_dtype``: the dtype of the computation, None for
+    ``dtype``: the dtype of the weights; None: that of config.json. ``compute_dtype``: the dtype of the computation, None for
     the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not
-    ``rngs``. Weights are placed as in :func:`load_weights`.
+    ``rngs``. With ``mesh`` the weights are copied to all of its devices, else to the default device.
 
     Raise ValueError if the architecture is none of these four, or needs a feature that our layers lack (quantised weights,
     "dynamic" rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the
@@ -39,7 +39,7 @@ def save_llama(
     ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
     ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the
     model came from, whose tokenizer is copied, with the keys of config.json that the model does not decide; None: no tokenizer is
-    written. Everything else is as in :func:`save_weights`.
+    written. Shards are gathered and ``folder`` is replaced as in :func:`save_weights`.
 
     Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask that is not causal,
     windows of several sizes, NTK or no rotary embedding, biases in other places. Raise it too if ``source`` has no tokenizer.

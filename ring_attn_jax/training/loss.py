@@ -43,7 +43,7 @@ def loss(
         sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
     ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each (``shard_batch`` shifts before it shards). ``axis_name``:
-    all mesh axes over which ranks hold different tokens, data parallel ones included; None for global arrays, outside of
+    all mesh axes over which ranks hold different tokens, data-parallel axes included; None for global arrays, outside of
     shard_map.
 
     ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. Weights get no gradient, and
@@ -124,7 +124,7 @@ def _over_ranks(
 def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labels:
     """Return int32 labels and constant weights in ``dtype``: 0 at ignored labels, NaN if invalid in a mean.
 
-    Negative weights and those that are not finite are invalid in a mean.
+    A weight is invalid in a mean if it is negative or not finite.
     """
     numbers, weights = labels.labels.astype(jnp.int32), labels.weights  # unsigned dtypes cannot hold ignore_index
     if weights is not None:

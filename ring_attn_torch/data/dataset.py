@@ -20,8 +20,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
     each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
     rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has none. But a
-    rank reads only its own tokens, plus one more at the end of each of its runs. With ``"striped"`` it reads twice as many, since
-    all next tokens are on other ranks.
+    rank reads only its own tokens, plus one more token at the end of each of its runs. With ``"striped"`` it reads twice as many,
+    since all next tokens are on other ranks.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
@@ -32,9 +32,10 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     ``pattern``: the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in
     files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the package tokenizers, or its
     folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
-    by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``, ``ignore_index``: as
-    in ``shard_batch``. ``chat``: "all" or "assistant"; the column then holds chats, lists of messages, which the tokenizer's chat
-    template writes as texts. With "assistant" only the assistant's tokens have labels.
+    by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``: count positions from
+    0 in each document. ``ignore_index``: the label of a token without a target. ``chat``: "all" or "assistant"; the column then
+    holds chats, lists of messages, which the tokenizer's chat template writes as texts. With "assistant" only the assistant's
+    tokens have labels.
 
     Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
     in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.

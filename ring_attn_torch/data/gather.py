@@ -28,7 +28,7 @@ def gather(
     """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
     ``group``: the ring; None is the default group. ``layout``: a name, or the ``.layout`` of a shard. ``length``: the global
-    number of tokens without padding; None: all tokens of the shards, or those of a balanced layout.
+    number of tokens without padding; None: all tokens of the shards, or the tokens of a balanced layout.
 
     Differentiable: the gradient of a shard is the sum, in at least float32, of all ranks' gradients of its tokens. So if every
     rank computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one device:

@@ -56,8 +56,7 @@ def pack_rollouts(
 
     ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
     True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
-    token, of any sign; None: 1. No token predicts the first token of a rollout, so its mask and its
-    weight have no effect.
+    token, of any sign; None: 1. No token predicts the first token of a rollout, so its mask and its weight have no effect.
 
     Summed over all slots, ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts computed
     one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
@@ -95,7 +94,7 @@ def unpack_rollouts(
     ranks.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``values`` do not have the shape of the rollouts, or
-    if ranks have shards of different shapes, or other rollouts. Ranks compare these at every call, which costs an exchange.
+    if ranks have shards of different shapes, or other rollouts. Ranks compare shapes and rollouts at every call, in one exchange.
     """
     ring = None if layout is None else _ring(group)
     ranks = ranks_of(ring)

@@ -44,8 +44,8 @@ class KVCache(Requests):
 
     Create one with :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
     int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank: ``counts``
-    int32 [batch, ranks], the number of a request's tokens that each rank has stored (with a window also those since overwritten);
-    ``lengths`` int32 [batch], the number of its tokens; ``reached`` int32 [batch], its greatest length since its reset;
+    int32 [batch, ranks], the number of a request's tokens that each rank has stored (with a window, overwritten tokens count
+    too); ``lengths`` int32 [batch], the number of its tokens; ``reached`` int32 [batch], its greatest length since its reset;
     ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and
     ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot and the last owner are extra: they absorb the
     writes of tokens that other ranks hold.
@@ -198,7 +198,7 @@ class KVCache(Requests):
 
         Raise ValueError if shapes or dtypes do not fit, if k or v requires a gradient, if the step is of another cache, or if the
         cache has changed since the step was made. At the first call with this layer, these shapes and dtypes the ranks exchange
-        errors, and all raise the same one; later only a rank with an error raises.
+        errors, and all raise the same error; in later calls only a rank with an error raises.
         """
         (k_shape, k_dtype), (v_shape, v_dtype) = _kind(k), _kind(v)
         shapes, dtypes = (k_shape, v_shape), (k_dtype, v_dtype)

@@ -78,7 +78,7 @@ def tree_attention_decode(
     float32 (float64 for float64). A query that sees no key has out 0 and lse -inf (or its sink).
 
     Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit or require a gradient, or if ranks
-    disagree on shapes (except the number of slots), dtypes or options. Ranks compare these only if some rank makes such a call
+    disagree on shapes (except the number of slots), dtypes or options. Ranks compare them only if some rank makes such a call
     for the first time. Values are checked on a CPU only. After a first call a CUDA graph may capture the call.
     """
     ring = ring_of(group)
@@ -116,7 +116,7 @@ def tree_attention_decode(
 
 
 def as_int32(positions: Any) -> Any:
-    """Convert integer positions to int32, with greater ones clamped. Return other objects unchanged, for a later check."""
+    """Convert integer positions to int32; clamp greater positions to 2^31 - 1. Return other objects unchanged."""
     if (
         not isinstance(positions, Tensor)
         or positions.dtype == torch.int32

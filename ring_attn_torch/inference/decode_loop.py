@@ -27,7 +27,7 @@ class DecodeLoop:
 
     On a CPU each step runs eagerly. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the
     second is captured in a CUDA graph, which is replayed from then on. Rank 0 broadcasts its tokens, since ranks that round
-    differently could otherwise draw different ones.
+    differently could otherwise draw different tokens.
     """
 
     def __init__(self, model: RingTransformer, cache: KVCache, generation: Generation) -> None:

@@ -53,10 +53,10 @@ def decode_step(
     compute the same logits, each with its part of the cache. Dropout and torch.autocast are off, and torch.compile does not
     compile this function.
 
-    The logits equal those of the model on the whole sequence up to rounding, since sums have another order. Raise ValueError, the
-    same on every rank and with the cache unchanged, if the cache does not fit the model, if a mask is neither causal nor a window
-    before the token, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a GPU). After a first
-    call a CUDA graph may capture the call: ``docs/cache.md``.
+    The logits equal those of the model on the whole sequence up to rounding, since sums are computed in another order. Raise
+    ValueError, the same on every rank and with the cache unchanged, if the cache does not fit the model, if a mask is neither
+    causal nor a window before the token, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a
+    GPU). After a first call a CUDA graph may capture the call: ``docs/cache.md``.
     """
     return _as_it_stands(_decoded)(model, ids, cache, valid)
 

@@ -42,7 +42,7 @@ class DecodeStep:
     chunk: Tensor
     """int32 [requests]: the number of new tokens of each request."""
     counts: Tensor
-    """int32 [requests, ranks]: the tokens that each rank has stored after the step, as in ``KVCache.counts``."""
+    """int32 [requests, ranks]: the number of tokens that each rank has stored after the step; the next ``KVCache.counts``."""
     slots: Tensor
     """int64 [requests, writes]: the slots that this rank writes; the last slot absorbs the tokens of other ranks."""
     source: Tensor | None
@@ -152,8 +152,8 @@ def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: T
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
     For each token, ``here`` is True if this rank caches it, ``slot_index`` counts slots without wrapping around, and ``position``
-    is its position. Other tokens, and tokens beyond the last free slot, go into the extra slot.
-    With a window, tokens beyond the last free slot overwrite the oldest slots instead.
+    is its position. Other tokens, and tokens beyond the last free slot, go into the extra slot. With a window, tokens beyond the
+    last free slot overwrite the oldest slots instead.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = torch.where(here, slot_index % held.spec.slots, held.spec.slots).long()

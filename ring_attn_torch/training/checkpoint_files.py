@@ -25,7 +25,7 @@ SHARDS = "DCP_SHARDING_INFO"
 
 
 def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the model's tensors, not copied, as ``model.NAME`` and this rank's random generator states as ``rng.RANK.cpu``."""
+    """Return the model's tensors, not copied, as ``model.NAME``, and this rank's generator states as ``rng.RANK.DEVICE``."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}

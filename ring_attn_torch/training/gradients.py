@@ -19,7 +19,7 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 
     ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. The sum is computed in
     at least float32. A parameter without a gradient counts as zero, so that ranks whose tokens do not use it take part. The
-    result is the gradient of one device, also for a module under one of these:
+    result is the gradient of one device, also in these three cases:
 
     - DistributedDataParallel has replaced all gradients of a group by their mean. The sum of the means over its ranks is
       the sum of the gradients.

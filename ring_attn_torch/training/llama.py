@@ -28,7 +28,7 @@ def load_llama(
     equal those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's ``w`` is ``w - 1``
     here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records all of them.
 
-    ``dtype``: the dtype of the weights; None is that of config.json. ``compute_dtype``: the dtype of the computation, None for
+    ``dtype``: the dtype of the weights; None: that of config.json. ``compute_dtype``: the dtype of the computation, None for
     the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of
     the group must call it. Each rank reads the files itself, one weight at a time.
 
@@ -53,7 +53,7 @@ def save_llama(
     ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
     ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the
     model came from, whose tokenizer is copied, with the keys of config.json that the model does not decide; None: no tokenizer is
-    written. Everything else is as in :func:`save_weights`.
+    written. Shards are gathered and ``folder`` is replaced as in :func:`save_weights`.
 
     Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask that is not causal,
     windows of several sizes, NTK or no rotary embedding, biases in other places. Raise it too if ``source`` has no tokenizer.

@@ -38,7 +38,7 @@ def loss(
         sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
     ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each (``shard_batch`` shifts before it shards). ``group``: all
-    ranks that hold different tokens, data parallel ones included; None is the default group.
+    ranks that hold different tokens, data-parallel ranks included; None is the default group.
 
     ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. Weights get no gradient, and
     weights of ignored labels have no effect. The mean divides by their sum over all ranks, however small, and is 0 if the sum is
@@ -92,8 +92,8 @@ def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab:
 
     ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked
     and nothing is raised. On CPUs, raise ValueError on every rank if a label is outside the vocabulary, or if a weight of a mean
-    is negative or not finite. One all-reduce sums the loss and the counts of such errors, so all ranks take part before any
-    raises. On GPUs, reading the counts would synchronize, so the loss and its gradient become NaN instead.
+    is negative or not finite. One all-reduce sums the loss and the counts of invalid labels and weights, so all ranks take part
+    before any raises. On GPUs, reading the counts would synchronize, so the loss and its gradient become NaN instead.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()

@@ -33,8 +33,8 @@ def ranks_in(group: dist.ProcessGroup) -> tuple[int, ...]:
 def reduced_by_fsdp(module: nn.Module) -> dict[nn.Parameter, GradientReduction]:
     """Return the gradient reduction of each parameter that ``fully_shard`` has sharded.
 
-    FSDP's divisor is not public, so this function reads private attributes of FSDP. torch has renamed one of these: ``_groups``
-    tries both of its names.
+    FSDP's divisor is not public, so this function reads private attributes of FSDP. torch has renamed one of these attributes:
+    ``_groups`` tries both of its names.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # takes a second to import; if not imported yet, it has sharded nothing
     found: dict[nn.Parameter, GradientReduction] = {}
