@@ -5,8 +5,8 @@
 
 A label outside the vocabulary makes the total and its gradient NaN, because traced values cannot raise.
 
-With hidden states, each array as wide as the vocabulary holds the logits of one chunk of tokens, in at least float32. With
-logits, nothing is cut into chunks, and XLA fuses most of these arrays away.
+With hidden states, arrays as wide as the vocabulary hold one chunk of tokens. With logits, nothing is cut into chunks, and XLA
+fuses most of these arrays away. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations

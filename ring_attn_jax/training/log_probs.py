@@ -4,8 +4,8 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-With hidden states, each array as wide as the vocabulary holds the logits of one chunk of tokens, in at least float32, and the
-backward recomputes the logits. With logits, nothing is cut into chunks, and XLA fuses most of these arrays away.
+With hidden states, arrays as wide as the vocabulary hold one chunk of tokens, and the backward recomputes the logits. With
+logits, nothing is cut into chunks, and XLA fuses most of these arrays away. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 
 A label outside the vocabulary makes the total and its gradient NaN: an error on one rank would leave the others waiting.
 
-Arrays as wide as the vocabulary hold one chunk of tokens, in at least float32. Only the gradient of logits that are passed holds
-all tokens, in their dtype.
+Arrays as wide as the vocabulary hold one chunk of tokens; only the gradient of logits that are passed holds all tokens, in their
+dtype. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations

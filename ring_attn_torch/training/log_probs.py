@@ -4,8 +4,8 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward recomputes logits from hidden states. Arrays as wide as the vocabulary hold one chunk of tokens, in at least float32.
-Only the gradient of logits that are passed holds all tokens, in their dtype.
+The backward recomputes logits from hidden states. Arrays as wide as the vocabulary hold one chunk of tokens; only the
+gradient of logits that are passed holds all tokens, in their dtype. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
