@@ -14,6 +14,8 @@ The files, in the order of a call:
     parallel.py     sequence_parallel and enable: the hooks before and after each call of a model
     arguments.py    the arguments of a call: checked, and compared between ranks
     shards.py       from global input_ids and labels to this rank's shards
+    balanced.py     the balanced layout: each call assigns its documents to the ranks
+    trees.py        the checks of a call's prefix trees, and their arrays
     masks.py        from transformers' masks to bands and intervals; accelerate's hooks, which remove masks
     attention.py    attention of one layer over the ring
     loss.py         the loss over the labels of all ranks

@@ -1,7 +1,7 @@
-"""The argument checks of a model call inside ``sequence_parallel``: by name, then between ranks, before any data is sent.
+"""The argument checks of a model call inside ``sequence_parallel``: on each rank, then between ranks, before the model runs.
 
 If one rank refuses a call, every rank raises. At every call ranks exchange the names, shapes and plain values of their arguments,
-and a digest of each integer tensor. So ranks with different batches raise an error that names the argument.
+and digests of integer tensors, label_weights and tree. So ranks with different batches raise an error that names the argument.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .trees import check_tree
 from .trl import check_call
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
-"""transformers' losses that are sums over tokens: those that predict the next token, and those that label the token itself."""
+"""transformers' losses that are sums over tokens. SHIFTED: a token's label is the next token. IN_PLACE: it is at the token."""
 
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
@@ -51,7 +51,7 @@ UNSPLIT = ("deepstack_features", "per_layer_inputs")
 
 
 class CheckedArguments(NamedTuple):
-    """The checked arguments of a call: by name, all that are not None; the input tensor, the cache and the dropout seed."""
+    """The checked arguments of a call: all that are not None, by name; input_ids or inputs_embeds; cache; dropout seed."""
 
     by_name: dict[str, Any]
     tokens: Tensor
@@ -62,7 +62,7 @@ class CheckedArguments(NamedTuple):
 def checked_arguments(
     model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> CheckedArguments:
-    """Return the checked arguments of a call with global sequences. Raise ValueError on all ranks if one is unsupported."""
+    """Return the checked arguments of a call. Raise ValueError on all ranks if any is unsupported or differs between ranks."""
     with same_error(ring.group):
         _check_attends(model)
         call_arguments = with_cache_renamed(model, _by_name(args, kwargs))
@@ -91,7 +91,7 @@ def _check_attends(model: PreTrainedModel) -> None:
 
 
 def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that are not None, by name."""
+    """Return the arguments of a call that are not None, by name. Raise ValueError if any but input_ids is positional."""
     if len(args) > 1 or (args and "input_ids" in kwargs):
         raise ValueError(
             "inside sequence_parallel pass the arguments of the model by name; only input_ids may come first without"

@@ -52,7 +52,7 @@ IGNORED = {
     "token_type_ids",
     "use_cache",
 }
-"""Ignored arguments: the mask already holds their documents, positions and causality."""
+"""Arguments ignored here: the mask already holds documents, positions and causality; the others do not change attention."""
 
 
 def ring_attention_forward(
@@ -139,7 +139,10 @@ def ring_attention_forward(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Cast a tensor to autocast's dtype if autocast is on. Rotary embeddings leave q and k in float32 beside a 16-bit v."""
+    """Cast a tensor to autocast's dtype if autocast is on, unless it is float64.
+
+    Without the cast, rotary embeddings would leave q and k in float32 beside a 16-bit v.
+    """
     device = x.device.type
     if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
         return x
@@ -171,7 +174,7 @@ def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
     """Scale the queries of a Llama 4 layer without rotary embedding by their positions in the document.
 
     Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, and counts p within the
-    shard. This function replaces that factor by the one for the position in the document.
+    shard. This function replaces that factor by the one for the position in the document. It returns other queries unchanged.
     """
     if mask.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
@@ -186,7 +189,7 @@ def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
 def ring_configs(model: nn.Module) -> Iterator[None]:
     """Make the text part of ``model`` attend over the ring inside this ``with``.
 
-    Its modules hold copies of their configs meanwhile. At the end, attributes set in a copy are set in the original.
+    Meanwhile its modules hold copies of their configs. At the end, attributes set in a copy are set in the original.
     """
     pairs = _copies(hugging_face_model(model).config)
     before = [dict(vars(mine)) for _, mine in pairs]
@@ -234,7 +237,10 @@ def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrained
 
 
 def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Set in ``config`` each attribute that changed in its copy, except the attention implementation."""
+    """Set in ``config`` each attribute that changed in its copy, except the attention implementation.
+
+    ``now``, ``before``: the copy's attributes now, and when it was made.
+    """
     for name in before.keys() - now.keys():
         vars(config).pop(name, None)
     for name, value in now.items():
@@ -259,7 +265,7 @@ class Checkpointing:
         self.ours = (recomputed, offloading)
 
     def keep_attention(self) -> None:
-        """Make the layers save attention's (out, lse).
+        """Make the checkpointed layers save attention's (out, lse), so that the backward does not run the ring again.
 
         Run it before each call of the model, because a Trainer may set checkpointing at any time.
         """

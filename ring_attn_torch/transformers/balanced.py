@@ -39,7 +39,7 @@ def check_balanced(ring: CallRing, checked: CheckedArguments) -> None:
 def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, length: int) -> CallRing:
     """Return the ring with the balanced layout of a batch if its layout is "balanced", else the ring itself.
 
-    ``extents`` int [batch, length, 2]: the document of each token, empty for padding; None: one document.
+    ``extents`` int [batch, length, 2]: the interval of each token's document, empty for padding; None: a row is one document.
     """
     if ring.layout != BALANCED:
         return ring
@@ -53,7 +53,7 @@ def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, 
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
-    """Return the number of layers of each mask, causal or a window, by which the layout is balanced."""
+    """Return the number of layers with each mask, causal or a window. The layout balances the work of all layers together."""
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or window < 1:
         return {causal(): 1.0}

@@ -64,9 +64,9 @@ def with_cache_renamed(model: PreTrainedModel, call_arguments: dict[str, Any]) -
 class RingCache(Cache):
     """The cache of ``model.generate()`` inside ``sequence_parallel``: a :class:`KVCache`, created by the first call of a layer.
 
-    A call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns one as ``cache``
-    (``past_key_values`` before transformers 5.24), and the next call continues it. ``tokens`` counts the tokens of a row as
-    transformers does, padding on the left included; the KVCache holds no padding.
+    A call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns a RingCache as ``cache``
+    (``past_key_values`` before transformers 5.24), and the next call continues it. ``tokens``: the number of tokens of a row,
+    padding on the left included, as in transformers; the KVCache holds no padding.
     """
 
     def __init__(self, ring: CallRing, layers: int) -> None:
@@ -192,7 +192,7 @@ class CachedCall(RunningCall):
         """Append a layer's keys and values to the cache, and compute its attention [batch, tokens, heads, v_dim].
 
         ``qkv``: [batch, tokens, heads, dim] each; ``window``: the number of visible tokens before a token's own, None: all;
-        ``score``: scale, softcap and sinks. The first layer's call creates the cache and ``step``.
+        ``score``: scale, softcap and sinks. The first layer's call creates ``step`` and, in a new cache, the KVCache.
         """
         (q, k, v), ring, kv = qkv, self.cache.ring, self.cache.kv
         if self.step is None:
@@ -265,8 +265,8 @@ def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[s
 def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -> Tensor:
     """Return [batch, keep, dim], the hidden states of the last ``keep`` tokens of each row.
 
-    ``hidden`` [batch, local, dim] is at ``positions`` [batch, local]. ``lengths`` int [batch]: the tokens of each row, new ones
-    included. The result is 0 for tokens that this rank does not hold, and before the beginning of a row.
+    ``hidden`` [batch, local, dim]: this rank's tokens, at ``positions`` [batch, local]. ``lengths`` int [batch]: the number of
+    tokens of each row, new tokens included. The result is 0 for tokens on other ranks, and before the beginning of a row.
     """
     wanted = lengths[:, None] - keep + torch.arange(keep, device=lengths.device)
     here = (positions[..., None] == wanted[:, None]) & (positions >= 0)[..., None]

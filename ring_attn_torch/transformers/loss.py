@@ -60,7 +60,7 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
 
 
 def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Return the mean loss over all ranks' labels, or the summed loss / ``num_items_in_batch`` if the call has passed that.
+    """Return the mean loss over all ranks' labels, or the summed loss / ``num_items_in_batch`` if that was passed.
 
     ``batch.label_weights`` are factors of the labels' losses; the mean then divides by the sum of the weights. ``result``: this
     rank's logits, or the summed loss of its labels from a ChunkedHead.
@@ -119,7 +119,7 @@ class ChunkedHead:
 
     @contextmanager
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
-        """Make the head return the sum over ``labels`` as [1, 1, 1] inside this ``with``. The model must return it unchanged."""
+        """Make the head return the summed loss of ``labels``, [1, 1, 1], inside this ``with``. The model must not change it."""
         made: list[Tensor] = []
         batch.head_sums = True
 

@@ -51,7 +51,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class CallRing(NamedTuple):
     """The ring of a model: the ring_attention arguments that are the same at every call.
 
-    ``layout``: a name; in a call of a model in layout "balanced", the BalancedLayout of its documents.
+    ``layout``: a name. During a call in layout "balanced" it is the BalancedLayout of the call's documents.
     """
 
     group: dist.ProcessGroup | None = None
@@ -66,7 +66,7 @@ class CallRing(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """A mask pattern: a band, and causal chunks of ``chunk`` tokens, or 0 for none."""
+    """A mask pattern: a band, restricted to the query's chunk of ``chunk`` tokens if ``chunk`` is not 0."""
 
     band: Band
     chunk: int = 0
@@ -97,7 +97,7 @@ class LayerMask(NamedTuple):
 
 
 class NoWindow(NamedTuple):
-    """The mask of layers with an invalid window, ``size`` < 1. Models request such a mask even if no layer uses it."""
+    """The mask of layers with an invalid window, ``size`` < 1. Some models request such a mask although no layer uses it."""
 
     size: int
 
@@ -115,9 +115,9 @@ class RunningCall(ABC):
     called: nn.Module | None = None
     """The module whose hooks began the call: ``model``, or the wrapper around it."""
     scope: ExitStack = field(default_factory=ExitStack)
-    """The changes of the model that end with the call."""
+    """The callbacks that undo the call's changes to the model; they run when the call ends."""
     attention_calls: int = 0
-    """The number of times that layers have called ring attention."""
+    """The number of calls of ``ring_attention_forward`` so far."""
     cached: ClassVar[bool] = False
 
     @abstractmethod
@@ -126,7 +126,7 @@ class RunningCall(ABC):
 
     @abstractmethod
     def mask_of(self, pattern: Pattern) -> LayerMask:
-        """Return the mask of the layers of ``pattern`` in this call."""
+        """Return the mask, in this call, of the layers that have ``pattern``."""
 
 
 _running: ContextVar[RunningCall | None] = ContextVar("ring_attn_model_call", default=None)
@@ -163,8 +163,8 @@ def ring_mask(
 ) -> LayerMask | NoWindow:
     """Return the mask of one kind of layer. transformers' create_causal_mask and similar functions call it with keywords.
 
-    Raise ValueError if the cache is not the ring's, if the layer is cross-attention, if the mask matches none of the module's
-    patterns, or outside of ``sequence_parallel`` on several ranks.
+    Raise ValueError if the cache is not a RingCache, if the layer is cross-attention, if the mask fits none of the patterns above
+    (nor, outside of ``sequence_parallel``, one interval of keys per query), or outside of ``sequence_parallel`` on several ranks.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
@@ -254,10 +254,10 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 
 
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if one query's keys are not an interval.
+    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if any query's keys are not an interval.
 
     An interval must contain its query. Bisection finds its ends; then only the keys just outside of it and the middles of its two
-    halves are checked. The arrays cover the global sequence, so this is for a ring of one.
+    halves are checked. The arrays cover the global sequence, so only a ring of one calls it.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)
@@ -278,7 +278,7 @@ def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.dev
 
 
 class AccelerateHooks:
-    """accelerate's hooks that remove the masks of a model's layers. It holds the removed hooks with their modules and keys."""
+    """accelerate's hooks that replace the masks of a model's layers. ``removed``: each hook with its module and its key there."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -292,7 +292,7 @@ class AccelerateHooks:
                     self.removed.append((module, key, module._forward_pre_hooks.pop(key)))
 
     def restore(self) -> None:
-        """Restore the hooks at the front, where they were."""
+        """Reinsert the removed hooks at the front of their modules' forward pre-hooks, where they were."""
         for module, key, hook in self.removed:
             hooks = module._forward_pre_hooks
             hooks.update({key: hook} | {other: hooks.pop(other) for other in list(hooks)})

@@ -37,16 +37,16 @@ NOT_SOFTMAX = re.compile(
     "Mamba|SSM|DeltaNet|DeltaAttention|Rwkv|RetNet|Retention|RecurrentBlock|RGLRU|Rglru|LinearAttention|LightningAttention|"
     "ShortConv|xLSTM|mLSTM|Hyena|Indexer|Fourier|MobileBertEmbeddings"
 )
-"""Classes of modules that mix tokens without softmax attention over all keys."""
+"""A pattern of the names of module classes that mix tokens without softmax attention over all keys."""
 
 OWN_MASKS = {"DogeAttention": "adds to its mask what it computes of every key's value"}
-"""Classes of modules that change attention's mask, and a description of the change for the error."""
+"""Names of module classes that change attention's mask, and a description of the change for the error."""
 
 DENSE = {"gemma2", "gemma3_text", "llama", "mistral", "modernbert", "phi3", "qwen2", "qwen3"}
 """Models, by config.model_type, whose weights all have a gradient after every backward."""
 
 ROW_HEADS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
-"""Classes of models whose head reads one token of a row, or whose loss is a softmax over a row's tokens."""
+"""A pattern of the names of model classes. Their head reads one token of a row, or their loss is a softmax over its tokens."""
 
 
 def hugging_face_model(model: nn.Module) -> PreTrainedModel:
@@ -227,7 +227,10 @@ def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 class MixingLayers:
-    """Hooks for the first forward of the layers of ``model``, and the names of layers that mix tokens without the ring."""
+    """Hooks on the layers of ``model`` for its first forward, and the names of layers that mix tokens without the ring.
+
+    ``inside``: the transformers model in ``model``. A compiled model gets no hooks.
+    """
 
     def __init__(self, model: nn.Module, inside: PreTrainedModel) -> None:
         self.inside = inside
@@ -240,7 +243,7 @@ class MixingLayers:
                 self._watch(name, layer)
 
     def _watch(self, name: str, layer: nn.Module) -> None:
-        """Register hooks that count the ring attention calls during a forward of ``layer``."""
+        """Register hooks that record ``name`` if a forward of ``layer`` mixes tokens without a call of ring attention."""
         before: list[int | None] = []
         count = lambda: None if (call := running()) is None else call.attention_calls
 

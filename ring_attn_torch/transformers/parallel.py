@@ -76,7 +76,7 @@ def sequence_parallel(
         attention_mask [batch, length], 0 for padding, anywhere.
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
             None: 0, 1, 2, ... Where they restart, a new document begins, which sees no other document. Without an
-            attention_mask a document also begins where they skip, as in transformers. Or cu_seq_lens_q, for a batch of one row.
+            attention_mask a document also begins where they skip, as in transformers. A batch of one row may pass cu_seq_lens_q.
         visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
             and [tokens of images, dim] for each of the first layers.
         token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image, which see their whole image.
@@ -125,7 +125,7 @@ def sequence_parallel(
 def on_shards(
     model: nn.Module, ring: CallRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
-    """Enter ``sequence_parallel`` without its checks of the model and its weights, which are or will be equal on all ranks.
+    """Enter ``sequence_parallel`` without checks of the model and its weights. The caller makes them equal on all ranks.
 
     ``averaged``: multiply the gradient of each loss by the number of ranks, for DDP or FSDP, which average gradients.
     """

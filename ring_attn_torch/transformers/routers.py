@@ -1,13 +1,13 @@
 """The auxiliary loss of mixture-of-experts models, which balances the load of their experts, over the tokens of all ranks.
 
     aux = E sum_e f_e p_e      E: the number of experts
-    f_e                        the number of times that a token goes to expert e, over the number of tokens
-    p_e                        the mean over the tokens of the router's probability of expert e; the softmax of its logits
+    f_e                        the number of tokens assigned to expert e, divided by the number of tokens
+    p_e                        the router's probability of expert e (the softmax of its logits), averaged over the tokens
 
 The means are over the tokens of all layers, without padding (Switch Transformer, arXiv:2101.03961, equations 4 to 6). aux is a
-product of means, so the mean over ranks of a shard's aux is another number. Inside ``sequence_parallel`` the model's
-``load_balancing_loss_func`` therefore returns the sums of this rank's tokens, and ``with_routers`` adds them over the ranks after
-the model's forward. f_e has no gradient. That of p_e stays with the rank of the token.
+product of means, so averaging the aux of each shard over the ranks would give another number. Inside ``sequence_parallel`` the
+model's ``load_balancing_loss_func`` therefore returns the sums over this rank's tokens, and ``with_routers`` adds them over the
+ranks after the model's forward. f_e has no gradient. The gradient of p_e stays on the rank that holds the token.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from ..ring.groups import Group, ranks_of
 from .masks import running
 
 FUNCTION = "load_balancing_loss_func"
-"""The name of the function of the auxiliary loss in the module of each model of transformers."""
+"""The name of the function that computes the auxiliary loss, in the modules of transformers' models."""
 
 TAKEN: set[Any] = set()
-"""The functions that ``take_over`` has put in place of such a function."""
+"""The replacements of ``load_balancing_loss_func`` that ``take_over`` has installed."""
 
 COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
 """The attributes of a model, or of its text part's config, that hold the factor of the auxiliary loss."""
@@ -38,7 +38,8 @@ COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
 def take_over(model: PreTrainedModel) -> None:
     """Make the model's ``load_balancing_loss_func`` return ``router_sums`` in calls that run on shards.
 
-    In other calls it computes the model's own loss. It is replaced once for the process, only if its formula is the known one.
+    It returns None in calls with a cache, and the model's own loss outside of ``sequence_parallel``. The function is replaced for
+    the whole process, and only if it computes the formula above.
     """
     scope = _scope(model)
     original = scope.get(FUNCTION)
@@ -64,7 +65,7 @@ def _scope(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _known(function: Any) -> bool:
-    """Return True if ``function`` computes the auxiliary loss of this module's formula, tried on random logits."""
+    """Return True if ``function`` computes aux by the formula above, compared on random logits, with and without padding."""
     generator = torch.Generator().manual_seed(0)
     logits = tuple(4 * torch.randn(6, 5, generator=generator) for _ in range(3))
     present = torch.tensor([[1, 1, 0], [1, 0, 1]])
@@ -79,9 +80,11 @@ def _known(function: Any) -> bool:
 
 
 def router_sums(logits: tuple[Tensor, ...], experts: int, top_k: int, present: Tensor) -> Tensor:
-    """Return [2 experts + 1] in at least float32, summed over layers: assignments, probabilities, and the number of tokens.
+    """Return the sums over this rank's tokens and all layers, [2 experts + 1], in at least float32.
 
-    ``logits``: [tokens, experts] of each layer. ``present``: bool, one for each token, False for padding.
+    They are, in order: for each expert the number of tokens assigned to it; for each expert the sum of its probabilities; the
+    number of tokens, counted once per layer. ``logits``: [tokens, experts] of each layer. ``top_k``: the number of experts to
+    which a token is assigned. ``present``: bool [batch, local], False for padding, which is left out.
     """
     device, dtype = logits[0].device, torch.promote_types(logits[0].dtype, torch.float32)
     counted = present.flatten().to(device)
@@ -96,7 +99,7 @@ def router_sums(logits: tuple[Tensor, ...], experts: int, top_k: int, present: T
 
 
 def over_all(sums: Tensor, group: Group) -> Tensor:
-    """Return the auxiliary loss from each rank's ``router_sums``, with the gradient of this rank's tokens."""
+    """All-reduce the ranks' ``router_sums``. Return the auxiliary loss, a scalar, with the gradient of this rank's tokens."""
     experts, total = len(sums) // 2, sums.detach().clone()
     if ranks_of(group) > 1:
         dist.all_reduce(total, group=group)
@@ -110,10 +113,11 @@ def over_all(sums: Tensor, group: Group) -> Tensor:
 def with_routers(
     model: PreTrainedModel, sums: Tensor, loss: Tensor | None, group: Group, factor: int
 ) -> dict[str, Tensor | None]:
-    """Return ``aux_loss`` over all ranks, and ``loss`` plus ``coefficient(model)`` times it, or None without labels.
+    """Return two fields of the model's output: ``aux_loss``, over all ranks, and ``loss``, to which it is added.
 
-    ``sums``: this rank's ``router_sums``, which the model returns in place of its auxiliary loss. ``factor``: the backward
-    multiplies the gradient of the auxiliary loss by it.
+    The ``loss`` returned is the argument plus ``coefficient(model) * aux_loss``, or None without labels. ``sums``: this rank's
+    ``router_sums``, which the model returns in place of its auxiliary loss. ``factor``: the backward multiplies the gradient of
+    the auxiliary loss by it. Raise ValueError if the model has returned an auxiliary loss instead of ``router_sums``.
     """
     if sums.ndim != 1:
         raise _unknown(model)
@@ -124,7 +128,7 @@ def with_routers(
 
 
 def coefficient(model: PreTrainedModel) -> float:
-    """Return the factor by which the model adds the auxiliary loss to its loss."""
+    """Return the factor of the auxiliary loss in the model's loss. Raise ValueError if the model has none."""
     for holder in (model, model.config.get_text_config()):
         for name in COEFFICIENTS:
             if hasattr(holder, name):
@@ -133,7 +137,7 @@ def coefficient(model: PreTrainedModel) -> float:
 
 
 def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached: bool) -> None:
-    """Raise ValueError if a call asks for an auxiliary loss of unknown formula, or beside an argument that excludes one."""
+    """Raise ValueError if a call requests an auxiliary loss whose formula is unknown, or that another argument rules out."""
     config, asked = model.config, call_arguments.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))
     if not (in_config if asked is None else asked):

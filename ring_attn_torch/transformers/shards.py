@@ -130,7 +130,7 @@ class GlobalBatch(RunningCall):
     """A running call without a cache: its documents, padding and blocks, and this rank's labels.
 
     ``batch`` sequences of ``length`` tokens are sharded over ``ring``. ``block_ends``: int64 [batch, length], the exclusive end
-    of a token's block, or 0 for a token in no block. The tokens of a block see one another whatever the mask.
+    of a token's block, or 0 for a token in no block. A block is an image of Gemma 3: its tokens see one another in any mask.
     """
 
     ring: CallRing
@@ -141,7 +141,7 @@ class GlobalBatch(RunningCall):
     dropout_seed: int | None = None
     tree: RowTrees | None = None
     labels: Tensor | None = None
-    """int64 [batch, local], the token that each token predicts, or ``ignore_index``; None: the call computes no loss."""
+    """int64 [batch, local], the label of each token, or ``ignore_index``; None: the call computes no loss."""
     label_weights: Tensor | None = None
     """The factor of each label's loss [batch, local]; None: 1."""
     shifted: bool = False
@@ -154,7 +154,7 @@ class GlobalBatch(RunningCall):
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
     """The submodel that reads image features, and their shards, because the outer model does not pass them on."""
     present: Tensor | None = None
-    """``bool`` [batch, local], False for padding, of which the auxiliary loss of routers counts no token."""
+    """``bool`` [batch, local], False for padding, which the auxiliary loss of routers leaves out."""
     head_sums: bool = False
     """True if the model's head returns the sum of the losses in place of logits."""
     known: dict[Pattern, LayerMask] = field(default_factory=dict)

@@ -53,7 +53,7 @@ class RingTraining(Base):
     global logits and labels in natural order, and metrics of the global batch, on every rank. trl's SFTTrainer trains with the
     model's plain loss, and omits its metrics of entropy and accuracy, which need logits.
 
-    Raise ValueError, naming the argument, if one is not supported.
+    Raise ValueError, naming the argument, if an argument is not supported.
     """
 
     ring: CallRing
@@ -98,7 +98,7 @@ class RingTraining(Base):
             accelerator._prepare_device_mesh = lambda: mesh  # by which it distributes rows
 
     def _models(self) -> list[nn.Module]:
-        """Return the model, and the reference model that trl's DPOTrainer compares it with."""
+        """Return the model and, if there is one, the reference model that trl's DPOTrainer compares it with."""
         reference = getattr(self, "ref_model", None)
         return [self.model] if reference is None else [self.model, reference]
 
@@ -130,7 +130,7 @@ class RingTraining(Base):
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
-        """Enter the Trainer's own contexts. Add a note to an error of a user-defined loss."""
+        """Enter the Trainer's own contexts. Add a note to an error that is raised in a user-defined loss."""
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not RingTraining)
         self._in_loss = True
         try:
@@ -148,17 +148,17 @@ class RingTraining(Base):
             self._in_loss = False
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of the next class in the MRO. trl's SFTTrainer is skipped, because its loss has a head of its own."""
+        """Return the loss of the next class in the MRO. trl's SFTTrainer is skipped, because its loss needs trl's own head."""
         return self._next("compute_loss")(*args, **kwargs)
 
     def _next(self, name: str) -> Callable[..., Any]:
-        """Return the method of the next class in the MRO that defines it, or transformers' own in place of SFTTrainer's."""
+        """Return the method ``name`` of the next class in the MRO that has it. If that is SFTTrainer, return Trainer's method."""
         order = type(self).__mro__
         owner = next(kind for kind in order[order.index(RingTraining) + 1 :] if name in vars(kind))
         return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size, in the loss times the ring's ranks, so a ring counts as one data parallel rank."""
+        """Return the tensor parallel size. During the loss multiply it by the ring's ranks: a ring counts as one data rank."""
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
 
@@ -198,7 +198,7 @@ class RingTraining(Base):
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.ring.ranks
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return the rows unsharded. accelerate's own context parallelism would shard them."""
+        """Return (nullcontext, inputs) with unsharded rows: accelerate's own context parallelism is off."""
         return nullcontext, inputs
 
 

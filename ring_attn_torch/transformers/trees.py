@@ -2,7 +2,7 @@
 
 A call with ``tree=(parents, lengths)`` has rows that hold prefix trees, as ``pack_rollouts`` makes them. Each token sees its
 ancestors: causal attention with key extents. ``position_ids`` count along the path from the root. A layer's window counts
-positions of the row. It must be at least the longest path; then it hides no ancestor and is dropped.
+positions of the row. It must be at least as long as the longest path; then it hides no ancestor and is dropped.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RowTrees(NamedTuple):
     """The number of tokens on the longest path."""
 
     def band(self, pattern: Pattern) -> Band:
-        """Return the band of a layer. Raise ValueError if ``pattern`` would hide an ancestor or show a later token."""
+        """Return the band of a layer, ``causal()``. Raise ValueError if ``pattern`` hides an ancestor or shows a later token."""
         if pattern.band.lo != 0:
             raise ValueError("tree goes with causal layers, and this model has layers that see later tokens: leave tree out")
         if pattern.chunk:
@@ -65,7 +65,7 @@ def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTre
 
 
 def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if ``tree`` is invalid or contradicts the model or other arguments, or if label_weights lack labels."""
+    """Raise ValueError if ``tree`` or label_weights are invalid, or if ``tree`` contradicts the model or other arguments."""
     _check_label_weights(call_arguments)
     if "tree" not in call_arguments:
         return
@@ -83,7 +83,7 @@ def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tu
 
 
 def _check_label_weights(call_arguments: dict[str, Any]) -> None:
-    """Raise ValueError if label_weights cannot be applied to the labels."""
+    """Raise ValueError if label_weights come without shift_labels or, for a mean loss, are negative or not finite at a label."""
     weights, labels = call_arguments.get("label_weights"), call_arguments.get("shift_labels")
     if weights is None:
         return

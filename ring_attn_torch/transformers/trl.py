@@ -1,7 +1,8 @@
-"""trl's Trainers on a ring: those that run, and trl's own head, which returns log-probabilities in place of logits.
+"""Checks of trl's Trainers on a ring, and of calls with trl's own head.
 
 trl's ``add_fused_lm_head`` replaces a model's forward. Called with ``fused_lm_head=True`` it returns the log-probability of each
-label. On a ring it gets this rank's hidden states and labels, and ``with_log_probs`` of ``loss.py`` gathers its results.
+label in place of logits. On a ring this head gets this rank's hidden states and labels, and ``with_log_probs`` of ``loss.py``
+gathers its results.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def of_trl(kind: type) -> bool:
 
 
 def is_sft(kind: type) -> bool:
-    """Return True if a class is trl's SFTTrainer, whose loss is that of the model."""
+    """Return True if a class is trl's SFTTrainer, which on a ring computes the model's own loss."""
     return of_trl(kind) and kind.__name__ == "SFTTrainer"
 
 
@@ -35,7 +36,10 @@ def check_kind(trainer: Any) -> None:
 
 
 def check_call(model: nn.Module, given: dict[str, Any]) -> None:
-    """Raise ValueError if a call with ``fused_lm_head`` has no such head or labels, or has label_weights or ignore_index."""
+    """Raise ValueError if a call with ``fused_lm_head=True`` lacks trl's head or labels, or has label_weights or ignore_index.
+
+    ``given``: the arguments of the call, by name.
+    """
     if not given.get("fused_lm_head"):
         return
     who = f"{type(model).__name__} got fused_lm_head=True"
