@@ -29,7 +29,7 @@ def caller(activations: str) -> Caller | None:
     """Return the ``Caller`` that runs a block under the checkpoint policy of ``activations``, or None.
 
     ``activations``: "keep" gives None. With "recompute" the saved arrays stay on the device, with "offload" they go to pinned
-    host memory. Raise ValueError if it has another value, or if the device cannot address the memory that "offload" needs.
+    host memory. Raise ValueError if ``activations`` is none of these, or if the device has no pinned host memory for "offload".
     """
     check_activations(activations)
     if activations == "keep":

@@ -67,7 +67,7 @@ Triple = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class DropoutArguments(NamedTuple):
-    """The dropout arguments of one call that uses dropout."""
+    """The dropout arguments that flax passes in a call with dropout."""
 
     rng: jax.Array | None
     rate: float
@@ -76,7 +76,7 @@ class DropoutArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class FlaxFunction:
-    """The base class of attention functions for flax. Functions of equal arguments have equal hashes, so jit compiles once.
+    """The base class of attention functions for flax. Functions made with equal arguments are equal, so jit compiles once.
 
     It accepts the arguments that flax passes, and refuses the unsupported ones with a ValueError. A subclass defines
     ``_attended``.
@@ -177,7 +177,7 @@ REFUSED = {
     "attn_weights_value_einsum": "the products are the backend's own",
     "input_positions": "they are for rotary embeddings, which RingAttention has",
 }
-"""The arguments that must be None, and the reasons."""
+"""Arguments of flax that must be None, and the reason for each."""
 
 
 def _one_batch(x: jax.Array) -> jax.Array:
@@ -203,7 +203,7 @@ def _dropout_state(dropout: DropoutArguments) -> DropoutState:
 
 
 def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
-    """Raise ValueError if ``fits`` is False for any query. Under jit ``fits`` is unknown, so check nothing.
+    """Raise ValueError if ``fits``, bool [batch, queries] or None, is False for any query. Under jit check nothing.
 
     ``must``: the condition in the error message. ``instead``: the message's last sentence, which says what to do.
     """
@@ -214,5 +214,8 @@ def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
 
 
 def nan_unless(fits: jax.Array | None, out: jax.Array) -> jax.Array:
-    """Set out [batch, tokens, heads, dim] to NaN at queries whose ``fits`` is False. ``check_fits`` cannot raise under jit."""
+    """Set out [batch, tokens, heads, dim] to NaN at queries whose ``fits`` is False, since ``check_fits`` cannot raise under jit.
+
+    ``fits``: bool [batch, tokens], or None if all fit.
+    """
     return out if fits is None else out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]

@@ -129,7 +129,10 @@ class RingAttention(Projections):
         return self.attended(attend, x, positions, context, context_positions)
 
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
-        """Return the mask of a call: causal if the keys form a tree.
+        """Return the mask of a call: ``causal()`` if ``longest_path`` is passed, else the layer's mask.
+
+        ``key_extents``: the call passes them. ``of_path``: rotary angles do not count positions of the row, because ``positions``
+        are passed or the layer has no rotary embedding.
 
         Raise ValueError if the mask or the slopes would count positions of the row instead of the path.
         """

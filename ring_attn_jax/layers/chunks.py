@@ -47,7 +47,7 @@ def in_chunks(
 
 
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
-    """Return ``function(weights, x)`` with the Explicit mesh axes made Auto inside, so that XLA shards over these axes.
+    """Return ``function(weights, x)``. Inside it the Explicit mesh axes are Auto, so that XLA shards over them.
 
     The backward is a custom_vjp, because JAX's own backward of a loop on Auto axes creates its zeros on the outer mesh.
     """

@@ -24,7 +24,7 @@ class MaskArguments(NamedTuple):
     key_mask: jax.Array
     """``key_mask=`` of ring_attention, bool [batch, keys]."""
     fits: jax.Array | None = None
-    """True for each query whose visible keys extents and key mask express exactly, bool [batch, queries]; None if all fit."""
+    """bool [batch, queries], True if extents and key mask express the query's visible keys exactly; None if all do."""
 
 
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
@@ -43,7 +43,7 @@ def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int)
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
     The extents are the tightest interval around each query's visible keys, and the key mask hides the keys that no query sees.
-    ``fits`` says for which queries these equal ``visible``; where they do not, no other extents and key mask do.
+    ``fits`` is True for a query whose visible keys these express exactly. For other queries no extents and key mask could.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

@@ -94,20 +94,23 @@ class DilatedAttentionFunction(FlaxFunction):
 
 
 class VisibleTokens(NamedTuple):
-    """The keys of a mask that some query sees, and the queries that see some key: bool [batch, tokens]; None for all."""
+    """The part of a mask besides its band: the keys that any query sees, and the queries that see any key.
+
+    Each field is bool [batch, tokens]; None: all True.
+    """
 
     keys: jax.Array | None = None
     """True for keys that some query sees."""
     queries: jax.Array | None = None
     """True for queries that see some key."""
     fits: jax.Array | None = None
-    """True for each query whose visible keys equal those that band, ``keys`` and ``queries`` permit; None if all fit."""
+    """True for queries whose visible keys are exactly those that the band, ``keys`` and ``queries`` permit."""
 
 
 def visible_tokens(visible: jax.Array, band: Band) -> VisibleTokens:
-    """Split the mask ``visible``, bool [rows, heads, queries, keys], within ``band`` into ``VisibleTokens``.
+    """Return the ``VisibleTokens`` of the mask ``visible``, bool [rows, heads, queries, keys], within ``band``.
 
-    The sizes of heads and queries may be 1.
+    The sizes of heads and queries may be 1, for a mask that is the same for all of them.
     """
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):

@@ -1,4 +1,4 @@
-"""The constructor arguments that layers and models share: the ring, and arguments of more types than a config accepts."""
+"""The constructor arguments that layers and models share: the ring, and arguments that may have other types than in a config."""
 
 from __future__ import annotations
 
@@ -49,7 +49,11 @@ class LayerRing:
         return None if self.mesh is None else ShardedAxes.of(self.mesh, *axes)
 
     def positions(self, tokens: int, layout: BalancedLayout | TracedLayout | None = None) -> jax.Array:
-        """Return int32 [tokens], the global positions of this rank's shard, including padding; with a mesh, of all shards."""
+        """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
+
+        With a mesh, return those of all shards in layout order; ``tokens`` is then their total. ``layout``: a layout in place of
+        the field ``layout``; None: the field.
+        """
         where = self.sharded
         if isinstance(layout, BalancedLayout | TracedLayout):
             return _order(layout, layout.ranks, layout.length) if where else self._own(layout)

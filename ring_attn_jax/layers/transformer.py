@@ -73,8 +73,8 @@ class RingTransformer(nnx.Module):
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
-    positions. ``eps``: of all norms, 1e-5 in Llama. The field ``config`` holds all of these as one record; :meth:`from_config`
-    makes the same model from it.
+    positions. ``eps``: the epsilon of all norms, 1e-5 in Llama. The field ``config`` holds the model's sizes and options as one
+    record; :meth:`from_config` makes the same model from it.
 
     ``auto_shard``, with ``mesh``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global
     logits.
@@ -197,21 +197,21 @@ class RingTransformer(nnx.Module):
     ) -> list[list[int]]:
         """Return the new tokens of each prompt, at most ``max_new_tokens``, up to and including the first stop id.
 
-        ``max_new_tokens``: an int, or one for each prompt; later steps skip a finished request.
+        ``max_new_tokens``: an int, or a sequence with an int for each prompt. ``stop``: ids that end a request. Later steps skip
+        a finished request.
 
-        ``prompts``: lists or arrays of token ids, of any lengths, the same in each process, which the ring then shards. Prompts
-        are prefilled in shards of the model's layout; each step then computes the next token of all requests, until all have
-        finished.
+        ``prompts``: lists or arrays of token ids, of any lengths, the same in each process. The ring shards the prompts in the
+        model's layout and prefills them. Each step then computes the next token of all requests, until all have finished.
 
-        ``temperature`` 0: the most probable token. Otherwise one is drawn from ``softmax(logits / temperature)`` over the
-        ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. Each of the three may be a
-        list or a 1-D array with a value for each prompt. A draw depends only on the
-        logits, ``seed``, the prompt's index and the position: it is the same on any ring, in either framework, and beside any
-        other prompts. ``stop``: ids that end a request.
+        ``temperature`` 0: the most probable token. Otherwise a token is drawn from ``softmax(logits / temperature)`` over the
+        ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. Each of these three
+        arguments may be a list or a 1-D array with a value for each prompt. A draw depends only on the logits, ``seed``, the
+        prompt's index and the position: it is the same on any ring, in either framework, and beside any other prompts.
 
-        ``on_token(request, token)`` is called for each new token. ``chunk``: the maximum number of tokens of a prompt in one
-        prefill, None for all. It limits the memory of activations. ``progress(done, total)``: called after each chunk with tokens
-        of the prompts. ``cache_dtype``: "float8_e4m3fn", or None for the compute dtype. Dropout is off.
+        ``on_token(request, token)``: called for each new token, with the prompt's index. ``chunk``: the maximum number of tokens
+        of a prompt in one prefill, None for all. It limits the memory of activations. ``progress(done, total)``: called after
+        each chunk with the numbers of prefilled and of all prompt tokens. ``cache_dtype``: the dtype of the cache,
+        "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
         A model with ``mesh`` generates on all its devices, a model without one on its own device. Do not call it inside jit or
         shard_map. The decode step is compiled once per number of requests and cache size. Prompt lengths are rounded up so that

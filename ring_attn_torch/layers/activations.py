@@ -19,7 +19,7 @@ def caller(activations: str) -> Caller | None:
     """Return the ``Caller`` that runs the blocks of one forward pass as ``activations`` demands, or None.
 
     ``activations``: "keep" gives None, as does any value while gradients are disabled. With "recompute" the saved tensors stay on
-    the device, with "offload" they go to host memory. Raise ValueError if it has another value.
+    the device, with "offload" they go to host memory. Raise ValueError if ``activations`` is none of these.
     """
     check_activations(activations)
     if activations == "keep" or not torch.is_grad_enabled():

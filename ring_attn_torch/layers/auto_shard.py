@@ -39,7 +39,7 @@ class ShardedRows(NamedTuple):
 
     @classmethod
     def of(cls, ids: Tensor, mask: Tensor | None, where: LayerRing) -> ShardedRows:
-        """All-gather the shapes and digests of the ranks' inputs, and return the ShardedRows of sequences ``ids``.
+        """All-gather the shapes and digests of the ranks' inputs, and return the ShardedRows of this rank's rows ``ids``.
 
         Raise ValueError on all ranks if the inputs of any rank are invalid, or if the ranks pass sequences of different lengths.
         """

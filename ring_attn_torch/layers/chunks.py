@@ -38,7 +38,7 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
 
 
 class SavedTensor:
-    """A tensor saved for the backward through the saved-tensor hooks that were active when the object was created."""
+    """A tensor saved for the backward, through the saved-tensor hooks that are active when the SavedTensor is created."""
 
     def __init__(self, x: Tensor) -> None:
         self._first: Tensor | None = x

@@ -68,9 +68,9 @@ def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
 
     Try the tightest band around the visible keys, then the tightest interval of keys per query. Try each with and without a key
     mask that hides the keys that no query sees. If none of these equals ``visible``, no other band, extents and key mask do.
-    ``is_causal``: the caller states that ``visible`` is causal.
+    ``is_causal``: the caller states that ``visible`` is causal; the result is then ``causal()``.
 
-    Raise ValueError if neither fits, if ``is_causal`` is wrong, or if torch.compile hides the values.
+    Raise ValueError if nothing fits, if ``is_causal`` is wrong, or if torch.compile hides the values and ``is_causal`` is False.
     """
     _, queries, keys = visible.shape
     if is_causal:

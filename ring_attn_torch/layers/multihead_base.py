@@ -114,16 +114,14 @@ class MultiheadBase(nn.MultiheadAttention):
             raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} must have the same tokens and batch")
 
     def _batch_first(self, x: Tensor) -> Tensor:
-        """Return an input as [batch, tokens, features].
-
-        Applied to a batched output, the function converts it back.
-        """
+        """Return an input as [batch, tokens, features]. A second call, on a batched output, restores the input's axes."""
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
         """Return attn_mask and is_causal as mask arguments of this rank's shards, and the options.
 
-        With an attn_mask, the options' ``length`` and ``kv_length`` are its numbers of queries and of keys.
+        With an attn_mask, set the options' ``length`` and ``kv_length`` to its numbers of queries and of keys. Raise ValueError
+        if the mask is not global, or cannot be expressed by a band or extents and a key mask.
         """
         attn_mask = call_options.attn_mask
         if attn_mask is None:
@@ -152,7 +150,10 @@ class MultiheadBase(nn.MultiheadAttention):
             yield F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge the key of add_bias_kv, visible to every query, into (out, lse). Return out; without add_bias_kv unchanged."""
+        """Merge the key of add_bias_kv, visible to every query, into (out, lse), and return out.
+
+        Without add_bias_kv, return the argument ``out``.
+        """
         if self.bias_k is None or self.bias_v is None:
             return out
         bias_k, bias_v = (x.unflatten(-1, (self.num_heads, -1)).to(lse.dtype) for x in (self.bias_k, self.bias_v))

@@ -1,7 +1,7 @@
 """Offloading of tensors to host memory between forward and backward.
 
 A block's tensors are copied to the host while the next block runs. They are copied back during the backward of the block after
-it. On CUDA the host memory is pinned, and the copies run on a side stream. On other devices the copies are ordinary ones.
+it. On CUDA the host memory is pinned, and the copies run on a side stream. Other devices use no side stream.
 
     forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
     copies                   0 -> host    1 -> host                      1 -> device  0 -> device
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from .recompute import Fetch, Function, contexts
 
 PIECE = 2**26
-"""Maximum bytes of a pinned allocation. torch rounds each up to a power of two, so one for a whole tensor could take double."""
+"""Maximum bytes of a pinned allocation. torch rounds each up to a power of two, which could double the size of a large tensor."""
 
 ON_THEIR_WAY = 3
 """Maximum number of tensors that stay on the device while they are copied: a block's input, out and lse."""
@@ -126,7 +126,7 @@ class Page:
         return x
 
     def _settle(self) -> None:
-        """Make the stream from which the copy was started wait until the copy is done."""
+        """Make the stream that was current when the copy began wait for the copy's end."""
         if self._copied is not None and self._stream is not None:
             self._stream.wait_event(self._copied)
         self._copied = None

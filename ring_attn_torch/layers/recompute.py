@@ -17,7 +17,7 @@ from ..attend.state import State
 from ..call.autograd import StoredResults
 
 Function = Callable[..., Tensor]
-"""A function of a block's input and the arguments that all blocks share, such as tensors and None. All are positional."""
+"""A function of a block's input and of arguments that all blocks share, tensors or other values. All are positional."""
 
 Fetch = Callable[[], Tensor]
 """A function that returns a stored tensor."""
@@ -43,7 +43,7 @@ def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResul
 
 
 class RecordPass(StoredResults):
-    """The context of a block's forward. It stores the (out, lse) of each attention call."""
+    """The context of a block's first run. It stores the (out, lse) of each attention call."""
 
     def __init__(self, put: Callable[[Tensor], Fetch], stored: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The constructor arguments that layers and models share: the ring, and arguments of more types than a config accepts."""
+"""The constructor arguments that layers and models share: the ring, and arguments that may have other types than in a config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ class LayerRing:
         return ranks_of(ring_of(self.group))
 
     def positions(self, tokens: int, device: torch.device | None = None, layout: BalancedLayout | None = None) -> Tensor:
-        """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding."""
+        """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
+
+        ``layout``: a layout in place of the field ``layout``; None: the field.
+        """
         ring = ring_of(self.group)
         if isinstance(layout, BalancedLayout):
             return positions(layout, ranks_of(ring), layout.length, rank_in(ring)).to(device)
@@ -40,7 +43,7 @@ class LayerRing:
         return held[:tokens]  # longer if the layout cannot split ``tokens`` equally, which ring_attention refuses on all ranks
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the object's state with the group's name instead of the group. A process group cannot be copied or pickled."""
+        """Return the object's state with the group's name in place of the group, which cannot be copied or pickled."""
         return self.__dict__ | {"group": None if self.group is None else group_name(self.group)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

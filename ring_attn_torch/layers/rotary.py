@@ -13,9 +13,9 @@ from ring_attn_core.validation import as_number
 from ..attend.tiles import accumulation_dtype
 
 COARSE = 1024
-"""Tokens between two coarse angles of RotaryEmbedding."""
+"""Number of tokens between two coarse angles of RotaryEmbedding."""
 TURN = 2**32
-"""Units of an integer angle in a full turn."""
+"""Number of units of an integer angle in a full turn."""
 
 
 class RotaryEmbedding(nn.Module):
@@ -30,7 +30,7 @@ class RotaryEmbedding(nn.Module):
 
     For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency would be off by 0.06 rad at
     a million tokens. So an angle is an integer in units of 2**-32 turns, which wraps at whole turns. It is the sum of two angles:
-    one for the largest multiple of 1024 in the position, one for the remainder. At a million tokens the sum is off by at most
+    one for the largest multiple of 1024 up to the position, one for the remainder. At a million tokens the sum is off by at most
     1.5e-6 rad.
 
     Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not one of these records.

@@ -22,9 +22,9 @@ def agree_on_tree(
 ) -> None:
     """Raise ValueError on all ranks if their shards are not shards of the same trees.
 
-    ``ids`` [batch, tokens], ``key_extents``, ``positions``, ``longest``, ``layout``: arguments of RingTransformer. On a CPU
-    compare them at every call. On other devices compare only the first call with a batch of this shape, because a comparison
-    waits for the device. Leave arguments of wrong shapes and dtypes to the layers, which refuse them.
+    ``ids`` [batch, tokens], ``key_extents``, ``positions``, ``longest`` (longest_path), ``layout``: arguments of RingTransformer.
+    On a CPU compare them at every call. On other devices compare only the first call with a batch of this shape, because a
+    comparison waits for the device. Leave arguments of wrong shapes and dtypes to the layers, which refuse them.
     """
     group, device, shape = ring_of(ring.group), ids.device.type, tuple(ids.shape)
     call = AgreedCall(CALL, device, (("ids_shape", shape),))
