@@ -55,8 +55,10 @@ def ring_backend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return attention of this rank's queries over the keys of all ranks, [batch, tokens, heads, head_dim].
 
-    ``attn_mask``: the visible keys of this rank, [batch, tokens] or [batch, 1, 1, tokens]: bool, or floats of 0 and -inf (or the
-    dtype's lowest number). Without a parallel config the call is diffusers' native attention on one device.
+    ``query``, ``key``, ``value``: this rank's shards, [batch, tokens, heads, head_dim]. ``attn_mask``: the visible keys of this
+    rank, [batch, tokens] or [batch, 1, 1, tokens]: bool, or floats of 0 and -inf (or the dtype's lowest number). ``return_lse``:
+    return (out, lse) with lse [batch, tokens, heads]. Without a parallel config the call is diffusers' native attention on one
+    device.
 
     Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases, if there is dropout, or for
     cross-attention, which has unequal numbers of queries and keys.
@@ -104,7 +106,10 @@ def ring_backend(
 
 
 def _visible_keys(mask: Tensor, key: Tensor) -> Tensor:
-    """Return the bool mask [batch, tokens] of visible keys. Raise ValueError if it differs between queries or heads."""
+    """Return a bool mask [batch, tokens], True for visible keys of this rank.
+
+    Raise ValueError if ``mask`` differs between queries or heads, or holds biases other than 0 and -inf.
+    """
     batch, tokens = key.shape[:2]
     rows = mask[:, 0, 0] if mask.ndim == 4 and mask.shape[1:3] == (1, 1) else mask
     if rows.ndim != 2 or rows.shape[0] not in (1, batch) or rows.shape[1] != tokens:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer as Base  # type: ignore[import-not-found]
 
 LAYOUTS = {"headtail": "zigzag", None: "contiguous"}
-"""Our layout of each of torchtitan's load balancers."""
+"""The layout of the shards that each of torchtitan's load balancers makes."""
 
 __all__ = ["Documents", "RingDocuments", "RingInnerAttention", "cp_shard"]
 
@@ -57,14 +57,14 @@ class Documents(NamedTuple):
 
 
 class RingInnerAttention(ScaledDotProductAttention):
-    """An inner attention of torchtitan, whose keys go round the ring of the ``cp`` axis."""
+    """An inner attention of torchtitan that attends over the ring of the ``cp`` axis."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(ScaledDotProductAttention.Config):
         """The config of a RingInnerAttention.
 
-        ``window_size``: the numbers of tokens before and after the query, as VarlenAttention's; -1 is unlimited. ``layout``: the
-        layout of the load balancer, for calls without documents. ``softcap``, ``strategy``: as in ring_attention.
+        ``window_size``: the numbers of tokens before and after the query that it sees, as in VarlenAttention; -1 is unlimited.
+        ``layout``: the layout of the load balancer, for calls without documents. ``softcap``, ``strategy``: as in ring_attention.
         """
 
         window_size: tuple[int, int] = (-1, 0)
@@ -90,7 +90,8 @@ class RingInnerAttention(ScaledDotProductAttention):
     ) -> Tensor:
         """Return attention [batch, local, heads, head_dim] of this rank's queries.
 
-        ``out_transform``: a function of (out, lse), such as gpt-oss's, which applies its sinks. lse is [batch, local, heads].
+        ``out_transform``: a function of (out, lse) whose result is returned instead, such as gpt-oss's, which applies sinks. lse
+        is [batch, local, heads].
         Raise ValueError if attention_masks are another backend's, if score_mod is set or if is_causal is False.
         """
         if attention_masks is not None and not isinstance(attention_masks, Documents):
@@ -119,13 +120,13 @@ class RingInnerAttention(ScaledDotProductAttention):
 
 
 class RingDocuments(Base):
-    """A mixin for torchtitan's Trainer: each document attends only to itself. A document begins at each position 0.
+    """A mixin for torchtitan's Trainer: each document attends only to itself. A document begins where ``positions`` is 0.
 
     Use it as ``class MyTrainer(RingDocuments, Trainer)``.
     """
 
     def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return the Trainer's shards, with the documents of ``positions`` as attention_masks.
+        """Return the Trainer's (inputs, labels, other arguments) with the documents of ``positions`` as attention_masks.
 
         Raise ValueError if the load balancer is neither "headtail" nor None.
         """

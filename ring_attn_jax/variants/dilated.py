@@ -98,7 +98,7 @@ def attend(
     options: Options,
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``dilated_attention`` from records; return (out, lse)."""
+    """Compute ``dilated_attention`` with its arguments as records; return (out, lse)."""
     batches = batches_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)
@@ -119,7 +119,7 @@ def _parts(batches: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(batches: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
-    """Return the extents and the key mask of the folded batches, each None if not needed."""
+    """Return extents [b * head_groups, slots, 2] and key mask [b * head_groups, slots] of a pattern, each None if not needed."""
     if not batches.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * batches.head_groups

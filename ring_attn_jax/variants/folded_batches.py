@@ -28,9 +28,9 @@ Places = tuple[Place, ...]
 
 
 def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], for each pattern in ``places``.
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], an array per pattern. Differentiable.
 
-    Differentiable.
+    ``places``: for each pattern, its FoldedBatches and the heads of the array that it uses.
     """
     return _fold(x, rank, places)
 
@@ -38,7 +38,7 @@ def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ..
 def mixed(
     outs: Sequence[jax.Array], lses: Sequence[jax.Array], batches: tuple[FoldedBatches, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Combine the patterns' folded batches: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
+    """Combine the patterns' results in folded batches: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
@@ -85,7 +85,7 @@ def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
     """Return the gradients dout_i and dlse_i of each pattern, 0 for fully masked queries.
 
-    With alpha_i of the module: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse).
+    With the weights alpha_i defined above: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse).
     """
     (outs, lses), rank = residuals
     dout, dlse = cotangents
@@ -129,14 +129,15 @@ def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
 def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
     """Return alpha_i, or 0 for queries that see no key in the pattern.
 
-    ``sums``: as ``_sums`` returns them. lse itself is not used, because its rounding would change the weights for huge scores.
+    ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the Z of that maximum. lse itself is not used, because
+    its rounding would change the weights for huge scores.
     """
     top, total = (fold(x, place, rank) for x in sums)
     return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
 
 
 def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Missing tokens and heads are 0."""
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Empty slots and padded heads are 0."""
     batches, selection = place
     x = x[:, :, selection.first : selection.end]
     if selection.repeat > 1:
@@ -185,5 +186,5 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
 
 
 def _diagonal(selection: HeadSelection) -> jax.Array:
-    """Return a bool mask for [b slots spread together heads spread d], True where both spread indices are equal."""
+    """Return a bool mask that broadcasts to [b slots spread together heads spread d], True if both spread indices are equal."""
     return jnp.eye(selection.spread, dtype=bool)[:, None, None, :, None]

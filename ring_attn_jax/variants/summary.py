@@ -2,8 +2,8 @@
 
 :func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents: a window that starts at the start
 of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block`` with the
-pool as queries. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks. Each rank merges them as in a ring,
-and its queries attend to the merged summaries.
+pool as queries. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks. Each rank merges the pairs of each
+block, weighted by exp(lse), and its queries attend to the merged summaries.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class SummaryInputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """``k`` [b n g d] and ``v`` [b n g e] of all summaries, sorted by block, in the accumulation dtype.
+    """The summaries of all blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
 
     ``fraction`` [b n], with a key mask: the fraction of a summary's tokens that are unmasked.
     """
@@ -172,7 +172,7 @@ class Summaries(NamedTuple):
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute ``summary_attention`` from records; return (out, lse)."""
+    """Compute ``summary_attention`` with its arguments as records; return (out, lse)."""
     plan = _checked(inputs, options, ring_size(axis_name))
     q, k, v, _, key_mask = inputs
     first, end = _visible_range(plan, lax.axis_index(axis_name))
@@ -268,7 +268,7 @@ def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> Summ
 
 
 def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, return_lse: bool = False) -> Any:
-    """Compute ``sharded_summary_attention`` from records."""
+    """Compute ``sharded_summary_attention`` with its arguments as records; return out, or (out, lse) with ``return_lse``."""
     q, k, v, _, key_mask = inputs
     dtype_names(q, k, v)
     check_shards(q, k, v, where)

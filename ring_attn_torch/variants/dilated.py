@@ -147,7 +147,7 @@ def attend(
     options: Options,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``dilated_attention`` from records; return (out, lse)."""
+    """Compute ``dilated_attention`` with its arguments as records; return (out, lse)."""
     rank, _ = _place(group_name)
     queries, keys = (
         tuple((each, selection) for each, selection in zip(batches, parts, strict=True)) for parts in _parts(batches)
@@ -166,7 +166,7 @@ def _parts(batches: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(batches: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
-    """Return the extents and the key mask of the folded batches, each None if not needed."""
+    """Return extents [b * head_groups, slots, 2] and key mask [b * head_groups, slots] of a pattern, each None if not needed."""
     if not batches.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * batches.head_groups
@@ -189,7 +189,7 @@ _known_batches = remembered(batches_of)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Return the Problem as ``problem_of`` does, but without a cache, since torch.compile warns about caches."""
+    """Return the Problem of a call, like ``problem_of`` but without its cache, because torch.compile warns about caches."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
     optional = tuple(
@@ -212,7 +212,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, option
 
 @constant
 def _place(group_name: str) -> tuple[int, int]:
-    """Return this rank and the number of ranks."""
+    """Return this rank and the number of ranks of the ring."""
     group = group_of(group_name)
     return rank_in(group), ranks_of(group)
 
@@ -222,7 +222,7 @@ def _device(q: Any) -> str:
 
 
 def _in_words(x: Any) -> str:
-    """Return an argument as text for comparison between ranks. 4 and NumPy's 4 give the same text."""
+    """Return an argument as text for comparison between ranks. A Python 4 and a NumPy 4 give the same text."""
     if isinstance(x, tuple | list):
         return f"{[as_number(each) for each in x]}"
     return str(with_numbers(x)) if isinstance(x, Band) else in_words(as_number(x))

@@ -26,15 +26,15 @@ Places = tuple[Place, ...]
 
 
 def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], for each pattern in ``places``.
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], an array per pattern. Differentiable.
 
-    Differentiable.
+    ``places``: for each pattern, its FoldedBatches and the heads of the array that it uses.
     """
     return Fold.apply(x, places, rank)
 
 
 def mixed(outs: list[Tensor], lses: list[Tensor], batches: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
-    """Combine the patterns' folded batches: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
+    """Combine the patterns' results in folded batches: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
 
     A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
     """
@@ -85,7 +85,7 @@ class Mix(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         """Return the gradients dout_i and dlse_i of each pattern, 0 for fully masked queries.
 
-        With alpha_i of the module: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse).
+        With the weights alpha_i defined above: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse).
         """
         places, rank = ctx.places, ctx.rank
         *results, sums = ctx.saved_tensors
@@ -133,7 +133,7 @@ def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Missing tokens and heads are 0."""
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Empty slots and padded heads are 0."""
     batches, selection = place
     spots = _spots(_padded(_chosen(x, selection), batches, selection, rank), batches, selection)
     return spots.flatten(0, 2)  # unlike reshape(-1), also correct without slots
@@ -184,7 +184,10 @@ def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: i
 
 
 def _spots(padded: Tensor, batches: FoldedBatches, selection: HeadSelection) -> Tensor:
-    """Return a strided view of [b, tokens, heads, d] as [b, spread, together, slots, heads, d]."""
+    """Return a strided view of the kept tokens of [b, tokens, heads, d] as [b, spread, together, slots, heads, d].
+
+    ``HeadSelection`` explains ``spread`` and ``together``, whose product is the number of head groups.
+    """
     tokens = padded.unflatten(1, (batches.slots, batches.dilation))[:, :, : batches.head_groups]
     spots = tokens.unflatten(2, (selection.spread, selection.together)).unflatten(4, (-1, selection.spread))
     return spots.diagonal(0, 2, 5).permute(0, 5, 2, 1, 3, 4)

@@ -2,8 +2,8 @@
 
 :func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents: a window that starts at the start
 of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block`` with the
-pool as queries. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks. Each rank merges them as in a ring,
-and its queries attend to the merged summaries.
+pool as queries. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks. Each rank merges the pairs of each
+block, weighted by exp(lse), and its queries attend to the merged summaries.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def summary_attention(
 
     Tokens and summaries share one softmax. Every earlier token counts exactly once, by itself or in a summary. ``window >= length
     - 1`` is exact attention, and so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a
-    window beside gathered, pooled blocks. Here only the summaries are all-gathered; keys travel only as far as the window.
+    window and pooled blocks. Here only the summaries are all-gathered; keys travel only as far as the window.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
@@ -115,7 +115,7 @@ class SummaryInputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """``k`` [b n g d] and ``v`` [b n g e] of all summaries, sorted by block, in the accumulation dtype.
+    """The summaries of all blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
 
     ``fraction`` [b n], with a key mask: the fraction of a summary's tokens that are unmasked.
     """
@@ -126,7 +126,7 @@ class Summaries(NamedTuple):
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
-    """Compute ``summary_attention`` from records; return (out, lse)."""
+    """Compute ``summary_attention`` with its arguments as records; return (out, lse)."""
     ring = _ring(group_name)
     plan = _agreed(inputs, options, ring)
     q, k, v, pool, key_mask = inputs
@@ -220,7 +220,7 @@ def _ring(group_name: str) -> Group:
 
 
 def _agreed(inputs: SummaryInputs, options: SummaryOptions, ring: Group) -> SummaryPlan:
-    """Compare the arguments between ranks and return the plan of the call. Raise ValueError on all ranks if they differ."""
+    """Return the plan of the call. Raise ValueError on all ranks if an argument does not fit or differs between ranks."""
     q, k, v, pool, key_mask = inputs
     shapes: dict[str, tuple[int, ...]] = {}
     described = None if pool is None else OptionalArray("pool", tuple(getattr(pool, "shape", ())), _dtype(pool))
