@@ -60,8 +60,8 @@ def ring_backend(
     return (out, lse) with lse [batch, tokens, heads]. Without a parallel config the call is diffusers' native attention on one
     device.
 
-    Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases, if there is dropout, or for
-    cross-attention, which has unequal numbers of queries and keys.
+    Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases, if there is dropout, or if
+    the numbers of queries and keys differ, as in cross-attention.
     """
     if _parallel_config is None or _parallel_config.context_parallel_config is None:
         native: Any = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]

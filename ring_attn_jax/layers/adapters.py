@@ -108,7 +108,7 @@ class FlaxFunction:
     ) -> jax.Array:
         """Return attention [batch..., tokens, heads, v_dim].
 
-        Shapes: query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, ...].
+        Shapes: query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, head_dim or v_dim].
         """
         never = bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions
         for (name, why), refused in zip(REFUSED.items(), never, strict=True):

@@ -95,6 +95,6 @@ class Block(nnx.Module):
         return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
 
     def through(self, x: jax.Array, attend: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """Return the block's output for x [b s dim]. ``attend`` replaces the attention layer on the normed x."""
+        """Return the block's output for x [b s dim]. ``attend``: a function of the normed x that replaces the attention layer."""
         x = x + attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))

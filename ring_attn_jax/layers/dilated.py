@@ -51,7 +51,7 @@ class DilatedRingAttention(Projections):
         """Apply attention to x [b s dim], this rank's contiguous shard (with a mesh: the global array); return [b s dim].
 
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the shard. ``length``: the
-        global number of tokens without padding, if the shards hold padding. ``key_mask`` bool [b s]: True if a key may be
+        global number of tokens without padding, if the shards hold padding. ``key_mask`` bool [b s]: True where a key may be
         attended.
 
         Raise ValueError if x has a wrong shape, or if dilated_attention refuses an argument.

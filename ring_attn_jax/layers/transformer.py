@@ -135,8 +135,8 @@ class RingTransformer(nnx.Module):
         ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`;
         ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape, or if a layer refuses an argument.
 
-        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: the heads of layer i, counted from 0,
-        draw as heads ``i * heads`` and up, so layers drop independently. ``dropout_offset``: as in ring_attention; (global index
+        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: head h of layer i, both counted from
+        0, draws as head ``i * heads + h``, so layers drop independently. ``dropout_offset``: as in ring_attention; (global index
         of the first batch row, 0) if ranks hold different rows. With ``mesh`` it is set automatically.
 
         With ``auto_shard``: ``ids`` are global, int [batch, tokens] in natural order. ``mask``, bool of the same shape, is False

@@ -57,14 +57,15 @@ def summary_attention(
 ) -> Any:
     """Compute approximate causal attention: recent tokens exactly, and a few summaries of each earlier block.
 
-        first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i themselves,
+        first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i exactly
         w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
-        kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      and the summaries u of each block n before first(i)
+        kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      key and value of summary u of block n
         s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     a summary weighs as much as block / summaries tokens
 
-    Tokens and summaries share one softmax. Every earlier token counts exactly once, by itself or in a summary. ``window >= length
-    - 1`` is exact attention, and so is ``pooling="mean"`` with ``summaries=block``. Several language models are trained with a
-    window and pooled blocks. Here only the summaries are all-gathered; keys travel only as far as the window.
+    Query i also sees the summaries of all blocks before first(i). Tokens and summaries share one softmax. Every earlier token
+    counts exactly once, by itself or in a summary. ``window >= length - 1`` is exact attention, and so is ``pooling="mean"`` with
+    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here only the summaries are
+    all-gathered; keys travel only as far as the window.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
@@ -77,8 +78,8 @@ def summary_attention(
             its block, which summaries must divide.
         key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
             pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
-            is log n, where n counts those of the summary's part. A summary with n = 0 is masked. The values of the summaries
-            carry the unmasked fraction of their tokens as one more column.
+            is log n, where n counts the unmasked keys of the summary's part. A summary with n = 0 is masked. To apply this
+            logarithm, the values of the summaries carry the unmasked fraction of their tokens as one more column.
         axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 

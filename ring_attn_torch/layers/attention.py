@@ -93,7 +93,7 @@ class RingAttention(Projections):
         ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
         tree. A window counts positions of the row. A window of at least ``longest_path`` tokens hides nothing on any path and is
         ignored. A shorter window is refused. ALiBi slopes, masks that are not causal, and a rotary layer without ``positions``
-        are refused too. Windows and slopes refuse ``key_extents`` without ``longest_path``.
+        are refused too. A layer with a window or slopes refuses ``key_extents`` without ``longest_path``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:

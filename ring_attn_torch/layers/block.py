@@ -80,7 +80,7 @@ class Block(nn.Module):
         return self.through(x, lambda x: self.attention(x, positions, length, **masks, **dropout))
 
     def through(self, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return the block's output for x [b s dim]. ``attend`` replaces the attention layer on the normed x."""
+        """Return the block's output for x [b s dim]. ``attend``: a function of the normed x that replaces the attention layer."""
         x = x + attend(self.attention_norm(x))
         return x + self.mlp(self.mlp_norm(x))
 

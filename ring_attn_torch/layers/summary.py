@@ -36,8 +36,8 @@ class SummaryAttention(Projections):
     Use it in place of :class:`RingAttention` when exact attention to the last tokens, plus summaries of all blocks before them,
     is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
     parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 with one summary per block, which is then the block's mean.
-    Several summaries are drawn from a normal distribution, since equal ones would stay equal. ``pooling="mean"`` has no such
-    parameter. The other arguments are RingAttention's.
+    With several summaries it is drawn from a normal distribution, since equal rows would stay equal. ``pooling="mean"`` has no
+    such parameter. The other arguments are RingAttention's.
 
     A rank's gradients of the weights, ``pool`` included, are partial: sum them over the ranks with :func:`sum_gradients`. Raise
     ValueError if sizes do not fit or a number is outside its range.

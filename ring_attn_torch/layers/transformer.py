@@ -135,7 +135,7 @@ class RingTransformer(nn.Module):
         with a batch of a shape compares them. A compiled model does not.
 
         ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
-        the heads of layer i, counted from 0, draw as heads ``i * heads`` and up, so layers drop independently.
+        head h of layer i, both counted from 0, draws as head ``i * heads + h``, so layers drop independently.
         ``dropout_offset``: as in ring_attention; (global index of the first batch row, 0) if ranks hold different rows.
 
         With ``auto_shard``: ``ids`` are global, int [batch, tokens], this rank's own rows or the same rows on all ranks.

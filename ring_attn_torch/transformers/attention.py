@@ -174,7 +174,7 @@ def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
     """Scale the queries of a Llama 4 layer without rotary embedding by their positions in the document.
 
     Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, and counts p within the
-    shard. This function replaces that factor by the one for the position in the document. It returns other queries unchanged.
+    shard. This function replaces that factor by the one for the position in the document. Other layers keep their queries.
     """
     if mask.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query

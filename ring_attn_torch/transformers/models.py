@@ -139,13 +139,13 @@ def row_head_remedy(model: nn.Module) -> str:
 
 
 def _adapters(model: nn.Module) -> list[Any]:
-    """Return the configs of PEFT's adapters."""
+    """Return the configs of PEFT's adapters in ``model``, empty without PEFT."""
     configs = getattr(model, "peft_config", {})
     return list(configs.values()) if isinstance(configs, dict) else []
 
 
 def own_positions(model: PreTrainedModel) -> bool:
-    """Return True if the model has rotary embeddings: without position_ids it then counts its tokens from 0."""
+    """Return True if the model has rotary embeddings. Such a model counts its tokens from 0 if position_ids are not passed."""
     return any("Rotary" in type(module).__name__ for module in model.modules())
 
 

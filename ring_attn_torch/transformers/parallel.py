@@ -67,13 +67,13 @@ def sequence_parallel(
     """Make ``model(...)`` take global sequences, the same on every rank, and compute one shard per rank, inside this ``with``.
 
     ``model``: a model of transformers, or one inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring. ``layout``: a
-    name, or "balanced", which assigns each call's documents to ranks. None: those of ``enable``, else the default and "zigzag".
+    name, or "balanced", which assigns each call's documents to ranks. None: that of ``enable``, else default group and "zigzag".
 
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
         labels [batch, length], as transformers takes them: shifted here, before they are sharded, for models that predict the
             next token. If ``shift_labels`` are passed too, these are used, as already shifted.
-        attention_mask [batch, length], 0 for padding, anywhere.
+        attention_mask [batch, length], 0 for padding, which may be anywhere.
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
             None: 0, 1, 2, ... Where they restart, a new document begins, which sees no other document. Without an
             attention_mask a document also begins where they skip, as in transformers. A batch of one row may pass cu_seq_lens_q.

@@ -113,9 +113,9 @@ def over_all(sums: Tensor, group: Group) -> Tensor:
 def with_routers(
     model: PreTrainedModel, sums: Tensor, loss: Tensor | None, group: Group, factor: int
 ) -> dict[str, Tensor | None]:
-    """Return two fields of the model's output: ``aux_loss``, over all ranks, and ``loss``, to which it is added.
+    """Return two fields of the model's output: ``aux_loss``, over all ranks, and ``loss`` with the auxiliary loss added.
 
-    The ``loss`` returned is the argument plus ``coefficient(model) * aux_loss``, or None without labels. ``sums``: this rank's
+    The returned ``loss`` is the argument plus ``coefficient(model) * aux_loss``, or None without labels. ``sums``: this rank's
     ``router_sums``, which the model returns in place of its auxiliary loss. ``factor``: the backward multiplies the gradient of
     the auxiliary loss by it. Raise ValueError if the model has returned an auxiliary loss instead of ``router_sums``.
     """

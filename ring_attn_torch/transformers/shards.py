@@ -114,7 +114,7 @@ def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict
 
 
 class DocumentBounds(NamedTuple):
-    """The documents and padding of global sequences. All are None for a single document without padding."""
+    """The documents and padding of global sequences. All arrays are None if each row is one document without padding."""
 
     extents: Tensor | None = None
     """``int32`` [batch, length, 2], for each token the interval of its document, padding excluded; [0, 0) for padding."""
@@ -152,7 +152,7 @@ class GlobalBatch(RunningCall):
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
-    """The submodel that reads image features, and their shards, because the outer model does not pass them on."""
+    """A submodel that reads image features, and its arguments with this rank's part of them; None if the model reads them."""
     present: Tensor | None = None
     """``bool`` [batch, local], False for padding, which the auxiliary loss of routers leaves out."""
     head_sums: bool = False
@@ -180,7 +180,7 @@ class GlobalBatch(RunningCall):
         return self.shard(x).masked_fill(outside, value)
 
     def mask_of(self, pattern: Pattern) -> LayerMask:
-        """Return the mask of ``pattern`` within the documents and blocks."""
+        """Return the mask of layers with ``pattern``, within the documents and blocks of this rank's tokens."""
         if torch.compiler.is_compiling():
             return self._mask(pattern)  # a compiled graph of torch 2.11 cannot store a Band
         if pattern not in self.known:

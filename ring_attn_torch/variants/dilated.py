@@ -58,7 +58,7 @@ def dilated_attention(
     with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend to each other:
 
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
-        out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns that keep the query for its head
+        out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns whose kept tokens include the query
 
     A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
     Ranks without a common segment exchange nothing.

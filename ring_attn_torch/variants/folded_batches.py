@@ -162,7 +162,7 @@ def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callabl
 
 
 def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
-    """Return the heads of ``x`` that the pattern keeps, each repeated by ``selection.repeat``."""
+    """Return the heads of ``x`` that the pattern keeps, each repeated ``selection.repeat`` times."""
     x = x[:, :, selection.first : selection.end]
     if selection.repeat == 1:
         return x
