@@ -57,7 +57,7 @@ class RotaryEmbedding(nnx.Module):
         """Return cos and sin of the angles, [b or 1, s, head_dim / 2] each, times the attention factor, computed in ``dtype``."""
         frequencies = inverse_frequencies(self.rotary, self.head_dim, np.arange(self.head_dim // 2, dtype=np.float64))[None, None]
         positions = (positions if positions.ndim == 2 else positions[None])[..., None]
-        positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # 1024 does not fit in int8
+        positions = positions if positions.dtype.itemsize >= 4 else positions.astype(jnp.int32)  # COARSE does not fit in int8
         if dtype == jnp.float64:
             angles = positions.astype(dtype) * frequencies
         else:

@@ -56,7 +56,7 @@ class RotaryEmbedding(nn.Module):
         """Return cos and sin of the angles, [..., head_dim / 2] each, times the attention factor, computed in ``dtype``."""
         pair = torch.arange(self.head_dim // 2, dtype=torch.float64, device=positions.device)
         frequencies = inverse_frequencies(self.rotary, self.head_dim, pair)
-        positions = positions.long()[..., None]  # 1024 does not fit in int8
+        positions = positions.long()[..., None]  # COARSE does not fit in int8
         if dtype == torch.float64:
             angles = positions * frequencies
         else:

@@ -153,7 +153,7 @@ class RingTransformer(nn.Module):
         if ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
             with same_error(ring_of(self.ring.group)):
                 raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
-        ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # an embedding takes these only
+        ids = ids if ids.dtype in (torch.int32, torch.int64) else ids.long()  # nn.Embedding takes only these dtypes
         if ids.device.type == "cpu" and eager_only([ids]):
             check_ids(ids, self.config.vocab, self.ring)
         if longest_path is not None and key_extents is not None and eager_only([ids, key_extents]):

@@ -209,7 +209,7 @@ def ring_configs(model: nn.Module) -> Iterator[None]:
             setattr(module, name, value)
         for (original, mine), then in zip(pairs, before, strict=True):
             _merge(original, vars(mine), then)
-            vars(mine)[IMPLEMENTATION] = vars(original)[IMPLEMENTATION]  # for models that were made from the copy
+            vars(mine)[IMPLEMENTATION] = vars(original)[IMPLEMENTATION]  # models that were made from the copy keep the copy
 
 
 def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:

@@ -71,7 +71,7 @@ class RingTraining(Base):
         self._in_loss = False
         super().__init__(*args, **kwargs)
         check_trainer(self)
-        self._tp_size = self.ring.ranks  # by which trl divides the tokens that it counted on every rank
+        self._tp_size = self.ring.ranks  # trl counts the tokens of a row on every rank, and divides the sum by this
         for model in self._models():
             check_entry(model, self.ring, self.args.device.type)
 
@@ -81,9 +81,9 @@ class RingTraining(Base):
         check_kind(self)
         check_arguments(self.args)
         if self.args.accelerator_config.dispatch_batches is None:
-            self.args.accelerator_config.dispatch_batches = False  # else one rank would read all rows and send each rank its own
+            self.args.accelerator_config.dispatch_batches = False  # else one rank would read all rows and send other rows to each
         if self.args.ddp_find_unused_parameters is None and uses_all_weights(hugging_face_model(self.model)):
-            self.args.ddp_find_unused_parameters = False  # with True, DDP warns on every rank that it found none
+            self.args.ddp_find_unused_parameters = False  # with True, DDP warns that all parameters are used
         super().create_accelerator_and_postprocess()
         accelerator, (group, layout, _) = self.accelerator, self._ring_settings
         config = accelerator.parallelism_config
@@ -95,7 +95,7 @@ class RingTraining(Base):
         elif self.ring.ranks > 1:
             shape = self.args.world_size // self.ring.ranks, self.ring.ranks
             mesh = init_device_mesh(self.args.device.type, shape, mesh_dim_names=("dp_replicate", "cp"))
-            accelerator._prepare_device_mesh = lambda: mesh  # by which it distributes rows
+            accelerator._prepare_device_mesh = lambda: mesh  # accelerate distributes rows by this mesh
 
     def _models(self) -> list[nn.Module]:
         """Return the model and, if there is one, the reference model that trl's DPOTrainer compares it with."""
