@@ -28,7 +28,7 @@ from .trees import check_tree
 from .trl import check_call
 
 SHIFTED, IN_PLACE = (ForCausalLMLoss,), (ForMaskedLMLoss, ForTokenClassification)
-"""transformers' losses that are sums over tokens. SHIFTED: a token's label is the next token. IN_PLACE: it is at the token."""
+"""transformers' losses that are sums over tokens. SHIFTED: a token predicts the next token's label; IN_PLACE: its own label."""
 
 REFUSED = {
     "output_attentions": "the weights of attention, tokens times tokens, are never made: leave it out",
@@ -47,7 +47,7 @@ VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 """Arguments of Qwen3-VL and similar models: the mask of image tokens, and each layer's features to add to these tokens."""
 
 UNSPLIT = ("deepstack_features", "per_layer_inputs")
-"""Arguments of other models with one value per token. They cannot be sharded here."""
+"""Arguments of other models with values for each token, which are not sharded here."""
 
 
 class CheckedArguments(NamedTuple):

@@ -1,8 +1,8 @@
 """RingTrainer, a transformers Trainer whose ring shards every row of a batch over its ranks, and its argument checks.
 
 ``RingTraining`` enters ``sequence_parallel`` for training and evaluation, gives all ranks of a ring the same rows, and counts
-rows and labels once per ring. It multiplies the gradient of the model's loss by the number of ranks, because DDP and FSDP divide
-by it.
+rows and labels once per ring. It multiplies the gradient of the model's loss by the ring's number of ranks, because DDP and FSDP
+average gradients over the ranks.
 
 accelerate sees a device mesh in which the ranks of a ring are one axis, so it deals rows to rings, not to ranks. Its own context
 parallelism, which would shard the rows again, is switched off.
@@ -42,7 +42,7 @@ class RingTraining(Base):
 
     It takes the Trainer's arguments, and ``group``, ``layout``, ``loss_chunk`` of :func:`sequence_parallel`. Without ``group``
     the ring is the cp axis of ``TrainingArguments(parallelism_config=...)`` if that has one, else the ring of ``enable``, else
-    all ranks. A ring that does not hold all ranks must hold consecutive ones; each ring then gets its own rows, like a data
+    all ranks. A ring of fewer ranks must consist of consecutive ranks; each ring then gets its own rows, like a data
     parallel rank.
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and batches are
@@ -158,7 +158,7 @@ class RingTraining(Base):
         return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size. During the loss multiply it by the ring's ranks: a ring counts as one data rank."""
+        """Return the tensor parallel size. During the loss multiply it by the ring's ranks, so a ring counts as one process."""
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
 

@@ -67,8 +67,8 @@ def summary_attention(
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
         pool: ``[summaries, kv_heads, head_dim]``, learned, the same on every rank; zeros give the mean of the block. It is
-            cast to k's dtype. Each rank's gradient of it is a partial sum: add them up with ``sum_gradients``.
-        block: tokens that are summarized together; blocks need not end where shards do, and may be longer than shards.
+            cast to k's dtype. Each rank's gradient of it is partial: sum it over the ranks with ``sum_gradients``.
+        block: number of tokens summarized together; blocks need not end where shards do, and may be longer than shards.
         summaries: the number of summaries of a block.
         window: the minimum number of previous tokens that a query sees exactly; the range begins where a block does.
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
@@ -80,8 +80,8 @@ def summary_attention(
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 
-    Returns the same as ring_attention. One all-gather sends the partial summaries in float32 (float64 for float64 inputs),
-    because blocks on several ranks are merged from them. The merged summaries are rounded to k's dtype.
+    Returns the same as ring_attention. One all-gather sends the partial summaries in float32 (float64 for float64 inputs). The
+    summaries of a block that spans several ranks are merged from them, then rounded to k's dtype.
     ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
 
     Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit or differ between ranks, as
