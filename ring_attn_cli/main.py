@@ -165,8 +165,7 @@ def plan(
             return
         if documents is not None:
             lengths = packed.read_documents(documents)
-            drawing = packed.answer(layout or packed.BALANCED, lengths, masks.parse(mask), ranks, console().width)
-            console().print(drawing)
+            console().print(packed.answer(layout or packed.BALANCED, lengths, masks.parse(mask), ranks, console().width))
             return
         if layout == "balanced":
             raise ValueError(
@@ -177,6 +176,8 @@ def plan(
         if all_layouts:
             console().print(_comparison([make_plan(name, mask, ranks, length, kv_length) for name in layouts.LAYOUTS]))
             return
+        if save is not None:
+            image.check(save)
         drawn = make_plan(layout, mask, ranks, length, kv_length)
         if save is not None:
             image.save(drawn, save)

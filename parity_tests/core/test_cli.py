@@ -42,6 +42,15 @@ def test_save_writes_the_picture(tmp_path: Path):
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_picture_that_cannot_be_written_is_refused_before_the_plan_is_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setattr("ring_attn_cli.main.make_plan", lambda *arguments: pytest.fail("the plan was made"))
+    done = plan("--save", str(tmp_path / "none" / "plan.png"))
+    assert done.exit_code == 2 and "none for plan.png: make it first" in done.stderr, done.output
+    done = plan("--save", str(tmp_path / "plan.jpg"))
+    assert done.exit_code == 2 and "end the file name in one of these two" in done.stderr, done.output
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -51,7 +60,7 @@ def test_save_writes_the_picture(tmp_path: Path):
         (["--ranks", "0"], "a ring needs at least 1 rank, got 0"),
         (["--length", "-5"], "length is the true global number of tokens, an int of at least 0 (static under jit), got -5"),
         (["--save", "plan.jpg"], "a plan is drawn as .png or .svg, got 'plan.jpg'"),
-        (["--save", "no/such/folder/plan.png"], "No such file or directory"),
+        (["--save", "no/such/folder/plan.png"], "there is no folder no/such/folder for plan.png: make it first"),
         (
             ["--save", "plan.png", "--all-layouts"],
             "--all-layouts compares the layouts of one length in a table: leave out --save",

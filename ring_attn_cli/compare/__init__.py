@@ -43,22 +43,14 @@ def run(
 
 def check_files(json: str | Path | None, png: str | Path | None) -> None:
     """Raise ValueError if a file cannot be written, before anything is computed."""
+    from ..output_files import check_writable
     from . import picture
 
     if png is not None:
         picture.check(Path(png))
-    for path in [Path(x) for x in (json, png) if x is not None]:
-        if not path.parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder: name a file in it")
-        there = path.exists()
-        try:
-            path.open("a").close()
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written ({error.strerror}): name another file") from error
-        if not there:
-            path.resolve().unlink()
+    for path in (json, png):
+        if path is not None:
+            check_writable(Path(path))
 
 
 def written(comparison: Comparison, json: str | Path | None, png: str | Path | None) -> Comparison:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Run
 
+from ..output_files import check_writable
 from .cells import STEPS, Axis, colour, computed, self_attention
 from .words import short, title, travel_in_words
 
@@ -31,17 +32,23 @@ _ACROSS = 4
 """Most matrices in a row."""
 
 
+def check(path: Path) -> None:
+    """Raise ValueError if the suffix of ``path`` is not .png or .svg, or if the file cannot be written."""
+    if path.suffix.lower() not in (".png", ".svg"):
+        raise ValueError(f"a plan is drawn as .png or .svg, got {path.name!r}: end the file name in one of these two")
+    check_writable(path)
+
+
 def save(plan: RingPlan, path: str | Path) -> None:
     """Write the picture of ``plan`` to ``path``, as PNG or SVG by its suffix. Equal plans give equal files.
 
-    Raise ValueError if the suffix is not .png or .svg.
+    Raise ValueError if the suffix is not .png or .svg, or if the file cannot be written.
     """
     path = Path(path)
-    form = path.suffix.lower()[1:]
-    if form not in ("png", "svg"):
-        raise ValueError(f"a plan is drawn as .png or .svg, got {path.name!r}: end the file name in one of these two")
+    check(path)
     import matplotlib
 
+    form = path.suffix.lower()[1:]
     with matplotlib.rc_context({"svg.hashsalt": "ring-attn", "font.family": "DejaVu Sans", "hatch.linewidth": 0.7}):
         metadata: dict[str, Any] = {"Date": None} if form == "svg" else {"Software": None}
         draw(plan).savefig(path, format=form, dpi=160, facecolor="white", metadata=metadata)
