@@ -230,6 +230,14 @@ def test_documents_that_are_held_out_and_trained_on_are_told(tmp_path: Path):
     assert [both(x) for x in ("three.txt", "t*.txt", "*.txt")] == ["", "two.txt", "one.txt and 1 more"]
 
 
+def test_a_missing_held_out_is_asked_for_beside_the_pattern_of_the_user(tmp_path: Path):
+    (tmp_path / "one.txt").write_text("text " * 3000)
+    of = Data(folder=str(tmp_path), pattern="*.txt")
+    with pytest.raises(ValueError, match=r"beside pattern = '\*\.txt' give held_out") as caught:
+        data.check(Config(out=str(tmp_path / "run"), data=of))
+    assert "asyncio" not in str(caught.value)
+
+
 @pytest.mark.parametrize("evaluations", [0, 1, 3])
 def test_a_picture_is_drawn_of_any_log(tmp_path: Path, evaluations: int):
     pytest.importorskip("matplotlib")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypedDict
 
-from .config import Config
+from .config import Config, Data
 
 
 class DatasetArguments(TypedDict):
@@ -77,6 +77,11 @@ def check(config: Config) -> str:
             documents = documents_of(settings)
             Index([each.tokens for each in documents.documents], settings)
         except ValueError as error:
+            if held_out and config.data.held_out == Data.held_out and not any(Path(config.data.folder).glob(Data.held_out)):
+                raise ValueError(
+                    f"data.held_out is missing: beside pattern = {config.data.pattern!r} give held_out, the pattern of the files "
+                    f"in {config.data.folder} that evaluate the model"
+                ) from error
             raise ValueError(f"data.held_out: {error}" if held_out else f"data: {error}") from error
         names.append({each.name for each in documents.documents})
         if config.init_from is None:
