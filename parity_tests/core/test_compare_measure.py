@@ -15,7 +15,7 @@ np = pytest.importorskip("numpy")
 from ring_attn_cli.compare import measure, user  # noqa: E402
 from ring_attn_cli.compare.cases import Case  # noqa: E402
 from ring_attn_cli.compare.oracles import ORACLES  # noqa: E402
-from ring_attn_cli.compare.orders import cut, importable, joined, where_at  # noqa: E402
+from ring_attn_cli.compare.orders import cut, importable, in_words, joined, where_at  # noqa: E402
 from ring_attn_cli.compare.variants import chosen  # noqa: E402
 from ring_attn_core.layouts import LAYOUTS  # noqa: E402
 
@@ -192,3 +192,16 @@ def test_the_peak_of_a_process_is_not_shown_as_that_of_a_run(device: str, note: 
     shown = "MiB of JAX on GPUs (*): the peak of its process so far" in text, "1907.3*" in text, "953.7*" in text
     assert shown == (note, note, False)
     assert [each["peak_of"] for each in export.document(found)["results"]] == ["run", "process" if note else "run"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 46.6 PiB"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried 9 bytes."),
+        RuntimeError("CUDA out of memory. Tried to allocate 9 GiB."),
+    ],
+)
+def test_a_case_too_large_for_memory_is_answered_with_the_options_to_lower(error: Exception):
+    assert in_words(error).endswith(f"({error}): lower --batch, --length, --heads or --head-dim")

@@ -102,9 +102,15 @@ def where_at(log: str) -> str | None:
     return f"{Path(found[1]).name}, line {found[2]} in {found[3]}" if found else None
 
 
+OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "can't allocate memory", "CUDA out of memory"
+"""Parts of the messages of JAX, of PyTorch on a CPU and of PyTorch on a GPU, whose types are not MemoryError."""
+
+
 def in_words(error: BaseException) -> str:
-    """Return the message of a ValueError, or the type and the first line of any other error, because JAX's messages are long."""
+    """Return the message of a ValueError, the options to lower if memory ran out, else the type and first line of the error."""
     text = str(error).strip() or "without a word"
+    if isinstance(error, MemoryError) or any(sign in text for sign in OUT_OF_MEMORY):
+        return f"there is not enough memory ({text.partition(chr(10))[0]}): lower --batch, --length, --heads or --head-dim"
     return text if type(error) is ValueError else f"{type(error).__name__}: {text.partition(chr(10))[0]}"
 
 
