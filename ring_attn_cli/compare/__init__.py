@@ -23,7 +23,7 @@ def run(
     png: str | Path | None = None,
     **arguments: Any,
 ) -> Comparison:
-    """Compare ``variants``. The result's ``.passed`` is a bool; its ``.results`` hold errors, diagnosis, seconds and bytes.
+    """Compare ``variants`` and return the results: ``.passed`` is a bool, ``.results`` hold errors, diagnosis, seconds and bytes.
 
     ``ranks``: ring sizes, one number or several; one device is always compared too. ``repeats``: number of timed runs.
     ``arguments``: the fields of :class:`cases.Case`, which are the options of the command; ``length``, ``heads``, ``head_dim``,
@@ -42,7 +42,7 @@ def run(
 
 
 def check_files(json: str | Path | None, png: str | Path | None) -> None:
-    """Raise ValueError if a file cannot be written, before anything is computed."""
+    """Raise ValueError if ``json`` or ``png`` cannot be written, or if ``png`` ends neither in .png nor in .svg."""
     from ..output_files import check_writable
     from . import picture
 

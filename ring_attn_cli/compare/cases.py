@@ -149,7 +149,10 @@ class Case:
         return np.float64 if self.dtype == "float64" else np.float32
 
     def normal(self, stream: int, *shapes: tuple[int, ...], rounded: bool = True) -> list[np.ndarray]:
-        """Draw standard normal arrays. If ``rounded``, round them to the nearest values of the case's dtype."""
+        """Draw standard normal arrays from the random generator of (seed, ``stream``).
+
+        If ``rounded``, round them to the nearest values of the case's dtype.
+        """
         rng = np.random.default_rng((self.seed, stream))
         keep = rounding(self.dtype) if rounded else lambda x: x
         return [keep(rng.standard_normal(shape).astype(self.working)) for shape in shapes]

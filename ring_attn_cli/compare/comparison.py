@@ -85,7 +85,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Contestant:
-    """One result to compute: a variant in a framework on a ring, with its own case."""
+    """One result to compute: a variant in a framework on a ring. ``case``: the sweep's case with the variant's changes."""
 
     variant: Variant
     framework: str
@@ -158,7 +158,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
 
 
 def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
-    """Return all results of one case, and the variants that were refused while it ran."""
+    """Compute all results of one case, ``cell``. Return them, and the variants that were refused while they ran."""
     outcomes: dict[_Contestant, Outcome] = {}
     refused = []
     for each in cell:
@@ -191,7 +191,10 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
 def _judged(
     one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
 ) -> VariantResult:
-    """Compare one result with the truth, with the same variant on one device, and with the other framework."""
+    """Compare one result with the truth, with the same variant on one device, and with the other framework.
+
+    ``whole``: the global arrays of each result. ``truths``: a cache, to which a new truth is added.
+    """
     oracle = ORACLES[one.variant.oracle]
     inputs = oracle.inputs(one.case)
     key = one.variant.oracle, one.case, cotangents

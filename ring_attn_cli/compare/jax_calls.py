@@ -105,7 +105,7 @@ WEIGHTS = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
 def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:
-    """Return ``module`` with the weights in ``arrays``, which have ``to_numpy``'s names, and the remaining arrays."""
+    """Load the weights in ``arrays``, named as by ``to_numpy``, into ``module``. Return it and the remaining arrays."""
     graph, state = nnx.split(module, nnx.Param)
     others, flat = dict(arrays), []
     for path, p in nnx.to_flat_state(state):

@@ -57,7 +57,7 @@ class Oracle:
     gradients; a result without an entry in ``cotangents`` has the cotangent 0.
 
     ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in the layout's order of runs. All other
-    inputs and results are replicated, and the gradients of replicated inputs are partial sums of each rank.
+    inputs and results are replicated. A rank's gradient of a replicated input is a partial sum; the ranks' sum is the gradient.
     """
 
     inputs: Callable[[Case], GlobalArrays]

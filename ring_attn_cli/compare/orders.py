@@ -24,7 +24,7 @@ class Order:
     """A request to the processes of a framework.
 
     ``kind``: "prepare" builds the call and runs it once; "time", "memory" and "forget" act on the prepared call. ``call``,
-    ``oracle``, ``user``: as in a Variant.
+    ``user``: the functions to call, as ``module:function``. ``oracle``: the key in ``ORACLES`` that says how to draw the inputs.
     """
 
     kind: str

@@ -71,7 +71,7 @@ def only_torch(name: str) -> dict[str, str]:
 
 
 def _takes(case: Case, *known: str) -> str | None:
-    """Return an objection if the case has features that are not ``known``."""
+    """Return an objection if the case has features that are not ``known``, else None."""
     unknown = [name for name in case.features if name not in known]
     return f"it does not take {', '.join(unknown)}" if unknown else None
 

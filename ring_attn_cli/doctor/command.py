@@ -12,7 +12,7 @@ from rich.console import Console
 from ..error_reporting import errors_in_one_line
 
 DTYPE, HEAD_DIM = "bfloat16", 128
-"""The default call of the report."""
+"""The default dtype and head dim of the problem that the report is about."""
 
 
 def doctor(

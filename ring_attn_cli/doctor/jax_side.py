@@ -24,7 +24,7 @@ from .repeats import REPEATS, SPARE, Repeats
 from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Timings
 
 BURST = 4
-"""Number of runs that a GPU is timed over."""
+"""Number of consecutive runs on a GPU that are timed together."""
 LAUNCHES = 20
 """Number of calls whose launches are timed together on the host."""
 
@@ -56,11 +56,11 @@ class JaxClock:
         self.gpus, self.repeats = gpus, Repeats(SPARE if gpus else 0.0)
 
     def seconds(self, *runs: Callable[[], Any]) -> list[float]:
-        """Return the seconds of each run, from the quietest series of repeats in turns."""
+        """Return the median seconds of each run. The runs take turns; of several series the quietest counts."""
         return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], Any]) -> float:
-        """Return the seconds that the host takes to launch a run, the median of ``REPEATS``; 0 on a CPU."""
+        """Return the seconds that the host takes to launch a run, a median of ``REPEATS`` measurements; 0 on a CPU."""
         if not self.gpus:
             return 0.0
         return median([self._launched(run) for _ in range(REPEATS + 1)][1:])
@@ -84,7 +84,11 @@ class JaxClock:
 
 
 def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure attention on one device. The backward's time is that of both passes minus the forward's."""
+    """Measure attention on one device. Return the fields ``forward``, ``backward`` and ``host_...`` of ``Timings``.
+
+    JAX runs the backward only together with a forward. So its time is that of both passes minus the forward's, but at least the
+    forward's; ``host_backward`` is the time to launch both.
+    """
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
     forward = jax.jit(run)
@@ -107,7 +111,7 @@ def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, A
 
 
 def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure copies in memory: return pairs (bytes read and written, seconds).
+    """Measure copies in memory. Return the fields ``copy`` and ``host_copy`` of ``Timings``.
 
     ``host_copy`` is 0, because the host launches no copies inside a compiled program.
     """
@@ -118,7 +122,7 @@ def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: JaxClock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure hops and all-gathers between all devices: return pairs (bytes, seconds)."""
+    """Measure hops and all-gathers of all devices. Return the fields ``link``, ``collective``, ``host_send`` of ``Timings``."""
     ranks = len(devices)
     mesh = Mesh(np.array(devices), ("seq",))
     onward = [(rank, (rank + 1) % ranks) for rank in range(ranks)]

@@ -214,7 +214,7 @@ def _verdict(name: str) -> Verdict:
     try:
         model, ids = _model(name)
         expected = _results(model, ids)
-    except Exception as error:  # whatever a class of transformers does with a small config
+    except Exception as error:  # a class of transformers may raise any error on a small config
         return Verdict(name, "untried", _one_line(error))
     model.zero_grad()
     try:

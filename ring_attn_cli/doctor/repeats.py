@@ -10,19 +10,19 @@ from typing import NamedTuple
 from ring_attn_core.plan.machine import NOISE
 
 REPEATS = 7
-"""Number of times of each run in a series."""
+"""How often each run is timed in a series."""
 
 SERIES = 4
-"""The most series of a measurement."""
+"""Largest number of series in a measurement."""
 
 WARM_UP = 6
-"""The most rounds before a series; the rounds end when two in a row agree to ``NOISE``."""
+"""Largest number of untimed rounds before a series; they end when two in a row agree to ``NOISE``."""
 
 WORST = 10.0
-"""The largest noise: that of times that are not above 0."""
+"""The largest value of a noise, also returned if a time is not above 0."""
 
 SPARE = 60.0
-"""Seconds for the further series of all measurements together."""
+"""Seconds that all measurements together may spend on series after their first."""
 
 
 class Series(NamedTuple):

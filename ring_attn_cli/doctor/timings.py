@@ -38,11 +38,11 @@ class Timings:
     ``forward``, ``backward``: by head dim, (tokens, seconds) of full attention with ``heads`` heads. ``link``, ``collective``,
     ``copy``: (bytes, seconds). ``link`` counts bytes that each rank sends to the next, all ranks at once; ``collective`` bytes
     that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: seconds of the host to launch each, 0 on
-    a CPU. ``memory``: the rank's memory in bytes. ``noise``: that of ``Repeats``.
+    a CPU. ``memory``: the rank's memory in bytes. ``noise``: the greatest relative difference between repeated measurements.
 
-    ``contention``: see ``Machine``. ``peer``: (bytes, seconds) of copies from the next rank's memory by the copy engine, all
-    ranks at once; empty if they were not measured, and then ``no_peer`` says why. ``host_pull``, ``host_push``: the host's
-    seconds for a step, forward and backward.
+    ``contention``: how much longer attention takes during a hop, as a share of the hop's time. ``peer``: (bytes, seconds) of
+    copies from the next rank's memory by the copy engine, all ranks at once; empty if they were not measured, and then
+    ``no_peer`` says why. ``host_pull``, ``host_push``: the host's seconds for a step, forward and backward.
     """
 
     device: str

@@ -27,7 +27,7 @@ from .repeats import REPEATS, SPARE, Repeats
 from .timings import FITTED, IN_FLIGHT, NARROW, OF_CPU, OF_GPU, MeasuredSizes, Points, Timings
 
 BURST = 2
-"""Number of runs that a GPU is timed over."""
+"""Number of consecutive runs on a GPU that are timed together."""
 AHEAD, LARGE = 0.02, 4096
 """Seconds for which a GPU is busy before the timed runs, and the size of the square matrices whose products keep it busy."""
 LAUNCHES = 20
@@ -71,17 +71,17 @@ class Clock:
             self.products = max(1, math.ceil(AHEAD / self._between(self._occupy)))
 
     def seconds(self, *runs: Callable[[], object]) -> list[float]:
-        """Return the seconds of each run, from the quietest series of repeats in turns."""
+        """Return the median seconds of each run. The runs take turns; of several series the quietest counts."""
         return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], object]) -> float:
-        """Return the seconds that the host takes to launch a run, the median of ``REPEATS``; 0 on a CPU."""
+        """Return the seconds that the host takes to launch a run, a median of ``REPEATS`` measurements; 0 on a CPU."""
         if self.device.type == "cpu":
             return 0.0
         return median([self._launched(run) for _ in range(REPEATS + 1)][1:])
 
     def together(self) -> None:
-        """Repeat measurements from now on if any rank of the default group needs it, and warm up together."""
+        """Make all ranks of the default group repeat warm-ups and measurements if one of them needs it."""
         self.repeats.on_any_rank = self._on_any_rank
 
     def _on_any_rank(self, flag: bool) -> bool:
@@ -113,7 +113,7 @@ class Clock:
             torch.mm(self.large, self.large, out=self.product)
 
     def _between(self, run: Callable[[], object]) -> float:
-        """Return the seconds of a run on the GPU."""
+        """Return the seconds that the GPU takes for the work that ``run`` launches."""
         self.begin.record()
         run()
         self.end.record()
@@ -126,10 +126,7 @@ class Clock:
 
 
 def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure attention on one rank: seconds of a forward and of a backward pass by head dim, and the host's to launch each.
-
-    The times of a head dim are points (tokens, seconds).
-    """
+    """Measure attention on one rank. Return the fields ``forward``, ``backward`` and ``host_...`` of ``Timings``."""
     forward: dict[int, Points] = {}
     backward: dict[int, Points] = {}
     for dim in (NARROW, FITTED):
@@ -145,9 +142,9 @@ def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 def _passes(
     clock: Clock, sizes: MeasuredSizes, tokens: int, dim: int, group: Any = None, strategy: str = "ring"
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return functions that run a forward and a backward of full attention.
+    """Return two functions, which run a forward and a backward of full attention on the ring ``group``.
 
-    ``group``: None before this process joins a group: a ring of one rank.
+    ``group`` is None before this process joins a group, for a ring of one rank.
     """
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))
@@ -158,7 +155,7 @@ def _passes(
 
 
 def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure copies in memory: return pairs (bytes read and written, seconds), and the host's seconds to launch one."""
+    """Measure copies in memory. Return the fields ``copy`` and ``host_copy`` of ``Timings``."""
     moved, short = (sizes.copied // 4, sizes.copied), torch.zeros(128, device=clock.device)
     sources = [torch.zeros(size // 2, dtype=torch.uint8, device=clock.device) for size in moved]
     taken = clock.seconds(*(partial(torch.empty_like(source).copy_, source) for source in sources))
@@ -166,7 +163,7 @@ def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: Clock, sizes: MeasuredSizes, ranks: int) -> dict[str, Any]:
-    """Measure hops and all-gathers of the default group: return pairs (bytes, seconds), and the host's seconds for a hop."""
+    """Measure hops and all-gathers of all ranks. Return the fields ``link``, ``collective``, ``host_send`` of ``Timings``."""
     group = dist.group.WORLD
     found: dict[str, Any] = {"link": (), "collective": ()}
     for size in sizes.bytes:
@@ -188,7 +185,7 @@ def hop(x: torch.Tensor, group: Any) -> None:
 
 
 def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float]) -> dict[str, Any]:
-    """Return the extra time of attention during a hop as a share of the hop's time. ``hop_alone``: bytes, seconds of a hop."""
+    """Return ``contention`` of ``Timings``. ``hop_alone``: bytes and seconds of a hop without attention beside it."""
     size, seconds = hop_alone
     group, x = dist.group.WORLD, torch.zeros(int(size), dtype=torch.uint8, device=clock.device)
     alone: Any = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -205,9 +202,9 @@ def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float
 
 
 def peer_copies(clock: Clock, sizes: MeasuredSizes, group: Any) -> dict[str, Any]:
-    """Measure copies from the next rank's memory, and the host's seconds in a step of "pull" and of "push".
+    """Measure copies from the next rank's memory, and the host's time in a step of "pull" and of "push".
 
-    If the GPUs do not share memory, return the reason as ``no_peer`` instead of the times.
+    Return the fields ``peer``, ``host_pull`` and ``host_push`` of ``Timings``; if the GPUs do not share memory, only ``no_peer``.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     there = Keys(torch.zeros(sizes.bytes[-1], dtype=torch.uint8, device=clock.device))

@@ -203,13 +203,13 @@ def _bars(axes: Axes, plan: RingPlan) -> None:
 
 
 def _visible(plan: RingPlan, queries: Axis, keys: Axis, a: int, b: int) -> bool:
-    """Return True if the mask admits any pair of this cell."""
+    """Return True if the mask admits any pair of query cell ``a`` and key cell ``b``."""
     q, k = (Run(c * x.block, x.block).before(x.length) for c, x in ((a, queries), (b, keys)))
     return plan.mask.onto(q, k).area(q.length, k.length) > 0
 
 
 def _holders(axis: Axis) -> list[int]:
-    """Return each cell's colour code, as in ``_take``: that of the rank that holds the cell, or 0 for padding."""
+    """Return each cell's code, as in ``_take``: 3 + 2 rank for the rank that holds the cell, or 0 for padding."""
     return [3 + 2 * (axis.ranks(cell)[0] % 16) if axis.cells[cell] else 0 for cell in range(len(axis.cells))]
 
 

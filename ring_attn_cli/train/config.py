@@ -88,7 +88,7 @@ class RingConfig:
 
     @property
     def model_layout(self) -> str:
-        """Return the layout with which the model is constructed; calls of the model pass a balanced layout themselves."""
+        """Return the layout to construct the model with: contiguous if ``layout`` is balanced, which each call passes."""
         return "contiguous" if self.layout == BALANCED else self.layout
 
 
@@ -247,8 +247,8 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
 class ValueType(NamedTuple):
     """A type of config values.
 
-    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: a function that converts it to the
-    record's value. ``most``: the largest absolute value of an integer.
+    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: a function that converts this value to
+    the record's. ``most``: the largest absolute value of an integer.
     """
 
     words: str
@@ -273,7 +273,7 @@ FORMS: dict[str, ValueType] = {
     "str": ValueType("a text", lambda x: isinstance(x, str), str),
     "int": ValueType("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
 }
-"""Value types by a part of a field's annotation; the first key that the annotation contains counts."""
+"""Value types by a part of an annotation. A field has the type of the first key that occurs in its annotation."""
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:

@@ -91,7 +91,7 @@ def of_first(words: str) -> str:
 
 
 class Batch(NamedTuple):
-    """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order; a layout if it is balanced."""
+    """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order. ``layout``: None unless balanced."""
 
     ids: Any
     labels: Any

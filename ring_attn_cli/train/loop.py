@@ -71,7 +71,10 @@ def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) 
 
 
 def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str = "train") -> Any:
-    """Return a microbatch of texts with passkeys, with only the answers as labels."""
+    """Return a microbatch of texts with passkeys, one for each of ``seeds``. Only the answers have labels.
+
+    ``purpose``: a part of each seed, so that training and tests have different texts.
+    """
     texts = [passkey(length, f"{config.seed} {purpose} {seed}", config.passkey.digits) for seed in seeds]
     return side.shard([list(each.text) for each in texts], [each.labels for each in texts])
 

@@ -106,7 +106,10 @@ def _piecewise(a: SimpleNamespace, t: int) -> float:
 
 
 def _interpolated(points: Sequence[tuple[float, float]], t: float, cosine: bool) -> float:
-    """Interpolate the rate at step ``t`` between points (step, rate). After the last point, return its rate."""
+    """Interpolate the rate at step ``t`` between points (step, rate), linearly or by half a cosine.
+
+    After the last point, return its rate.
+    """
     for (begin, first), (end, last) in pairwise(points):
         if begin <= t < end:
             part = (t - begin) / (end - begin)

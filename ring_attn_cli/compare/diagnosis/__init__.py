@@ -1,7 +1,7 @@
 """Likely causes of a missed bound: each hypothesis is a generator that yields sentences if the evidence supports it.
 
-A hypothesis assumes a mistake and computes the result that this mistake would give. It holds only if that explains the
-measurement: the remaining error is at most a few times the bound, or a small fraction of the error before. The hypotheses about
+A hypothesis assumes a mistake and computes the result that this mistake would give. It holds only if this result explains the
+measurement: the remaining error is at most a few times the bound, or a small fraction of the measured error. The hypotheses about
 the forward come first. If one of them holds, the gradients are not judged, because their errors follow from it.
 """
 
@@ -153,7 +153,7 @@ def wrong_mask(e: Evidence) -> Iterator[str]:
             yield f"the mask is wrong: {words}{'; and ' + FILLED if e.is_mean_of_values(~early) else ''}"
     padding = e.plan.ranks * e.plan.seq_local - e.case.length
     if padding and not e.case.alibi:
-        share = 1 / (1 + padding * np.exp(-e.right.lse))  # keys of zeros have scores of 0
+        share = 1 / (1 + padding * np.exp(-e.right.lse))  # padding has keys of zeros, whose scores are 0
         if e.explains_out(e.right.out * share[..., None]):
             yield f"padding is attended to: hide the keys whose positions are not below length, {padding} here"
 
@@ -288,7 +288,7 @@ def lost_gradient(e: Evidence, name: str, attention: bool) -> Iterator[str]:
 
 
 def _reason(e: Evidence, name: str, factor: float, attention: bool) -> str:
-    """Return a sentence's end: ", on one device too" if ``factor`` is the same there, then known mistakes with this factor."""
+    """Return the end of a sentence: ", on one device too" if the factor is the same there, then known mistakes with it."""
     ranks, known, right, beside = e.plan.ranks, [], e.truth.exact[name], {} if e.alone is None else e.alone
     same = name in beside and relative_error(e.part(name, right, beside), factor * right) < 1e-2
     where = ", on one device too" if same else ""
