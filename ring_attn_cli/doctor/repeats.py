@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ring_attn_core.plan.machine import NOISE
 
 REPEATS = 7
-"""How often each run is timed in a series."""
+"""The number of timings of each run in a series."""
 
 SERIES = 4
 """Largest number of series in a measurement."""
