@@ -1,4 +1,4 @@
-"""A decorator for public functions that makes the TypeError for an unknown keyword name the closest known keyword."""
+"""A decorator for public functions: the TypeError for an unknown keyword suggests the equivalent or closest known one."""
 
 from __future__ import annotations
 

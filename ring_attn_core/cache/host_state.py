@@ -72,7 +72,7 @@ class HostState:
                 self.counts[row] = [0] * len(self.counts[row])
 
     def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the state of each source to its target."""
+        """Copy the bounds and counts of each request in ``sources`` to the request at the same place in ``targets``."""
         for known in (self.lengths, self.reached, self.counts):
             if known is not None:
                 copies = [known[row] for row in sources]

@@ -147,7 +147,7 @@ class _Item(NamedTuple):
 
 @dataclass(frozen=True)
 class _Remaining:
-    """The items not yet assigned, sorted by density. Each rank takes tokens from both ends of their sequence."""
+    """The items not yet assigned, sorted by mean cost of a query. Each rank takes tokens from the cheap and the costly end."""
 
     items: list[_Item]
     edges: list[int]

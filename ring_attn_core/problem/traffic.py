@@ -182,7 +182,7 @@ def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:
 
 
 def _two_level(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of "two_level" as (forward, backward), inside hosts and between hosts."""
+    """Return the traffic of "two_level" as (forward, backward), each summed over transfers inside and between hosts."""
     plan, sizes = problem.steps, SentSizes(problem, 0, problem.k_shape[2])
     assert isinstance(plan, TwoLevelPlan)
     rings = plan.inner_rings

@@ -1,8 +1,7 @@
-"""Reference attention in numpy: in float64, and as a single device computes it in a given dtype.
+"""Reference attention in numpy: ``exact`` in float64, ``plain`` with the rounding of a single device in a given dtype.
 
-Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` is the straightforward
-computation on one device in the same dtype: products in the dtype, sums and softmax in float32, probabilities and results rounded
-once.
+Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` computes products in the dtype,
+sums and softmax in float32, and rounds probabilities and results once. ``exact`` is in extended precision if q is float64.
 """
 
 from __future__ import annotations

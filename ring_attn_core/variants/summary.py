@@ -77,7 +77,7 @@ class SummaryOptions:
         self.exact(causal())
 
     def exact(self, mask: Band) -> Options:
-        """Return the options of exact attention under ``mask``, with the same length, scale, softcap, strategy and backend."""
+        """Return the options of exact attention under ``mask``: layout "contiguous", each other option as in this record."""
         return Options(
             layout="contiguous",
             mask=mask,

@@ -26,7 +26,7 @@ from .state import BackwardInputs, Gradients, State
 
 
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
-    """Return the single row of a step in which both shards are one run, and keys and score with extents in local indices.
+    """Convert a step so that each shard is one run: return its single row, and keys and score with extents in local indices.
 
     ``queries``: tokens of the query shard, padding included. ``band``: the mask, in positions.
     """

@@ -15,7 +15,7 @@ Groups = list[list[int]] | None
 
 
 def send(x: T, hop: int, axis: str, ranks: int) -> T:
-    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute. Return the ``x`` of the rank ``hop`` before."""
+    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute. Return what arrives from ``hop`` ranks back."""
     return send_from(x, range(ranks), hop, axis, ranks)
 
 

@@ -38,9 +38,10 @@ def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ..
 def mixed(
     outs: Sequence[jax.Array], lses: Sequence[jax.Array], batches: tuple[FoldedBatches, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Combine the patterns' results in folded batches: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
+    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse). Differentiable.
 
-    A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
+    Return out [b s h e], in the outs' dtype, and lse [b s h]. A token that sees no key in any pattern has out 0, lse -inf and
+    zero gradients.
     """
     return _mix((tuple(outs), tuple(lses)), rank, tuple((each, each.of_queries) for each in batches))
 

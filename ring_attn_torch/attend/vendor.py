@@ -135,7 +135,7 @@ def _forward(options: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 def _backward(
     options: VendorOptions, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk and dv [b n heads d] of one piece.
+    """Return dq, dk and dv [b n heads d] of one piece, a :class:`QueryRange`: a slice of queries and one of keys.
 
     ``out`` [b n h e] and ``lse`` [b n h] are the results over all keys of the ring.
     """

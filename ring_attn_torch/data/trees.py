@@ -117,7 +117,7 @@ def unpack_rollouts(
 
 
 def _digest(rollouts: Any, ranks: int) -> str | None:
-    """Return a digest of rollouts. Return None if nothing is compared: on one rank, under torch.compile, for other objects."""
+    """Return a digest for ranks to compare; None on one rank, under torch.compile, or if ``rollouts`` is not a Rollouts."""
     if ranks == 1 or torch.compiler.is_compiling() or not isinstance(rollouts, Rollouts):
         return None
     arrays = b"".join(torch.as_tensor(x).cpu().numpy().tobytes() for x in (rollouts.ids, rollouts.labels, rollouts.predictors))

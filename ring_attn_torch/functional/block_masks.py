@@ -118,7 +118,7 @@ def _content(x: Tensor) -> tuple[Any, ...]:
 
 
 def _is_constant(x: Any) -> bool:
-    """Return True if ``x`` is a module, class or built-in function of a package whose objects do not change (``CONSTANT``)."""
+    """Return True if ``x`` is a module, class or built-in function of a package in ``CONSTANT``, and not in ``REFLECTIVE``."""
     if isinstance(x, BuiltinFunctionType) and not isinstance(x.__self__, ModuleType | type | None):
         return False  # a method of some object
     return isinstance(x, ModuleType | BuiltinFunctionType | type) and _origin(x) in CONSTANT and x not in REFLECTIVE

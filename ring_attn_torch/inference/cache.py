@@ -46,7 +46,7 @@ class KVCache(Requests):
     int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank: ``counts``
     int32 [batch, ranks], the number of a request's tokens that each rank has stored (with a window, overwritten tokens count
     too); ``lengths`` int32 [batch], the number of its tokens; ``reached`` int32 [batch], its greatest length since its reset;
-    ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and
+    ``owners`` int16 [batch, tokens + 1], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and
     ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot and the last owner are extra: they absorb the
     writes of tokens that other ranks hold.
 

@@ -85,7 +85,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
-        """Call ``forward`` with positional arguments only, because torch.utils.checkpoint saves only positional tensors."""
+        """Call ``forward``; take its arguments by position only, because torch.utils.checkpoint saves only positional tensors."""
         names = "extents", "key_extents", "key_mask", "longest_path", "layout", "dropout_seed", "dropout_offset"
         named: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return self.forward(x, positions, length, **named)

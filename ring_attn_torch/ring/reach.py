@@ -28,7 +28,7 @@ class Reach(NamedTuple):
 
 
 def reach(device: torch.device) -> Reach:
-    """Return the ``Reach`` of this rank. Without a GPU it holds only the host."""
+    """Return this rank's host, its GPU, and the GPUs whose memory that GPU can copy. Without a GPU return only the host."""
     if device.type != "cuda":
         return Reach(host())
     mine, visible = device.index, range(torch.cuda.device_count())

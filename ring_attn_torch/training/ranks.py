@@ -178,8 +178,8 @@ def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | s
     """Call ``function`` on every rank, and return a list of all ranks' return values, which must be JSON values.
 
     Every rank of ``ring`` must call it with the same ``call``. If the function raises on any rank, every rank raises the error of
-    the lowest such rank: an OSError stays an OSError, any other error becomes a ValueError. Raise ValueError if ``alike`` (values
-    by name) differs between ranks.
+    the lowest such rank: an OSError stays an OSError, any other error becomes a ValueError. On one rank an error stays as it is.
+    Raise ValueError if ``alike`` (values by name) differs between ranks.
     """
     error, value = None, None
     try:

@@ -211,7 +211,7 @@ class CachedCall(RunningCall):
         return tree_attention_decode(q, q_positions=step.positions, window=window, group=ring.group, **part, **score)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Allow updates of the cache during the call, and gather the hidden states of the last tokens for the logits."""
+        """Allow updates of the cache during the call, and register a hook that gathers the last tokens' hidden states."""
         self.cache.inside = True
         self.scope.callback(setattr, self.cache, "inside", False)
         if self.local is None:

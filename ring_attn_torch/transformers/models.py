@@ -259,7 +259,7 @@ class MixingLayers:
         self.handles.append(layer.register_forward_hook(leave, with_kwargs=True))
 
     def _mixes(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return True if an output token of ``layer`` depends on other tokens, or if this cannot be tested."""
+        """Return True if NaN in two input tokens of ``layer`` spreads to other output tokens, or if this cannot be tested."""
         hidden = args[0] if args else kwargs.get("hidden_states")
         if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 2 or hidden.shape[-2] < 3:
             return True

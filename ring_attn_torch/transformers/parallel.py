@@ -227,8 +227,8 @@ def enable(
     own attention.
 
     Raise ValueError, naming the modules, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
-    attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if a backend does not exist,
-    or if its kernels run on no device here.
+    attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if a backend does not exist
+    or, for a model on a host without GPUs, has no CPU kernels. The first call checks all else that a backend needs.
     """
     check_layout_name(layout)
     Options(strategy=strategy, backend=backend)

@@ -107,7 +107,7 @@ class Evidence:
         return by_name(exact(**arrays, mask=self.case.band, **self.case.scalars))
 
     def parts(self, backward: Backward = RIGHT) -> Arrays:
-        """Return the gradients of batch row 0 and key head 0 as a summand for each rank's tokens: see :meth:`Dense.parts`."""
+        """Return the gradients of batch row 0 and key head 0 as summands, one for each rank's tokens: see :meth:`Dense.parts`."""
         dense = Dense(self.case, self.inputs.arrays, range(self.case.length), self.case.heads // self.case.kv_heads)
         dlse = self.inputs.cotangents["lse"][0] * ("lse" in self.cotangents)
         return dense.parts(self.inputs.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)

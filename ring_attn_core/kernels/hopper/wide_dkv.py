@@ -344,7 +344,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def cleaned(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
-    """Zero the program's unused keys or values, and return them as left operand, in shared memory or registers."""
+    """Zero the tile's unused keys or values if ZERO_MASKED. Return it as the left operand, in shared memory or registers."""
     tile = tile_of(tiles, 0, TAIL)
     if sizes.ZERO_MASKED:
         hide_unseen(tile.main, args, work, sizes)

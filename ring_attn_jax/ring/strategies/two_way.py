@@ -50,7 +50,7 @@ class Way:
         self.step = TwoWayStep(keys, None, ring, 0, shifts[0])  # starts the first transfer
 
     def next_step(self) -> TwoWayStep:
-        """Wait for the next keys of this direction, and return the step that computes on them."""
+        """Return the step that computes on the next keys of this direction; unless it is the last one, it sends them onward."""
         self.step = TwoWayStep(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
         return self.step
 

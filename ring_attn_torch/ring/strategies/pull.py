@@ -137,7 +137,7 @@ class PullPass:
         return (self.rank + self.shifts[i]) % self.ranks
 
     def value(self, i: int) -> int:
-        """Return (n, i) as one number: the value to which step ``i`` sets a flag."""
+        """Return (n, i) as one number, n * ranks + i: step ``i`` of pass n sets the flags GRADIENTS and GRADIENT_ROOM to it."""
         return self.number * self.ranks + i
 
 
