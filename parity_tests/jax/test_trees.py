@@ -53,6 +53,16 @@ def test_attention_over_the_tree_is_that_of_every_rollout_alone():
         np.testing.assert_allclose(out[None], attention(alone[None], alone[None], alone[None]), rtol=1e-5, atol=1e-6)
 
 
+def test_rollouts_packed_under_explicit_axes_are_unpacked_in_a_shard_map():
+    mesh = jax.make_mesh((2,), ("seq",), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        packed = pack_rollouts([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8]])
+        values = jax.device_put(to_layout(packed.positions, "zigzag", 2), jax.NamedSharding(mesh, SEQ))
+        unpack = lambda values: unpack_rollouts(values, packed, layout="zigzag")
+        each = jax.shard_map(unpack, in_specs=SEQ, out_specs=REPLICATED)(values)
+    assert [x.tolist() for x in each] == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+
+
 @pytest.mark.parametrize("count", first([40, 300]))
 def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32(count):
     rollouts = [[1, 2, 3 + i] for i in range(count)]

@@ -68,9 +68,9 @@ class Pool:
         return max(self._ask(framework, order))
 
     def peak_bytes(self, framework: str, order: Order) -> int | None:
-        """Return the peak memory in bytes, summed over all ranks, or None if a rank cannot measure its memory.
+        """Return the peak memory of one run in bytes, summed over all ranks, or None if a rank cannot measure its memory.
 
-        It is the peak of one run, in JAX on GPUs of the process so far.
+        Memory held before the run does not count. In JAX on GPUs, return the peak of the process so far.
         """
         peaks = self._ask(framework, order)
         return None if None in peaks else sum(peaks)

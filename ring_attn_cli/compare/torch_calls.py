@@ -195,7 +195,7 @@ def ring_flash_attn(call: TorchCall) -> Function:
 def ring_attention_pytorch(call: TorchCall) -> Function:
     """Return the call of the package ring-attention-pytorch, striped if causal.
 
-    Its ring is the default process group, so one rank is computed without a ring.
+    The package uses the default process group as its ring. If the case has one rank, call the package without a ring.
     """
     from ring_attention_pytorch import ring_flash_attn as attend  # pyright: ignore[reportMissingImports]
 

@@ -146,7 +146,7 @@ def _take(codes: list[list[int]], step: list[list[int | None]]) -> list[list[int
 
 
 def _matrix(axes: Axes, queries: Axis, keys: Axis, codes: list[list[int]]) -> None:
-    """Draw the pairs of this step in their rank's colour, those of earlier steps paler, and the owner ranks along the edges."""
+    """Draw the matrix of one step in the colours of its ``codes`` (see ``_take``), with the owner ranks along the edges."""
     x, y, wide, high = _edges(keys), _edges(queries), max(keys.held, 1) * _INSET, max(queries.held, 1) * _INSET
     _cells(axes, x, y, codes)
     if max(len(x), len(y)) < 40:

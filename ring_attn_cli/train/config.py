@@ -88,7 +88,7 @@ class RingConfig:
 
     @property
     def model_layout(self) -> str:
-        """Return the layout to construct the model with: contiguous if ``layout`` is balanced, which each call passes."""
+        """Return the layout to construct the model with: contiguous if ``layout`` is balanced. Each call then passes its own."""
         return "contiguous" if self.layout == BALANCED else self.layout
 
 

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 ARRAYS = "ids", "labels", "label_weights", "positions", "predictors"
 """The fields of Rollouts that are arrays, and thus leaves of the pytree."""
 
+OTHERWISE = "leave layout out and pass whole rows in natural order, of from_layout(values, layout, ranks, length)"
+
 jax.tree_util.register_dataclass(Rollouts, ARRAYS, ("counts", "parents", "lengths"))
 
 
@@ -74,7 +76,8 @@ def pack_rollouts(
     not fit the rollouts.
     """
     packed = packing.pack_rollouts(rollouts, loss_masks, weights, length)
-    return replace(packed, **{name: jnp.asarray(getattr(packed, name)) for name in ARRAYS})
+    arrays = {name: jnp.asarray(getattr(packed, name)) for name in ARRAYS if name != "predictors"}
+    return replace(packed, **arrays)  # predictors stay in numpy: a shard_map over Explicit axes may close over them
 
 
 def unpack_rollouts(
@@ -96,7 +99,7 @@ def unpack_rollouts(
     """
     if not hasattr(values, "shape") or not hasattr(values, "dtype"):
         raise ValueError(f"values must be an array, whole or this rank's shard, got {in_words(values)}")
-    ranks = 1 if layout is None else ring_size(axis_name, "unpack_rollouts", "leave layout out and pass whole rows")
+    ranks = 1 if layout is None else ring_size(axis_name, "unpack_rollouts", OTHERWISE)
     packing.check_values(values.shape, rollouts, layout, ranks)
     floating = jnp.issubdtype(values.dtype, jnp.floating)
     wide = values.astype(accumulation_dtype(values.dtype)) if floating else values

@@ -258,7 +258,7 @@ class KVCache(Requests):
         return self
 
     def part(self, layer: int, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer: of the requests of ``step``, new tokens included, or of all requests for None."""
+        """Return this rank's part of a layer: all requests, or with a ``step`` its requests with their new tokens."""
         rows = None if step is None else step.rows
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)

@@ -117,8 +117,8 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 class same_error:
     """A context manager that reports an exception of this rank to the other ranks, so that all ranks raise the same one.
 
-    Other ranks read the exception in ``agree`` or ``same_error``. Under torch.compile nothing is reported. ``ring``: the group or
-    its name.
+    Another rank raises it at its next exchange, such as ``agree``, or here if it fails too. Under torch.compile nothing is
+    reported. ``ring``: the group or its name.
     """
 
     __slots__ = ("ring",)

@@ -73,7 +73,7 @@ def ring_attention_forward(
     """Compute the attention of one layer: query [batch, heads, tokens, head_dim] -> (out [batch, tokens, heads, v_dim], None).
 
     ``attention_mask``: the return value of ``ring_mask`` for this kind of layer. ``s_aux`` or ``sinks``: [heads], as sinks of
-    :func:`ring_attention`. ``sliding_window`` and ``is_causal`` are used only without a mask, as in eager attention.
+    :func:`ring_attention`. ``sliding_window`` and ``is_causal`` determine the mask if none is passed; else they are ignored.
 
     Under autocast, query, key and value are cast as in transformers' own attention. Raise ValueError, naming the argument, if one
     is not supported.

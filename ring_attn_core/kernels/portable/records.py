@@ -49,10 +49,10 @@ class KernelConstants(NamedTuple):
 class KernelArguments(NamedTuple):
     """The arguments of a kernel that its helpers read; an argument that the call does not have is None.
 
-    ``k``, ``v`` are pointers or TMA descriptors. The names are those of the public arguments: ``key_mask`` and ``key_mask_spans``
-    come from ``loads.unpack_key_mask``, ``dropout`` from ``dropout.philox_keys``. ``inner``, ``softcap``: see
-    ``scores.scores``. ``threshold``: random words below it drop a probability. ``rescale``: factor of the kept probabilities.
-    ``S``, ``T``: tokens of the q and the k/v shard.
+    ``k``, ``v`` are pointers or TMA descriptors. ``extents``, ``key_extents``, ``alibi_slopes``: the public arguments.
+    ``key_mask``, ``key_mask_spans``: from ``loads.unpack_key_mask``. ``dropout``: from ``dropout.philox_keys``. ``inner``,
+    ``softcap``: see ``scores.scores``. ``threshold``: random words below it drop a probability. ``rescale``: factor of the kept
+    probabilities. ``S``, ``T``: tokens of the q and the k/v shard.
     """
 
     k: Any

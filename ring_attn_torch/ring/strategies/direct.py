@@ -80,7 +80,7 @@ class OwnerStep:
         """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Start to send ``dkv`` to the keys' owner. Add the gradients of this rank's own keys that the previous step received."""
+        """Keep ``dkv`` if the keys are this rank's own; else start to send it home, and add what the previous step received."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         if self._before is None:
             self._total = dkv
