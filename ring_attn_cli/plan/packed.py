@@ -121,7 +121,7 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
 
 
 def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
-    """Return two lines: the document that fills most of each cell of positions, and the rank that holds most of the cell.
+    """Return lines of text: the document that fills most of each cell of positions, the rank that holds most, and a legend.
 
     ``what``: the heading of the first line.
     """
@@ -144,8 +144,10 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
         covers = at < len(plan.documents) and min(starts[at + 1], end) - max(starts[at], first) > block // 2
         letters.append(_LETTERS[at % 26] if covers else "." if counts else "/", style="" if covers else "dim")
         ranks.append(*(rank_cell(max(counts, key=lambda rank: counts[rank])) if counts else ("/", "dim")))
-    ranks.append(f"  {block:,} a cell" if block > 1 else "", style="dim")
-    return [letters, ranks]
+    ranks.append(f"  {block:,} tokens a cell" if block > 1 else "", style="dim")
+    marks = {".": f"no {what[:-1]} has most of the cell", "/": "padding"}
+    used = "; ".join(f"{mark} {words}" for mark, words in marks.items() if mark in letters.plain)
+    return [letters, ranks, *([Text(f"{'':<10}{used}", style="dim")] if used else [])]
 
 
 def rank_table(plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents") -> Table:

@@ -38,7 +38,8 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
         for token, first in zip(own[firsts > own][:1], firsts[firsts > own][:1], strict=True):
             raise ValueError(
                 f"the key extent of row {row}, position {token} begins at {first}, and a token of a tree sees itself: pass "
-                "layout=shard.layout and key_extents=shard.key_extents of shard_batch(..., tree=...), longest_path only for a tree"
+                "layout=shard.layout and key_extents=shard.key_extents of shard_batch(..., tree=...); "
+                "only a tree has a longest_path"
             )
         if not len(own):
             continue
