@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from traceback import format_exception
 from typing import Any
 
 import pytest
-from triton.compiler.errors import CompilationError
 
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
 from ring_attn_core.kernels.compile import compiled, triton_release
 from ring_attn_core.kernels.hopper import launches as hopper
 from ring_attn_core.kernels.hopper.supports import refusal
-from ring_attn_core.kernels.launch import Descriptor, Launch, Scalar
+from ring_attn_core.kernels.launch import Descriptor, Scalar
 from ring_attn_core.kernels.obstacles import MOST_STACK
 from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.kernels.ptx import as_before
 from ring_attn_core.kernels.tile_sizes import shared_memory
 
-from ..support.compilation import PLAIN, advice, released_in_flight, resources, sass, step
+from ..support.compilation import PLAIN, advice, compiled_with_advice, released_in_flight, resources, sass, step
 from ..support.selection import first
 from .hopper_launches import HOPPER, MEASURED, launches
 
@@ -105,7 +103,7 @@ def test_no_launch_loses_more_registers_than_were_measured(name):
     Besides, products stay asynchronous, registers are moved from the producers, and nothing is released before it was read.
     """
     launch = launches()[name]
-    kernel = compiled(launch, 90)
+    kernel = compiled_with_advice(launch)
     stack, (_, reloads, products) = stack_bytes(kernel.asm["cubin"]), resources(kernel)
     assert stack <= MOST_STACK[launch.kernel], '"auto" passes over it'
     release = ".".join(map(str, triton_release()))
@@ -136,38 +134,11 @@ def test_what_newer_tritons_have_undone_is_undone_in_every_product():
         assert as_before(ptx) == ptx
 
 
-WIDTHS = {
-    (256, 256): {"packed": True},
-    (192, 128): {},
-    (128, 64): {"q_runs": 2, "k_runs": 2, "array_names": frozenset({"key_mask", "alibi_slopes"}), "softcap": 30.0},
-    (136, 136): {"array_names": frozenset({"extents"}), "zero_masked": True, "fully_masked": True},
-}
-"""Heads whose backward takes two passes, with features of the call."""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("widths", WIDTHS)
-def test_a_backward_in_two_passes_compiles(widths):
-    call = replace(HOPPER, head_dim=widths[0], v_dim=widths[1], **WIDTHS[widths])
-    made = [steps.dq(call, True, True), steps.dkv(call, True, True), steps.dq(call, False, False), steps.dkv(call, False, False)]
-    for launch in made if widths == (256, 256) else made[:2]:
-        check_compiled(launch)
-        assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
-        for each in (*steps.lists(call, "dq"), *steps.lists(call, "dkv")):
-            compiled(each, 90)
-
-
-@pytest.mark.exhaustive
-def test_tiles_of_wide_heads_compile():
-    for head_dim, v_dim in ((256, 256), (192, 128)):
-        check_compiled(steps.forward(replace(HOPPER, head_dim=head_dim, v_dim=v_dim), False, False))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("runs", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_the_hopper_forward_reads_and_writes_its_state_at_constant_distances(runs):
     """With an address for every element the loads wait for registers: the state then cost 7 % of a causal launch, not 3."""
-    kernel = compiled(steps.forward(replace(HOPPER, q_runs=runs, k_runs=runs), False, False), 90)
+    kernel = compiled_with_advice(steps.forward(replace(HOPPER, q_runs=runs, k_runs=runs), False, False))
     at = re.findall(r"(?:LDG|STG)\.E\.64 .*?\[R\d+\.64(\+-?0x\w+)?\]", sass(kernel))
     assert len(at) >= 64
     assert sum(not distance for distance in at) <= len(at) / 8
@@ -245,49 +216,3 @@ def test_key_extents_become_intervals_of_tiles_in_every_pass():
     wide = replace(call, head_dim=256, v_dim=256)
     for launch in (steps.forward(call, True, True), hopper.backward(call, True, True), steps.dq(wide, True, True)):
         assert {"intervals", "key_extents"} <= set(launch.inputs)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("dim", "others"), [(64, set()), (128, {"extents"}), (256, {"extents"})])
-def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, others):
-    array_names = frozenset({"key_extents", *others})
-    call = replace(
-        HOPPER, array_names=array_names, zero_masked=True, fully_masked=True, head_dim=dim, v_dim=dim, q_runs=2, k_runs=2
-    )
-    passes = [steps.dq, steps.dkv] if dim > 128 else [lambda call, *_: hopper.backward(call, True, True)]
-    for launch in (one(call, True, True) for one in (steps.forward, *passes)):
-        assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("packed", "place"), [(False, (True, False)), (True, (False, False))])
-def test_the_hopper_backward_compiles_in_every_step_of_a_ring(packed, place):
-    call = replace(
-        HOPPER,
-        packed=packed,
-        zero_masked=True,
-        fully_masked=True,
-        q_runs=2,
-        k_runs=2,
-        array_names=frozenset({"key_mask"}),
-        dtype="float16",
-    )
-    check_compiled(hopper.backward(call, *place))
-    compiled(hopper.dq(call), 90)
-
-
-def check_compiled(launch: Launch) -> None:
-    """It is Hopper's, it fits, ptxas kept its products asynchronous, and nothing is released before it was read."""
-    assert launch.kernel.startswith("hopper")
-    kernel = compiled(launch, 90)
-    assert kernel.metadata.shared <= shared_memory(90)
-    assert not re.search(r"C75\d\d", advice(kernel))
-    assert released_in_flight(kernel) == []
-
-
-def test_gradients_of_16_bits_that_add_earlier_ones_do_not_compile():
-    """No call makes such a launch: keys whose gradients are complete do not travel, and have one step."""
-    for make, dim in ((hopper.backward, 128), (steps.dkv, 256)):
-        with pytest.raises(CompilationError) as caught:
-            compiled(make(replace(HOPPER, head_dim=dim, v_dim=dim), False, True), 90)
-        assert "gradients of 16 bits are complete" in "".join(format_exception(caught.value))

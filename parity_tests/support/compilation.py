@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import re
 import subprocess
 import tempfile
+from contextlib import redirect_stdout
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ring_attn_core.kernels.call import RingCall
+from ring_attn_core.kernels.compile import compiled
+from ring_attn_core.kernels.launch import Launch
 
 triton = pytest.importorskip("triton")
 
@@ -58,8 +64,25 @@ def step(kernel) -> list[str]:
     return min(loops, key=len)
 
 
+_advice: dict[bytes, str] = {}
+"""The messages of ptxas about the binaries that this process has compiled."""
+
+
+def compiled_with_advice(launch: Launch) -> Any:
+    """Compile a launch for sm_90 and keep the messages of ptxas: on wide heads it takes as long as the rest of the compiler."""
+    said = io.StringIO()
+    with triton.knobs.nvidia.scope(), redirect_stdout(said):
+        triton.knobs.nvidia.dump_ptxas_log = True
+        kernel = compiled(launch, 90)
+    if "registers" in said.getvalue():
+        _advice[kernel.asm["cubin"]] = said.getvalue()
+    return kernel
+
+
 def advice(kernel) -> str:
-    """Return the messages of ptxas about a kernel."""
+    """Return the messages of ptxas about a kernel. Run ptxas if the binary came from Triton's cache."""
+    if kernel.asm["cubin"] in _advice:
+        return _advice[kernel.asm["cubin"]]
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as ptx, tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
         ptx.write(kernel.asm["ptx"])
         ptx.flush()
@@ -108,8 +131,13 @@ def sass(kernel) -> str:
 
 
 def cuobjdump(kernel, option: str) -> str:
+    return _dumped(kernel.asm["cubin"], option)
+
+
+@cache
+def _dumped(cubin: bytes, option: str) -> str:
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as binary:
-        binary.write(kernel.asm["cubin"])
+        binary.write(cubin)
         binary.flush()
         return subprocess.run([tool, option, binary.name], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,93 @@
+"""What the compiler makes of the Hopper kernels of wide heads, of key extents and of the steps of a ring."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from traceback import format_exception
+
+import pytest
+from triton.compiler.errors import CompilationError
+
+from ring_attn_core.kernels import steps
+from ring_attn_core.kernels.binary import stack_bytes
+from ring_attn_core.kernels.compile import compiled
+from ring_attn_core.kernels.hopper import launches as hopper
+from ring_attn_core.kernels.launch import Launch
+from ring_attn_core.kernels.obstacles import MOST_STACK
+from ring_attn_core.kernels.tile_sizes import shared_memory
+
+from ..support.compilation import advice, compiled_with_advice, released_in_flight
+from .hopper_launches import HOPPER
+
+WIDTHS = {
+    (256, 256): {"packed": True},
+    (192, 128): {},
+    (128, 64): {"q_runs": 2, "k_runs": 2, "array_names": frozenset({"key_mask", "alibi_slopes"}), "softcap": 30.0},
+    (136, 136): {"array_names": frozenset({"extents"}), "zero_masked": True, "fully_masked": True},
+}
+"""Heads whose backward takes two passes, with features of the call."""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_a_backward_in_two_passes_compiles(widths):
+    call = replace(HOPPER, head_dim=widths[0], v_dim=widths[1], **WIDTHS[widths])
+    made = [steps.dq(call, True, True), steps.dkv(call, True, True), steps.dq(call, False, False), steps.dkv(call, False, False)]
+    for launch in made if widths == (256, 256) else made[:2]:
+        check_compiled(launch)
+        assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
+        for each in (*steps.lists(call, "dq"), *steps.lists(call, "dkv")):
+            compiled(each, 90)
+
+
+@pytest.mark.exhaustive
+def test_tiles_of_wide_heads_compile():
+    for head_dim, v_dim in ((256, 256), (192, 128)):
+        check_compiled(steps.forward(replace(HOPPER, head_dim=head_dim, v_dim=v_dim), False, False))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("dim", "others"), [(64, set()), (128, {"extents"}), (256, {"extents"})])
+def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, others):
+    array_names = frozenset({"key_extents", *others})
+    call = replace(
+        HOPPER, array_names=array_names, zero_masked=True, fully_masked=True, head_dim=dim, v_dim=dim, q_runs=2, k_runs=2
+    )
+    passes = [steps.dq, steps.dkv] if dim > 128 else [lambda call, *_: hopper.backward(call, True, True)]
+    for launch in (one(call, True, True) for one in (steps.forward, *passes)):
+        assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("packed", "place"), [(False, (True, False)), (True, (False, False))])
+def test_the_hopper_backward_compiles_in_every_step_of_a_ring(packed, place):
+    call = replace(
+        HOPPER,
+        packed=packed,
+        zero_masked=True,
+        fully_masked=True,
+        q_runs=2,
+        k_runs=2,
+        array_names=frozenset({"key_mask"}),
+        dtype="float16",
+    )
+    check_compiled(hopper.backward(call, *place))
+    compiled(hopper.dq(call), 90)
+
+
+def check_compiled(launch: Launch) -> None:
+    """It is Hopper's, it fits, ptxas kept its products asynchronous, and nothing is released before it was read."""
+    assert launch.kernel.startswith("hopper")
+    kernel = compiled_with_advice(launch)
+    assert kernel.metadata.shared <= shared_memory(90)
+    assert not re.search(r"C75\d\d", advice(kernel))
+    assert released_in_flight(kernel) == []
+
+
+def test_gradients_of_16_bits_that_add_earlier_ones_do_not_compile():
+    """No call makes such a launch: keys whose gradients are complete do not travel, and have one step."""
+    for make, dim in ((hopper.backward, 128), (steps.dkv, 256)):
+        with pytest.raises(CompilationError) as caught:
+            compiled(make(replace(HOPPER, head_dim=dim, v_dim=dim), False, True), 90)
+        assert "gradients of 16 bits are complete" in "".join(format_exception(caught.value))
