@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from .support.timings import UNKNOWN, Timings, read_seconds
-from .support.warm import CACHE, QUICK
+from .support.warm import CACHE, QUICK, collect_rarely
 
 EIGHT = "--xla_force_host_platform_device_count=8"
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of two workers wait for each other longer than small products take
@@ -39,6 +40,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = {item for item in items if any(map(item.get_closest_marker, unwanted))}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    collect_rarely()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -97,6 +102,7 @@ def pytest_runtest_teardown() -> None:
     maps, jax = Path("/proc/self/maps"), sys.modules.get("jax")
     if next(tests) % 20 == 0 and jax and maps.exists() and maps.read_bytes().count(b"\n") > 30_000:
         jax.clear_caches()
+        gc.collect()
 
 
 @pytest.fixture(scope="session")

@@ -120,6 +120,7 @@ def _serve(
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=most, timeout=TIMEOUT)
     groups.update({n: dist.new_group(range(n), timeout=TIMEOUT) for n in range(1, most)})
     groups[most] = dist.group.WORLD
+    warm.collect_rarely()
     while True:
         try:
             ranks, function, arguments = pipe.recv()
