@@ -145,6 +145,7 @@ def test_a_trainer_that_counts_labels_once_a_rank_is_refused(monkeypatch: pytest
 
 @pytest.mark.exhaustive
 def test_a_trainer_says_what_a_ring_cannot_run_when_it_is_made(tmp_path: Path):
+    pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
     pytest.importorskip("accelerate")
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(ValueError, match="LlamaForSequenceClassification is no sum over tokens, and its head answers once a row"):
