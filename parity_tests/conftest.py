@@ -52,7 +52,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import LoadFileScheduling
 
     seconds: Counter[str] = Counter()
-    for file, of_file in read_seconds().items():
+    target = "test" if "not exhaustive" in str(config.getoption("markexpr")) else "test-all"
+    for file, of_file in read_seconds(target).items():
         seconds[_unit(file)] += of_file
 
     class LongestFirst(LoadFileScheduling):

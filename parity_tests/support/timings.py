@@ -1,8 +1,9 @@
 """The duration of every test: the ten slowest files after a run, and all of it as JSON with ``--timings FILE``.
 
-The longest files run first, by ``seconds.json``. If it is out of date, the workers end less evenly. To renew it:
+The longest files run first, by ``seconds.json``, which holds the seconds of ``make test`` and of ``make test-all``. If it is out
+of date, the workers end less evenly. To renew the part that FILE is of:
 
-    python -m parity_tests.support.timings FILE
+    python -m parity_tests.support.timings FILE test-all
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ UNKNOWN = 2
 """The seconds of a file that is not in ``seconds.json``: it is new, or shorter than this."""
 
 
-def read_seconds() -> dict[str, int]:
-    """Return the seconds of each file that takes long, by its path."""
-    return json.loads(SECONDS.read_text())
+def read_seconds(target: str) -> dict[str, int]:
+    """Return the seconds of each file that takes long, by its path, in ``target``: "test" or "test-all"."""
+    return json.loads(SECONDS.read_text())[target]
 
 
 class Timings:
@@ -59,4 +60,4 @@ class Timings:
 if __name__ == "__main__":
     measured = json.loads(Path(sys.argv[1]).read_text())["files"]
     long = {file: seconds for file, phases in sorted(measured.items()) if (seconds := round(sum(phases.values()))) > UNKNOWN}
-    SECONDS.write_text(json.dumps(long, indent=1) + "\n")
+    SECONDS.write_text(json.dumps(json.loads(SECONDS.read_text()) | {sys.argv[2]: long}, indent=1) + "\n")
