@@ -29,6 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    collect_rarely()
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Timings(config.getoption("--timings")))
 
@@ -43,7 +44,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    collect_rarely()
+    collect_rarely()  # again, for what the test files have imported
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -73,6 +74,7 @@ WITH = {
     "parity_tests/test_summary_parity.py": "parity_tests/jax/test_summary.py",
     "parity_tests/test_dilated_parity.py": "parity_tests/jax/test_dilated.py",
     "parity_tests/test_generate_parity.py": "parity_tests/jax/test_generate.py",
+    "parity_tests/test_layers_parity.py": "parity_tests/torch/test_layers.py",
     "parity_tests/torch/test_balanced_kernels.py": "parity_tests/torch/test_kernels.py",
     "parity_tests/torch/test_decode_kernels.py": "parity_tests/torch/test_kernels.py",
     "parity_tests/torch/test_tile_lists.py": "parity_tests/torch/test_kernels.py",

@@ -55,7 +55,7 @@ def test_hops_are_the_plans(layout, mask, ranks):
     assert permutes(gradients(ring), q, k, v) == len(plan.hops) * 3 + (plan.home > 0)
 
 
-@pytest.mark.parametrize(("kind", "kv_heads"), one_of_each(2, product(KINDS.values(), (4, 2, 1))))
+@pytest.mark.parametrize(("kind", "kv_heads"), one_of_each(3, product(KINDS.values(), (4, 2, 1))))
 def test_a_data_seq_tensor_mesh_equals_one_device_and_gathers_nothing(kind, kv_heads):
     inputs = arrays(kv_heads=kv_heads)
     mesh = jax.make_mesh((2, 2, 2), ("data", "seq", "tensor"), axis_types=(kind,) * 3)

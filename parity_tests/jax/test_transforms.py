@@ -26,7 +26,7 @@ from ring_attn_jax import (
     sliding_window,
 )
 
-from ..support.selection import first
+from ..support.selection import first, one_of_each
 from .ring import QUICK
 
 ONE, TWO = (jax.make_mesh((ranks,), ("seq",), axis_types=(AxisType.Auto,)) for ranks in (1, 2))
@@ -159,8 +159,11 @@ def test_dir_lists_every_public_name():
     assert set(ring_attn_jax.__all__) <= set(dir(ring_attn_jax))
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("inside", [False, True], ids=["sharded", "inside a shard_map"])
+@pytest.mark.parametrize(
+    ("inside", "remat"),
+    one_of_each(2, [(False, False), (False, True), (True, False), (True, True)]),
+    ids=["sharded-False", "sharded-True", "inside a shard_map-False", "inside a shard_map-True"],
+)
 def test_layers_in_a_scan_are_those_of_a_loop(inside: bool, remat: bool):
     weights, x = jax.random.normal(jax.random.key(0), (3, 8, 24)) / 4, jax.random.normal(jax.random.key(1), (1, 6, 8))
     attend = ring_attention if inside else partial(sharded_ring_attention, mesh=TWO)

@@ -151,7 +151,7 @@ def each_on_rank(group: Group, name: str) -> list[list[list[int]]]:
     return check_each(model_of(name, group).generate)
 
 
-@pytest.mark.parametrize("name", ["features", "windows"])
+@pytest.mark.parametrize("name", ["features", pytest.param("windows", marks=pytest.mark.exhaustive)])
 def test_a_request_with_all_its_tokens_is_left_out_and_needs_no_room(gloo, name):
     """The second prompt fills the cache: a token more of it would be refused."""
     first, *others = [x for ranks in (1, 2) for x in gloo(ranks, each_on_rank, name)]

@@ -116,7 +116,7 @@ def test_loss_auxiliary_loss_and_gradients_on_one_rank_are_those_without_a_ring(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_loss_auxiliary_loss_and_gradients_are_those_of_one_process(four: Any, ranks: int):
     for outcomes in four(ranks, over_a_ring, CASES):
         for case, got in zip(CASES, outcomes, strict=True):
