@@ -7,7 +7,7 @@ Padding is NaN, or extents and key masks that hide no key, so that a test fails 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import combinations, product
 from typing import Any
@@ -37,7 +37,7 @@ class Case:
 
     ``extents``, ``key_extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn
     features, ``data`` that of the arrays. ``poison``: the shards of fully masked queries and unused keys hold NaN and inf, which
-    must change nothing.
+    must change nothing. ``own``: arrays in place of those drawn, by ``given``; cases that differ in these alone are equal.
     """
 
     layout: str | BalancedLayout = "zigzag"
@@ -65,9 +65,10 @@ class Case:
     data: int = 0
     key_extents: str | None = None
     strategy: Strategy = "auto"
+    own: dict[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.compare}
         changed = [f"{name}={value}" for name, value in values.items() if value != getattr(Case, name) or name == "layout"]
         return ",".join(changed)
 
@@ -89,7 +90,8 @@ class Case:
         shapes = {"q": (*q, self.head_dim), "k": (*kv, self.head_dim), "v": (*kv, self.v_dim), "dout": (*q, self.v_dim)}
         data = np.float64 if self.dtype == "float64" else np.float32
         arrays = {name: rounding(self.dtype)(rng.standard_normal(shape).astype(data)) for name, shape in shapes.items()}
-        return arrays | {"dlse": rng.standard_normal(q).astype(data)}
+        arrays["dlse"] = rng.standard_normal(q).astype(data)
+        return {name: self.own.get(name, x) for name, x in arrays.items()}
 
     @cached_property
     def features(self) -> dict[str, np.ndarray]:
@@ -107,7 +109,7 @@ class Case:
             drawn["sinks"] = draw.sinks(rng, self.heads).astype(data)
         if self.alibi:
             drawn["alibi_slopes"] = draw.alibi_slopes(rng, self.heads).astype(data)
-        return drawn
+        return drawn | {name: x for name, x in self.own.items() if name not in self.arrays}
 
     @property
     def scalars(self) -> dict[str, Any]:
@@ -140,10 +142,7 @@ class Case:
 
     def given(self, **arrays: np.ndarray) -> Case:
         """Return the same case with other ``arrays`` or ``features``."""
-        other = replace(self)
-        for name, x in arrays.items():
-            (other.arrays if name in other.arrays else other.features)[name] = x
-        return other
+        return replace(self, own={**self.own, **arrays})
 
     def with_other_future(self, token: int) -> Case:
         """Return the same case with all tokens from ``token`` on changed."""

@@ -39,6 +39,8 @@ def check_documents(run: Callable[[Case], Attention], case: Case) -> None:
 def one_by_one(case: Case) -> list[Case]:
     ends = np.cumsum(DOCUMENTS)
     return [
-        replace(case, ranks=1, length=n, extents=None).given(**{name: x[:, end - n : end] for name, x in case.arrays.items()})
+        replace(case, ranks=1, length=n, extents=None, own={}).given(
+            **{name: x[:, end - n : end] for name, x in case.arrays.items()}
+        )
         for n, end in zip(DOCUMENTS, ends, strict=True)
     ]
