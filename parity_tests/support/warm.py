@@ -52,7 +52,7 @@ MODULES = {
 def collect_rarely() -> None:
     """Look for reference cycles after 50,000 new objects instead of some thousand, and never among those of the imports.
 
-    Tracing makes many objects while the frameworks hold millions: the search took a fifth of the time of JAX's tests.
+    Tracing makes many objects while the frameworks hold millions, and a full search visits them all.
     """
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
