@@ -30,10 +30,10 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
     return recall
 
 
-def add_newest(known: dict[T, None], record: T) -> None:
-    """Add ``record`` to ``known``, a dict used as an ordered set. Remove the oldest record if there are more than MOST_KNOWN."""
-    known[record] = None
-    if len(known) > MOST_KNOWN:
+def add_newest(known: dict[T, Any], record: T, value: Any = None, most: int | None = None) -> None:
+    """Add ``record`` to ``known``, an ordered dict. Remove the oldest record if there are more than ``most`` or MOST_KNOWN."""
+    known[record] = value
+    if len(known) > (most or MOST_KNOWN):
         del known[next(iter(known))]
 
 

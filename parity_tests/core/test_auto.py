@@ -96,6 +96,47 @@ def test_auto_joins_shards_only_for_a_gain_that_covers_their_unmeasured_kernels(
     assert long.travel == "ring"  # a gather was measured to take 7 % longer
 
 
+PACKED = balanced_layout([900, 1200, 700, 5000, 64, 1340, 8192, 300, 4000, 2600, 8472], 4)
+
+
+def packed(**fields: Any) -> Problem:
+    """Return a call of four H200s with extents in the balanced layout of documents, all within these documents."""
+    call = {"arrays": (EXTENTS,), "within_documents": True, "options": Options(layout=PACKED)} | fields
+    return problem(tokens=8192, ranks=4, host_ranks=4, **call)
+
+
+@pytest.mark.parametrize(
+    ("call", "taken", "why"),
+    [
+        (packed(), "direct", "where the ring takes"),
+        (packed(machine=None), "direct", "direct: the busiest rank receives or sends 42% of the keys that a ring brings it"),
+        (packed(machine=None, device="cpu", dtypes=("float32",) * 3), "direct", "42% of the keys"),
+        (packed(machine=replace(H200, noise=1.0)), "direct", "42% of the keys"),
+        (packed(machine=replace(H200, memory=1e8)), "ring", "no strategy that can run this"),
+        (packed(machine=replace(H200, host_copy=1.0)), "ring", "no strategy that can run this"),
+        (packed(within_documents=False), "ring", "not known that extents stay within the documents"),
+        (packed(arrays=()), "ring", "the busiest rank receives or sends 100% of the keys that a ring brings it"),
+        (packed(arrays=(), options=Options(layout=PACKED, mask=sliding_window(63))), "direct", "sends 1% of the keys"),
+        (packed(options=Options(layout=BALANCED)), "direct", "sends 0% of the keys"),
+        (packed(framework="jax", within_documents=False), "ring", "not known that extents stay within the documents"),
+        (packed(framework="jax", arrays=(), options=Options(layout=PACKED, mask=sliding_window(63))), "direct", "of the keys"),
+        (packed(framework="jax", arrays=(), traced_layout=True), "ring", "not known"),
+        (packed(options=Options(layout=PACKED, steps=(0, 1))), "ring", "not known"),
+    ],
+    ids=range(14),
+)
+def test_auto_takes_direct_in_a_balanced_layout_if_few_keys_travel(call, taken, why):
+    assert call.travel == call.strategy == taken
+    assert why in call.choice.why
+
+
+def test_extents_within_the_documents_matter_only_where_direct_is_the_choice_then():
+    unknown = packed(within_documents=False)
+    assert unknown.travel == "ring" and unknown.within == packed() and packed().strategy == "direct"
+    assert packed().within is packed(arrays=()).within is packed(options=Options(layout=PACKED, strategy="ring")).within is None
+    assert unknown.fingerprint() == packed().fingerprint()  # or ranks with other extents would disagree
+
+
 def test_auto_takes_no_strategy_that_a_call_refuses():
     predicted = problem(tokens=2048, heads=6).choice.predicted
     assert "ulysses" not in predicted

@@ -71,6 +71,7 @@ ONLY_IN_TORCH = {
     "functional/scaled_dot_product.py": "a signature of torch.nn.functional",
     "functional/score_mods.py": "scores of flex_attention",
     "functional/shards.py": "what these four share",
+    "call/documents.py": 'JAX traces extents, so that "auto" cannot look at them',
     "attend/vendor.py": "JAX's attention of cuDNN does not take the lse of a whole ring for its backward",
 }
 RENAMED = {"group": "axis_name"}

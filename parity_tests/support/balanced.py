@@ -49,9 +49,9 @@ JOINED_CASES = [
 """Cases of strategies that join the shards of several ranks."""
 
 
-def direct_case(ranks: int, more: int = 0, **options) -> Case:
-    """Return a case of "direct" whose extents are those of ``DOCUMENTS``, for which the layout was made."""
-    case = case_of(ranks, more, extents="documents", strategy="direct", **options)
+def direct_case(ranks: int, more: int = 0, strategy: str = "direct", **options) -> Case:
+    """Return a case of "direct" or "auto" whose extents are those of ``DOCUMENTS``, for which the layout was made."""
+    case = case_of(ranks, more, extents="documents", strategy=strategy, **options)
     lengths, ends = np.array(DOCUMENTS), np.cumsum(DOCUMENTS)
     own = np.stack([np.repeat(ends - lengths, lengths), np.repeat(ends, lengths)], -1)
     return case.given(extents=np.broadcast_to(own.astype(np.int32), (case.batch, *own.shape)).copy())
@@ -76,6 +76,15 @@ DIRECT_CASES = [
     direct_case(4, mask=sliding_window(0, 7), key_mask="shard"),
 ]
 """Cases of "direct": a single rank, ranks that receive nothing, masks that look ahead, documents that are not known."""
+
+AUTO_CASES = [
+    direct_case(8, 2, "auto", dtype="float64", sinks=True, poison=True),
+    direct_case(3, 1, "auto", alibi=True, dropout_rate=0.3, key_mask="random"),
+    direct_case(4, 0, "auto", mask=sliding_window(0, 7), key_mask="shard"),
+    of_unknown_documents(case_of(4, 1, mask=sliding_window(5), extents="any", softcap=2.0)),
+    case_of(4, 2, mask=sliding_window(3), dtype="bfloat16"),
+]
+"""Cases in which "auto" takes "direct" in PyTorch; in JAX too if nothing depends on extents, as in the last two."""
 
 
 def batch_of_documents() -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:

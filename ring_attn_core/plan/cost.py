@@ -24,11 +24,9 @@ GATHERED, EXCHANGED = 1.12, 1.50
 """Factors by which the backward's matrix products take longer on joined keys ("gather"), and on joined keys and queries
 ("ulysses"): measured on two H200s."""
 
-SLICE, EXCHANGE = 13, 6
-"""Numbers of launches with which PyTorch copies a slice of keys into place, and reorders arrays around an exchange of heads.
-
-Arrays are reordered before the exchange and again after it. Each launch takes time on the host.
-"""
+SLICE, EXCHANGE, NEEDED = 13, 6, 2
+"""Numbers of launches with which PyTorch copies a slice of keys into place, reorders arrays before and after an exchange of heads,
+and selects the keys that a rank needs. Each launch takes time on the host."""
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
@@ -58,6 +56,8 @@ def memory(name: str, load: Load, group: int = 0) -> int:
         return 3 * sent + load.wide * (load.q * load.head_dim + 2 * load.kv) + (group < ranks) * (keys + 2 * gradients)
     if name in AHEAD:
         return 3 * keys + 4 * gradients  # the slots of keys and of the inbox, and two gradients on their way to an inbox
+    if name == "direct" and load.needed is not None:
+        return round(load.needed.busiest(load.even) / max(load.plan.kv_local, 1) * 2 * (keys + gradients))
     shards = {"ring": 1, "direct": 1, "two_way": 2, "two_level": 2}[name]
     return shards * (keys + 2 * gradients)
 
@@ -117,6 +117,8 @@ def _direct(run: Pass, group: int) -> None:
     """Schedule "direct": during a step, send the slices of the next step and the gradients of the previous step."""
     line, load, plan = run.line, run.load, run.load.plan
     crosses = load.hosts > 1
+    if load.needed is not None:
+        return _needed(run, load.needed.busiest(load.even) * load.kv / max(plan.kv_local, 1))
     sliced = DirectPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)})
     of_token = load.kv / max(plan.kv_local, 1)
     returning: float | None = None
@@ -130,6 +132,26 @@ def _direct(run: Pass, group: int) -> None:
         line.copy((load.kv + 2 * size) * load.item, SLICE)
     _direct_step(run, plan.shifts[-1], returning)
     line.wait(_sent_back(run, sliced, plan.shifts[-1]))
+
+
+def _needed(run: Pass, size: float) -> None:
+    """Schedule "direct" in a balanced layout: two steps, and one exchange of keys during the first one.
+
+    ``size``: elements of the keys that the busiest rank sends or receives.
+    """
+    line, load, item, wide = run.line, run.load, size * run.load.item, size * run.load.wide
+    others = [run.work(shift) for shift in load.plan.shifts[1:]]
+    rest = Work(sum(each.pairs for each in others), min(sum(each.queries for each in others), 1.0))
+    line.copy(2 * item, NEEDED)
+    arriving = line.send(item, load.hosts > 1)
+    line.compute(run.seconds(run.work(0), True))
+    line.wait(arriving)
+    line.copy(2 * item, NEEDED)
+    line.compute(run.seconds(rest, True))
+    if run.backward:
+        line.copy(2 * wide, NEEDED)
+        line.wait(line.send(wide, load.hosts > 1))
+        line.copy(3 * wide, load.plan.ranks - 1)
 
 
 def _direct_step(run: Pass, shift: int, returning: float | None) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ..runs import Band, Run
 from .direct import visible_keys
 from .machine import Machine
+from .needed import NeededPlan
 from .ring import RingPlan
 
 SAMPLE = 12
@@ -33,7 +34,8 @@ class Load:
     ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
     host, 0 if unknown. ``share``: visible pairs divided by the mask's pairs, below 1 for packed documents of known lengths.
     ``extents``: whether queries have extents. ``peer_access``: whether the ranks can copy from and to the memory of each other's
-    GPUs.
+    GPUs. ``needed``: the plan of "direct" in a balanced layout, None if "auto" may not take it. ``even``: whether all ranks then
+    send equally many keys, as in JAX.
     """
 
     plan: RingPlan
@@ -47,6 +49,8 @@ class Load:
     share: float = 1.0
     extents: bool = False
     peer_access: bool = False
+    needed: NeededPlan | None = None
+    even: bool = False
 
     @property
     def hosts(self) -> int:
@@ -86,12 +90,26 @@ class Load:
         """Return the number of visible pairs of a rank at a shift, cached."""
         known = self._areas.get((rank, shift))
         if known is None:
-            known = self._areas[rank, shift] = self.plan.area(rank, shift)
+            known = self._areas[rank, shift] = self.plan.area(rank, shift) if self.needed is None else self._part(rank, shift)
         return known
 
+    def _part(self, rank: int, shift: int) -> int:
+        """Return an estimate of ``area`` in a balanced layout: pairs in proportion to keys, the same at all shifts but 0."""
+        assert self.needed is not None
+        pairs, own = self.needed.pairs(rank), self.plan.kv_local / (self.plan.kv_local + self.needed.busiest())
+        return round(pairs * own if shift == 0 else pairs * (1 - own) / max(len(self.plan.hops), 1))
+
+    @cached_property
+    def needed_share(self) -> float:
+        """Return how many keys the busiest rank needs under "direct" in a balanced layout, as a share of a ring's."""
+        assert self.needed is not None
+        return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)
+
     def queries(self, rank: int, shift: int) -> int:
-        """Return the number of a rank's queries that see a key at a shift."""
+        """Return the number of a rank's queries that see a key at a shift; an estimate in a balanced layout."""
         plan, mask = self.plan, self.plan.mask
+        if self.needed is not None:
+            return round(plan.seq_local * min(self.needed_share if shift else 1.0, 1.0))
         turned = Band(*(None if side is None else -side for side in (mask.hi, mask.lo)))
         runs = [Run(start, length, stride) for _, length, start, stride in plan.k_runs[(rank - shift) % plan.ranks]]
         total = 0

@@ -16,9 +16,10 @@ the mask alone limits these keys.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from ..runs import Band, Run
@@ -63,6 +64,24 @@ class NeededPlan(RingPlan):
         """Return the largest number of keys that one rank sends to another, padded: the size of every transfer in JAX."""
         ranks = range(self.ranks)
         return self._padded(max(self.tokens(owner, reader) for owner in ranks for reader in ranks))
+
+    def busiest(self, even: bool = False) -> int:
+        """Return the largest number of keys that one rank receives or sends. ``even``: every part is ``most_tokens`` long."""
+        return (self.ranks - 1) * self.most_tokens if even else self._busiest
+
+    @cached_property
+    def _busiest(self) -> int:
+        received = [sum(each.length for each in parts) for parts in self._received]
+        sent = Counter[int]()
+        for each in chain.from_iterable(self._received):
+            sent[each.owner] += each.length
+        return max(*received, *sent.values(), 0)
+
+    def pairs(self, rank: int) -> float:
+        """Return the number of visible pairs of a rank's queries in the documents: the mean over the batch rows."""
+        assert isinstance(self.layout, BalancedLayout)
+        packed = _packed(self.layout, self.mask, self.kv_length, self.by_documents)
+        return sum(map(packed.cost, self.layout.held(rank))) / len(packed.rows)
 
     def capacity(self, reader: int) -> int:
         """Return the number of keys that ``reader`` receives, padding included; 0 if it receives no key."""
@@ -120,7 +139,16 @@ class NeededPlan(RingPlan):
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
-    """Raise ValueError if a query of ``rank`` may see a key that the rank neither holds nor receives.
+    """Raise ValueError if ``unavailable`` returns an objection."""
+    if (why := unavailable(extents, plan, rank)) is not None:
+        raise ValueError(
+            f'strategy="direct" sends the keys of the documents that the layout was made for, and {why}: pass the extents and '
+            'the layout of one shard_batch, or strategy="ring"'
+        )
+
+
+def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
+    """Return in words which query of ``rank`` may see a key that the rank neither holds nor receives, or None.
 
     That happens if the extents belong to other documents than those that the layout was made for. ``extents``: int
     [batch, seq_local, 2] on the host, the first and end (exclusive) of the key positions that each query may see.
@@ -136,20 +164,17 @@ def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
     before = np.searchsorted(starts, first, side="right") - 1
     inside = end <= ends[before]
     outside = (first < end) & (at < plan.length) & ~inside
-    if outside.any():
-        row, query = (int(x[0]) for x in outside.nonzero())
-        raise ValueError(
-            f'strategy="direct" sends the keys of the documents that the layout was made for, and the query at position '
-            f"{at[query]} of row {row} has extent {[int(x) for x in extents[row, query]]}, which reaches beyond them: pass the "
-            'extents and the layout of one shard_batch, or strategy="ring"'
-        )
+    if not outside.any():
+        return None
+    row, query = (int(x[0]) for x in outside.nonzero())
+    extent = [int(x) for x in extents[row, query]]
+    return f"the query at position {at[query]} of row {row} has extent {extent}, which reaches beyond them"
 
 
 @lru_cache(maxsize=64)  # an entry per batch of packed documents, some 50 KB for 8 ranks
 def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> tuple[tuple[Stretch, ...], ...]:
     """Return for each rank the keys of other ranks that its queries see, in order of position."""
-    rows = layout.documents if by_documents and layout.documents else ((length,),)
-    packed, held = PackedDocuments(rows, ((mask, 1),)), _held(layout)
+    packed, held = _packed(layout, mask, length, by_documents), _held(layout)
     starts = [each.start for each in held]
     found = []
     for reader in range(layout.ranks):
@@ -164,6 +189,11 @@ def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bo
                 at += 1
         found.append(tuple(received))
     return tuple(found)
+
+
+@lru_cache(maxsize=8)
+def _packed(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> PackedDocuments:
+    return PackedDocuments(layout.documents if by_documents and layout.documents else ((length,),), ((mask, 1),))
 
 
 @lru_cache(maxsize=256)

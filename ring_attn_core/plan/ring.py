@@ -190,6 +190,14 @@ class RingPlan:
             for _, k_len, k_start, _ in self.k_runs[(rank - shift) % self.ranks]
         )
 
+    def _meets(self, rank: int, shift: int) -> bool:
+        """Return whether ``rank`` computes a (query, key) pair at ``shift``: whether ``area`` is above 0."""
+        return any(
+            self.mask.onto(Run(q_start, q_len, stride), Run(k_start, k_len, stride)).area(q_len, k_len)
+            for _, q_len, q_start, stride in reversed(self.q_runs[rank])  # the last queries see the most keys
+            for _, k_len, k_start, _ in self.k_runs[(rank - shift) % self.ranks]
+        )
+
     def work(self, rank: int) -> int:
         """Return the number of (query, key) pairs that ``rank`` computes in all steps."""
         return sum(self.area(rank, shift) for shift in self.shifts)
@@ -236,8 +244,7 @@ class RingPlan:
         """Return the number of ranks that k/v have travelled at each step."""
         if self.steps is not None:
             return self.steps
-        seen = (s for s in range(1, self.ranks) if any(self.area(rank, s) for rank in range(self.ranks)))
-        return (0, *seen)
+        return (0, *(s for s in range(1, self.ranks) if any(self._meets(rank, s) for rank in range(self.ranks))))
 
     @cached_property
     def hops(self) -> tuple[int, ...]:

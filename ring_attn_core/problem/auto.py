@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from ..plan.balanced_layout import BalancedLayout
 from ..plan.cost import memory, seconds
 from ..plan.load import Load, Seconds
 from ..plan.machine import NOISE, Machine
@@ -32,6 +33,10 @@ JOINED_GAIN = 1.15
 a constant of the model, which ``ring-attn doctor`` does not measure."""
 
 
+HALF = 0.5
+"""The largest number of keys that "auto" lets a rank receive or send by "direct" in a balanced layout, as a share of a ring's."""
+
+
 class Choice(NamedTuple):
     """A strategy and the reason for it.
 
@@ -46,22 +51,21 @@ class Choice(NamedTuple):
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
     """Choose the strategy that "auto" takes for a call. ``load``: the sizes of the call.
 
-    The choice is "ring" if no keys travel, if the machine is unknown (``machine`` is None), if the cost model does not cover
-    the call, or if the machine's measurements were noisy. Otherwise the choice is the fastest candidate within the limits ROOM
-    (memory), GAIN, JOINED_GAIN and MARGIN (time). ``backend``: the call's option. ``device``: kind of the device.
+    The choice is "ring" if no keys travel, and if ``_unpredictable`` says why no times are predicted. Otherwise the choice is the
+    fastest candidate within the limits ROOM (memory), GAIN, JOINED_GAIN and MARGIN (time). In a balanced layout "direct" is the
+    only other candidate, within the limit HALF, and it is the choice without predictions too. ``backend``: the call's option.
+    ``device``: kind of the device.
     """
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:
         return ring("no rank needs the keys of another, so nothing travels")
-    if machine is None or not load.host_ranks:
-        return ring("the ring: the machine was not measured, or it is not known which ranks share a host")
-    if machine.noise > NOISE:
-        return ring(
-            f"the ring: measurements of {machine.name} differ by {machine.noise:.0%}, too much to predict; run ring-attn doctor "
-            "--measure again"
-        )
-    if (why := _unmeasured(load, backend, device)) is not None:
-        return ring(f"the ring: {why}")
+    balanced, unpredictable = isinstance(load.plan.layout, BalancedLayout), _unpredictable(load, machine, backend, device)
+    if balanced and load.needed is None:
+        return ring("the ring: it is not known that extents stay within the documents that the balanced layout was made for")
+    if balanced and load.needed_share > HALF:
+        return ring(f"the ring: {_needed(load)}, more than {HALF:.0%}")
+    if unpredictable is not None or machine is None:
+        return Choice("direct", f"direct: {_needed(load)}", {}) if balanced else ring(f"the ring: {unpredictable}")
     predicted: dict[str, Seconds] = {}
     fastest: Strategy = "ring"
     for strategy in candidates(load, machine):
@@ -82,6 +86,9 @@ def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
     Strategies that cannot run the call are left out, and with extents those in JOINED. "push" and "pull" are left out if
     ``without_peers`` gives a reason.
     """
+    if load.needed is not None:
+        yield from ("ring", "direct")
+        return
     all_of_them: tuple[Strategy, ...] = ("ring", "direct", "two_way", "gather", "ulysses")
     if without_peers(load, machine) is None:
         all_of_them += ("push", "pull")
@@ -104,12 +111,17 @@ def without_peers(load: Load, machine: Machine) -> str | None:
     return None
 
 
-def _unmeasured(load: Load, backend: str, device: str) -> str | None:
-    """Return why the cost model does not cover the kernels of a call, or None if it does."""
+def _unpredictable(load: Load, machine: Machine | None, backend: str, device: str) -> str | None:
+    """Return why no times of a call are predicted, or None if they are."""
+    if machine is None or not load.host_ranks:
+        return "the machine was not measured, or it is not known which ranks share a host"
+    if machine.noise > NOISE:
+        return (
+            f"measurements of {machine.name} differ by {machine.noise:.0%}, too much to predict; run ring-attn doctor --measure "
+            "again"
+        )
     if backend not in ("auto", "hopper", "triton"):
         return f"the machine was measured with its own kernels, and this is backend={backend!r}"
-    if not isinstance(load.plan.layout, str):
-        return "the runs of a balanced layout are of any length, and were not measured"
     if device != "cpu" and load.item > 2:
         return "GPUs were measured in bfloat16 and float16, and these numbers are wider"
     return None
@@ -124,10 +136,16 @@ def _why(load: Load, strategy: Strategy, predicted: dict[str, Seconds]) -> str:
     return f"{strategy}, {ms(str(strategy))} {where} where the ring takes {ms('ring')}: {_gain(load, strategy)}"
 
 
+def _needed(load: Load) -> str:
+    return f"the busiest rank receives or sends {load.needed_share:.0%} of the keys that a ring brings it, in one exchange"
+
+
 def _gain(load: Load, strategy: Strategy) -> str:
     """Return the reason why a strategy is faster than the ring, for a message."""
     hops, tokens = len(load.plan.hops), load.plan.kv_local
     match name_of(strategy):
+        case "direct" if load.needed is not None:
+            return _needed(load)
         case "direct" if load.plan.mask.hi is not None:
             return "of each shard only the keys that the window shows travel"
         case "direct":

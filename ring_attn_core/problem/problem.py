@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ..plan.balanced_layout import BalancedLayout
 from ..plan.load import Load
 from ..plan.machine import Machine
+from ..plan.needed import NeededPlan
 from ..plan.ring import RingPlan
 from ..records import hashed_once
 from .auto import Choice, choose
@@ -28,6 +30,7 @@ class Problem:
     descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX. ``machine``: the machine's record for the cost
     model, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown. ``peer_access``:
     whether the ranks can copy from and to the memory of each other's GPUs in this call, so that "auto" may take "pull" or "push".
+    ``within_documents``: whether it is known that the extents of all ranks stay within the documents of a balanced layout.
     """
 
     q_shape: tuple[int, ...]
@@ -45,6 +48,7 @@ class Problem:
     machine: Machine | None = None
     host_ranks: int = 0
     peer_access: bool = False
+    within_documents: bool = False
 
     @cached_property
     def plan(self) -> RingPlan:
@@ -57,8 +61,15 @@ class Problem:
     @cached_property
     def steps(self) -> RingPlan:
         """Return the plan of the chosen strategy's steps, made by ``plan_of_steps``."""
-        extents = any(array.name == "extents" for array in self.arrays)
-        return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2], extents)
+        return plan_of_steps(self.travel, self.plan, self.q_shape[2], self.k_shape[2], self._has("extents"))
+
+    @cached_property
+    def within(self) -> Problem | None:
+        """Return this problem with ``within_documents`` set, if "auto" then takes another strategy, else None."""
+        if self.options.strategy != "auto" or not isinstance(self.options.layout, BalancedLayout) or not self._has("extents"):
+            return None
+        problem = replace(self, within_documents=True)
+        return problem if problem.travel != self.travel else None
 
     @property
     def strategy(self) -> str:
@@ -82,10 +93,26 @@ class Problem:
         Visible pairs are counted from the mask without the extents, because ranks do not know each other's document lengths.
         """
         (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
-        extents = any(array.name in ("extents", "key_extents") for array in self.arrays)
+        extents = self._has("extents", "key_extents")
         hosts = min(self.host_ranks, self.ranks)
         item, access = ITEM[self.dtypes[0]], self.peer_access
-        return Load(self.plan, b, heads, kv_heads, d, e, item, hosts, extents=extents, peer_access=access)
+        sizes: Any = {"extents": extents, "peer_access": access, "needed": self._needed, "even": self.framework == "jax"}
+        return Load(self.plan, b, heads, kv_heads, d, e, item, hosts, **sizes)
+
+    @property
+    def _needed(self) -> NeededPlan | None:
+        """Return the plan of "direct" in a balanced layout if it sends all visible keys, else None."""
+        layout, limited = self.options.layout, self._has("extents")
+        if not isinstance(layout, BalancedLayout) or self.traced_layout or self.options.steps is not None:
+            return None
+        if limited and layout.documents and not self.within_documents:
+            return None
+        plan = plan_of_steps("direct", self.plan, self.q_shape[2], self.k_shape[2], limited)
+        return plan if isinstance(plan, NeededPlan) else None
+
+    def _has(self, *names: str) -> bool:
+        """Return whether the call has an optional array of one of these names."""
+        return any(array.name in names for array in self.arrays)
 
     @property
     def scale(self) -> float:
@@ -113,11 +140,12 @@ class Problem:
     @property
     def blanks(self) -> bool:
         """Return whether some query, padding included, may be fully masked."""
-        return self.plan.blanks or any(array.name in ("extents", "key_extents", "key_mask") for array in self.arrays)
+        return self.plan.blanks or self._has("extents", "key_extents", "key_mask")
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a ring, by name, ready for JSON."""
         own = asdict(self)
+        del own["within_documents"]  # the ranks find out together
         options: dict[str, Any] = own.pop("options") | {"layout": str(self.options.layout)}
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}
         own["machine"] = None if self.machine is None else self.machine.to_json()

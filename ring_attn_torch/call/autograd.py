@@ -26,6 +26,7 @@ from ..attend.state import Gradients, State, carries_rest
 from ..ring import loop
 from ..ring.agreement import agree, agreed, same_error
 from ..ring.groups import group_of, rank_in
+from .documents import settle, settled
 from .prepare import Arrays, check_plain, check_tensors, checked, checked_backward, problem_on, refuse_transforms
 
 P = ParamSpec("P")
@@ -87,11 +88,11 @@ def attention(
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
     """Check that all ranks agree on the call, and run the ring forward from the state ``total``. Return the new state."""
     group = group_of(call.group)
-    problem = problem_on(q, k, v, arrays, group, call.options)
+    problem, looked = settle(problem_on(q, k, v, arrays, group, call.options), arrays, group)
     with same_error(group):
         compiled, rank = checked(problem, anywhere=False), rank_in(group)
         some = arrays.extents is not None or arrays.key_extents is not None
-        look = some and (problem.device == "cpu" or not agreed(problem, group))
+        look = some and not looked and (problem.device == "cpu" or not agreed(problem, group))
         if look:
             compiled.check_values(arrays, rank)
     agree(problem, group, again=look)
@@ -108,7 +109,8 @@ def backward(
     ``cotangents``: (dout, dlse). ``saved``: (q, k, v, out, lse), and the state's ``rest`` if it has one.
     """
     (dout, dlse), (q, k, v, *total), group = cotangents, saved, group_of(call.group)
-    compiled = checked_backward(problem_on(q, k, v, arrays, group, call.options, exchange=False), anywhere=False)
+    problem = settled(problem_on(q, k, v, arrays, group, call.options, exchange=False), group)
+    compiled = checked_backward(problem, anywhere=False)
     with no_autocast(q.device.type):
         keys, score, ring = compiled.keys(k, v, arrays), compiled.scored(arrays), compiled.ring(group)
         dq, dkv, dsinks = loop.backward(q, keys, State(*total), State(dout, dlse), score, ring, compiled.backend)

@@ -14,7 +14,7 @@ from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from ring_attn_core.kernels.backends import PASSES, VENDORS, runnable
-from ring_attn_core.plan.needed import NeededPlan, check_available
+from ring_attn_core.plan.needed import NeededPlan, check_available, unavailable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import OptionalArray, check_extents, check_key_extents
 from ring_attn_core.problem.options import Options
@@ -100,13 +100,21 @@ class CompiledCall(NamedTuple):
 
     def check_values(self, arrays: Arrays, rank: int) -> None:
         """Raise ValueError if extents or key extents of this rank are invalid. Their values are read from the device."""
-        extents, key_extents = arrays.extents, arrays.key_extents
-        if extents is not None:
-            check_extents(extents.long(), self.plan.q_runs[rank], self.plan.kv_length)
-            if isinstance(self.steps, NeededPlan):
-                check_available(extents.cpu().numpy(), self.steps, rank)
-        if key_extents is not None:
-            check_key_extents(key_extents.long(), self.plan.k_runs[rank], self.plan.length)
+        self.check_intervals(arrays, rank)
+        if arrays.extents is not None and isinstance(self.steps, NeededPlan):
+            check_available(arrays.extents.cpu().numpy(), self.steps, rank)
+
+    def check_intervals(self, arrays: Arrays, rank: int) -> None:
+        """Raise ValueError if extents or key extents are invalid under every strategy."""
+        if arrays.extents is not None:
+            check_extents(arrays.extents.long(), self.plan.q_runs[rank], self.plan.kv_length)
+        if arrays.key_extents is not None:
+            check_key_extents(arrays.key_extents.long(), self.plan.k_runs[rank], self.plan.length)
+
+    def within_documents(self, extents: Tensor, rank: int) -> bool:
+        """Return whether this rank's queries see no keys beyond the documents of a balanced layout."""
+        assert isinstance(self.steps, NeededPlan)
+        return unavailable(extents.cpu().numpy(), self.steps, rank) is None
 
     def ring(self, group: Group) -> Ring:
         """Return the ring of ``group``, with this call's plan and strategy."""

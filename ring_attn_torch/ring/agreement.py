@@ -57,8 +57,8 @@ class _History:
     """One rank's record of a process group: the number of calls, the agreed problems, and the store keys to delete.
 
     ``era``: a number that distinguishes a group from a destroyed group of the same name on the same store. ``written``: the store
-    keys of this rank's verdicts, not deleted yet. ``checks``: how often ``check_every_call`` was entered. ``checked``: the number
-    of exchanges since it was entered; None outside of it.
+    keys of this rank's verdicts, not deleted yet. ``checks``: how often ``check_every_call`` was entered. ``checked``: the
+    exchanges since then; None outside of it.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -84,31 +84,32 @@ _checked_alone: dict[Problem | AgreedCall, None] = {}
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
-def agree(problem: Problem | AgreedCall, group: Group, again: bool = False) -> None:
+def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, value: Any = None) -> list[Any]:
     """Check that all ranks of ``group`` run ``problem``. If they do not, raise the same error on all ranks.
 
-    The ranks exchange verdicts at the problem's first call; with ``again`` (equal on all ranks) at this call too. Raise the error
-    of the lowest failing rank. Raise ValueError if the problems differ; the message names the difference. Raise RuntimeError if
-    ranks do not reach the call within the group's timeout; the message names these ranks.
+    The ranks exchange verdicts at the problem's first call; with ``again`` (equal on all ranks) at this call too. Return each
+    rank's ``value`` (JSON), an empty list without an exchange. Raise the error of the lowest failing rank. Raise ValueError if
+    the problems differ; the message says where. Raise RuntimeError, naming ranks that do not come within the group's timeout.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
-    if group is None or ranks_of(group) == 1 or _capturing(problem.device):
+    if group is None or ranks_of(group) == 1 or capturing(problem.device):
         if not each_time:
             add_newest(_checked_alone, problem)
-        return
+        return []
     history = history_of(group)
     call = history.next_call()
     if problem in history.agreed and not again and history.checked is None:
-        return
-    verdict = {"problem": {"call": "ring_attention"} | problem.fingerprint()}
-    _conclude(_exchange(verdict, call, group, timeout(group, problem.device), history.written))
+        return []
+    verdict = {"problem": {"call": "ring_attention"} | problem.fingerprint(), "value": value}
+    _conclude(verdicts := _exchange(verdict, call, group, timeout(group, problem.device), history.written))
     if not each_time:
         add_newest(history.agreed, problem)  # all ranks add, and so later forget, the same problems
+    return [verdict["value"] for verdict in verdicts if verdict]
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:
     """Write this rank's ``error`` to the group's store. Raise the error of the lowest failing rank, like all other ranks."""
-    if group is None or ranks_of(group) == 1 or _capturing("cuda"):
+    if group is None or ranks_of(group) == 1 or capturing("cuda"):
         raise error
     history, verdict = history_of(group), {"error": type(error).__name__, "message": str(error)}
     raise _first_error(_exchange(verdict, history.next_call(), group, GRACE, history.written)) or error from error
@@ -147,8 +148,8 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
 def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
     """Return True if all ranks have run ``problem`` on this group, or if a CUDA graph capture prevents an exchange."""
     if group is None or ranks_of(group) == 1:
-        return problem in _checked_alone or _capturing(problem.device)
-    return _capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
+        return problem in _checked_alone or capturing(problem.device)
+    return capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
 
 
 @contextmanager
@@ -296,5 +297,6 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-def _capturing(device: str) -> bool:
+def capturing(device: str) -> bool:
+    """Return whether a CUDA graph is being captured on this kind of device."""
     return device == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,80 @@
+"""A check that extents stay within the documents of a balanced layout, so that "auto" may take "direct".
+
+A rank can read the extents of its own queries only, so the ranks look at them together and exchange what they found. On a CPU
+this is the exchange that each call with extents makes in any case; on GPUs it is one for each new tensor of extents. After the
+first extents that reach beyond the documents, "auto" takes the ring for all calls of the problem, and for the backward of earlier
+calls.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from ring_attn_core.problem.problem import Problem
+from ring_attn_core.records import add_newest
+
+from ..attend.one_run import Unchanged
+from ..ring.agreement import agree, capturing, same_error
+from ..ring.groups import Group, rank_in, ranks_of
+from .prepare import Arrays, checked
+
+EACH_TIME = ("cpu",)
+"""The kinds of device whose extents are looked at in each call. On others each tensor of extents is looked at once."""
+
+MOST_LOOKED = 32
+"""The most tensors of extents that are remembered. They stay in memory for it."""
+
+
+class Found(NamedTuple):
+    """The results of the checks of a group, equal on all its ranks.
+
+    ``within``: for each problem, whether all extents so far stayed within the documents. ``looked``: the newest extents that did.
+    """
+
+    within: dict[Problem, bool]
+    looked: dict[tuple[Problem, Unchanged], None]
+
+
+_found: WeakKeyDictionary[dist.ProcessGroup, Found] = WeakKeyDictionary()
+
+
+class Settled(NamedTuple):
+    """The problem of a call, with ``within_documents`` set if that is known, and whether its arrays were checked for it."""
+
+    problem: Problem
+    checked: bool = False
+
+
+def settle(problem: Problem, arrays: Arrays, group: Group) -> Settled:
+    """Return the problem with ``within_documents`` set if the extents of all ranks stay within the documents.
+
+    Raise ValueError, the same on every rank, if a rank's extents are invalid or if the ranks disagree on the problem.
+    """
+    with same_error(group):
+        within, extents = problem.within, arrays.extents
+        if within is None or extents is None or group is None or ranks_of(group) == 1 or capturing(problem.device):
+            return Settled(problem)
+        found, each_time = _found.setdefault(group, Found({}, {})), problem.device in EACH_TIME
+        if not found.within.get(problem, True) or (extents.is_inference() and not each_time):
+            return Settled(problem)
+        this = None if each_time else (problem, Unchanged(extents))
+        if this in found.looked:
+            return Settled(within)
+        compiled, rank = checked(within, anywhere=False), rank_in(group)
+        compiled.check_intervals(arrays, rank)
+        mine = compiled.within_documents(extents, rank)
+    fit = all(agree(within, group, again=True, value=mine))
+    add_newest(found.within, problem, fit)
+    if fit and this is not None:
+        add_newest(found.looked, this, most=MOST_LOOKED)
+    return Settled(within, True) if fit else Settled(problem)
+
+
+def settled(problem: Problem, group: Group) -> Problem:
+    """Return the problem of a backward, with ``within_documents`` set if all forwards of the problem found that."""
+    if problem.within is None or group is None or capturing(problem.device):
+        return problem
+    return problem.within if group in _found and _found[group].within.get(problem, False) else problem
