@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from ring_attn_jax.attend.keys import Keys
 from ring_attn_jax.ring.step import Ring
 from ring_attn_jax.ring.strategies import STRATEGIES
 
-from ..support.balanced import DIRECT_CASES, DOCUMENTS, direct_case
+from ..support.balanced import AUTO_CASES, DIRECT_CASES, DOCUMENTS, direct_case
 from ..support.cases import Case, check, computed_bound
 from ..support.selection import first
 from ..support.strategies import problem_of
@@ -43,6 +44,14 @@ def test_bytes_are_the_plans(case):
         ours, theirs = (sum(x.bytes for x in traffic(problem_of(case, name), rank)) for name in ("jax", "torch"))
         assert mine == ours >= theirs
         assert (mine > theirs) == (problem_of(case, "jax").strategy == "direct")
+
+
+@pytest.mark.parametrize("case", AUTO_CASES[1:], ids=str)
+def test_auto_takes_direct_only_where_no_extents_decide_what_travels(case):
+    by_mask = case in AUTO_CASES[3:]
+    check(case, run_once(case))
+    assert traced_bytes(case) == traced_bytes(replace(case, strategy="direct" if by_mask else "ring"))
+    assert problem_of(case, "jax").strategy == ("direct" if by_mask else "ring")
 
 
 def test_documents_that_each_lie_on_one_rank_send_nothing_and_are_exact():

@@ -81,7 +81,7 @@ AUTO_CASES = [
     direct_case(8, 2, "auto", dtype="float64", sinks=True, poison=True),
     direct_case(3, 1, "auto", alibi=True, dropout_rate=0.3, key_mask="random"),
     direct_case(4, 0, "auto", mask=sliding_window(0, 7), key_mask="shard"),
-    of_unknown_documents(case_of(4, 1, mask=sliding_window(5), extents="any", softcap=2.0)),
+    of_unknown_documents(case_of(4, 1, mask=sliding_window(3), extents="any", softcap=2.0)),
     case_of(4, 2, mask=sliding_window(3), dtype="bfloat16"),
 ]
 """Cases in which "auto" takes "direct" in PyTorch; in JAX too if nothing depends on extents, as in the last two."""
