@@ -23,8 +23,8 @@ from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby, pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 from ..layouts import check_ranks
 from ..runs import Band, Run
@@ -87,14 +87,19 @@ def balanced_layout(
     return BalancedLayout(back, packed.length, packed.rows)
 
 
-def layout_of_ids(ids: Sequence[Sequence[int]], ranks: int) -> BalancedLayout:
+def layout_of_ids(ids: Any, ranks: int) -> BalancedLayout:
     """Assign the documents of batch rows to ranks, under a causal mask, and return the layout.
 
-    ``ids``: the document id of each token; all rows have the same length. Negative ids are padding. Padding at the end of a row
+    ``ids``: int [batch, tokens] on the host, the document id of each token. Negative ids are padding. Padding at the end of a row
     costs nothing; any other padding token costs as much as a document of one token.
     """
-    rows = [[(document, sum(1 for _ in same)) for document, same in groupby(row, key=lambda i: max(i, -1))] for row in ids]
-    return layout_of_stretches(rows, len(ids[0]) if ids else 0, ranks)
+    import numpy as np
+
+    rows, ids = [], np.maximum(np.asarray(ids).astype(np.int64), -1)
+    for row in ids:
+        firsts = np.flatnonzero(np.diff(row, prepend=row[:1] - 1))
+        rows.append(list(zip(row[firsts].tolist(), np.diff(firsts, append=len(row)).tolist(), strict=True)))
+    return layout_of_stretches(rows, ids.shape[1], ranks)
 
 
 def layout_of_stretches(

@@ -106,9 +106,17 @@ class BalancedLayout:
 
         A plan needs equally many runs on every rank. ``base``: offset in the shard. ``length``: true tokens, 0 in an added run.
         """
-        bases = accumulate((length for _, length in self.runs[rank]), initial=0)
-        own = [(base, Run(*run).before(self.length).length, run[0], 1) for base, run in zip(bases, self.runs[rank], strict=False)]
-        return (*own, *[(0, 0, 0, 1)] * (self.most_runs - len(own)))
+        return self._padded_runs[rank]
+
+    @cached_property
+    def _padded_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
+        found, most = [], self.most_runs
+        for runs in self.runs:
+            bases = accumulate((length for _, length in runs), initial=0)
+            based = zip(bases, runs, strict=False)
+            own = [(base, max(min(length, self.length - start), 0), start, 1) for base, (start, length) in based]
+            found.append((*own, *[(0, 0, 0, 1)] * (most - len(own))))
+        return tuple(found)
 
     def check(self, ranks: object, length: object) -> None:
         """Raise ValueError if the number of ranks of this layout is not ``ranks``, or its length is not ``length``."""

@@ -156,7 +156,8 @@ def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
     import numpy as np
 
     assert isinstance(plan.layout, BalancedLayout)
-    at, runs = np.array(plan.layout.positions(rank)), plan.available(rank)
+    at = np.concatenate([np.arange(start, start + length) for start, length in plan.layout.runs[rank]])
+    runs = plan.available(rank)
     low = 0 if plan.mask.hi is None else at - plan.mask.hi
     high = plan.kv_length if plan.mask.lo is None else at - plan.mask.lo + 1
     first, end = np.maximum(extents[..., 0], low), np.minimum(np.minimum(extents[..., 1], high), plan.kv_length)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ring_attn_core.kernels.call import BEYOND
@@ -42,7 +43,7 @@ class TracedLayout:
                 "TracedLayout.of takes a BalancedLayout whose runs are in order of position, the .layout of a shard of "
                 f'shard_batch(..., layout="balanced"), got {in_words(layout)}'
             )
-        return cls(jnp.asarray([layout.positions(rank) for rank in range(layout.ranks)], jnp.int32), layout.length)
+        return cls(jnp.asarray(every_position(layout)), layout.length)
 
     @property
     def ranks(self) -> int:
@@ -89,3 +90,9 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
     extents = jnp.clip(clipped(held), least, most)
     plain = replace(options, layout="contiguous", mask=full(), length=None, kv_length=None)
     return plain, arrays._replace(extents=extents, positions=table.reshape(-1))
+
+
+def every_position(layout: BalancedLayout) -> np.ndarray:
+    """Return the position of each token of each rank, int32 [ranks, seq_local]."""
+    held = [np.arange(start, start + length, dtype=np.int32) for runs in layout.runs for start, length in runs]
+    return np.concatenate([np.empty(0, np.int32), *held]).reshape(layout.ranks, layout.seq_local)

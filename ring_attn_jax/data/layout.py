@@ -11,7 +11,7 @@ from ring_attn_core.layouts import check_rank, check_ranks, named, padded_local
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
-from ..call.traced import TracedLayout
+from ..call.traced import TracedLayout, every_position
 from .extents import whole
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def positions(
         return layout.table[rank]
     if isinstance(layout, BalancedLayout):
         layout.check(ranks, length)
-        return jnp.asarray([layout.positions(each) for each in range(ranks)], jnp.int32)[rank]
+        return jnp.asarray(every_position(layout))[rank]
     local = padded_local(layout, ranks, length)
     starts = [[run.start for run in named(layout)(r, ranks, local)] for r in range(ranks)]
     slot = named(layout)(0, ranks, local)[0]
@@ -88,5 +88,5 @@ def _order(layout: str | BalancedLayout | TracedLayout, ranks: int, length: int)
         return layout.table.reshape(-1)
     if isinstance(layout, BalancedLayout):
         layout.check(ranks, length)
-        return jnp.asarray([position for rank in range(ranks) for position in layout.positions(rank)], jnp.int32)
+        return jnp.asarray(every_position(layout)).reshape(-1)
     return jnp.concatenate([positions(layout, ranks, length, rank) for rank in range(ranks)])

@@ -113,7 +113,9 @@ def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
 def _limits(runs: Runs, tokens: int, band: Band, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return bounds (least, most), int32 [s 2] each: an extent (first, end) clamped to them holds only keys within ``band``."""
     at = _positions(runs, tokens, torch.device("cpu")).long()
-    first = torch.zeros_like(at) if band.hi is None else at - band.hi
-    end = torch.full_like(at, BEYOND) if band.lo is None else at - band.lo + 1
-    least, most = torch.stack([first, torch.zeros_like(at)], -1), torch.stack([torch.full_like(at, BEYOND), end], -1)
-    return least.clamp(0, BEYOND).int().to(device), most.clamp(0, BEYOND).int().to(device)
+    least, most = torch.zeros(tokens, 2, dtype=torch.int32), torch.full((tokens, 2), BEYOND, dtype=torch.int32)
+    if band.hi is not None:
+        least[:, 0] = (at - band.hi).clamp(0, BEYOND)
+    if band.lo is not None:
+        most[:, 1] = (at - band.lo + 1).clamp(0, BEYOND)
+    return least.to(device), most.to(device)

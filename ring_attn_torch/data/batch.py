@@ -129,7 +129,7 @@ def _balanced(owner: Tensor, ranks: int) -> BalancedLayout:
             'layout="balanced" follows from the values of documents, which a compiled function does not know: call shard_batch '
             "before it"
         )
-    return layout_of_ids(ids.tolist(), ranks)
+    return layout_of_ids(ids, ranks)
 
 
 def _shaped_like(ids: Tensor, **array: Tensor) -> Tensor:

@@ -63,7 +63,8 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
     check_rank(rank, ranks)
     if isinstance(layout, BalancedLayout):
         layout.check(ranks, length)
-        return torch.tensor(layout.positions(rank), dtype=torch.int32)
+        held = (torch.arange(start, start + length, dtype=torch.int32) for start, length in layout.runs[rank])
+        return torch.cat([torch.empty(0, dtype=torch.int32), *held])
     runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
     return torch.cat([run.start + run.stride * torch.arange(run.length, dtype=torch.int32) for run in runs])
 

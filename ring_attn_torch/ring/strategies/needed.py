@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -58,13 +59,14 @@ class Places(NamedTuple):
 @lru_cache(maxsize=8)  # an entry per batch of documents, some 24 bytes per key that travels
 def _places(plan: NeededPlan, rank: int, device: torch.device) -> Places:
     received = plan.received(rank)
-    count = sum(each.length for each in received)
-    owners = torch.cat([torch.full((each.length,), each.owner) for each in received] or [torch.zeros(0)])
-    back = owners.long().argsort(stable=True)
-    order = torch.full((plan.capacity(rank),), count).scatter_(0, back, torch.arange(count))
+    bases = accumulate((each.length for each in received), initial=0)
+    places = sorted(zip([each.owner for each in received], bases, [each.length for each in received], strict=False))
+    back = torch.cat([torch.zeros(0).long(), *(torch.arange(base, base + length) for _, base, length in places)])
+    order = torch.full((plan.capacity(rank),), len(back))
+    order[back] = torch.arange(len(back))
     sent = [_indices(plan.sent(rank, reader)) for reader in range(plan.ranks)]
     sizes = tuple(plan.tokens(owner, rank) for owner in range(plan.ranks))
-    on_device = torch.cat([*sent, order, back]).to(device).split([*map(len, sent), len(order), count])
+    on_device = torch.cat([*sent, order, back]).to(device).split([*map(len, sent), len(order), len(back)])
     return Places(on_device[:-2], sizes, *on_device[-2:])
 
 
