@@ -1,9 +1,9 @@
 """Random problems from the whole space of cases, against float64; a failing one is shrunk to the smallest that still fails.
 
-    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees]
+    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees] [--balanced]
 
 The same seed gives the same problems, those of the tests where the number is theirs too. With --trees each has a prefix
-tree.
+tree. With --balanced each has a balanced layout, most under the strategies "auto" and "direct".
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from ring_attn_core import LAYOUTS, causal, full, sliding_window
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
+from .support.balanced import in_balanced_layout
 from .support.cases import DTYPES, Case, check, computed_bound
 from .support.features import EXTENTS, KEY_EXTENTS, KEY_MASKS
 from .support.strategies import STRATEGIES, fitted
@@ -72,13 +73,26 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False)
     return fitted(case)
 
 
-def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0, trees: bool = False) -> None:
-    """Check what ``run`` gives for that many random cases, those of seed ``number``; raises for the smallest case that fails."""
+@st.composite
+def balanced_problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False) -> Case:
+    """Problems in balanced layouts, of the documents of their extents if these are documents, with as many queries as keys."""
+    case = draw(problems(trees))
+    strategy = draw(st.sampled_from(("auto", "direct", case.strategy)))
+    extents = draw(st.sampled_from(("documents", case.extents)))
+    case = replace(case, strategy=strategy, extents=extents, length=max(case.length, 1), kv_length=None, more_slots=0)
+    return in_balanced_layout(fitted(case), draw(st.integers(0, 2)))
+
+
+def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0, drawn: st.SearchStrategy[Case] | None = None) -> None:
+    """Check what ``run`` gives for that many random cases, those of seed ``number``; raises for the smallest case that fails.
+
+    ``drawn``: the cases, by default ``problems()``.
+    """
     print(f"{examples} problems of seed {number}")
 
     @seed(number)
     @settings(max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=SLOW_IS_FINE)
-    @given(problems(trees))
+    @given(problems() if drawn is None else drawn)
     def is_exact(case: Case) -> None:
         got = run(case)
         try:
@@ -117,20 +131,20 @@ def of_products(case: Case, name: str) -> float:
     return error / max(float(np.linalg.norm(exact)), 0.01 * max(exact.size, 1) ** 0.5)
 
 
-def on_torch(examples: int, number: int, trees: bool) -> None:
+def on_torch(examples: int, number: int, drawn: st.SearchStrategy[Case]) -> None:
     from .support.spawn import Ranks
     from .torch.ring import run_or_restart
 
     pool = Ranks()
-    fuzz(partial(run_or_restart, pool), examples, number, trees)
+    fuzz(partial(run_or_restart, pool), examples, number, drawn)
     pool.close()
 
 
-def on_jax(examples: int, number: int, trees: bool) -> None:
+def on_jax(examples: int, number: int, drawn: st.SearchStrategy[Case]) -> None:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     from .jax.ring import run_once
 
-    fuzz(run_once, examples, number, trees)
+    fuzz(run_once, examples, number, drawn)
 
 
 def main() -> None:
@@ -140,10 +154,12 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=2000, help="for each framework")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
     parser.add_argument("--trees", action="store_true", help="with a prefix tree in each problem")
+    parser.add_argument("--balanced", action="store_true", help="with a balanced layout in each problem")
     arguments = parser.parse_args()
+    drawn = (balanced_problems if arguments.balanced else problems)(arguments.trees)
     for name in arguments.framework:
         began = time.perf_counter()
-        frameworks[name](arguments.problems, arguments.seed, arguments.trees)
+        frameworks[name](arguments.problems, arguments.seed, drawn)
         print(f"{name}: none of {arguments.problems} failed, {time.perf_counter() - began:.0f} s", flush=True)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from ring_attn_core import TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.data.balanced_trees import balanced_tree_layout
 from ring_attn_core.data.trees import tree_extents
-from ring_attn_core.plan.balanced import balanced_layout
+from ring_attn_core.plan.balanced import balanced_layout, layout_of_ids
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.reference.oracle import exact, plain
 from ring_attn_core.reference.tolerance import bound, relative_error
@@ -76,6 +76,25 @@ DIRECT_CASES = [
     direct_case(4, mask=sliding_window(0, 7), key_mask="shard"),
 ]
 """Cases of "direct": a single rank, ranks that receive nothing, masks that look ahead, documents that are not known."""
+
+
+def in_balanced_layout(case: Case, more: int) -> Case:
+    """Return the case in the layout of its extents' documents, or of random documents, with ``more`` padded tokens on each rank.
+
+    Under "direct" the layout knows its documents only if the extents stay within them.
+    """
+    rng = np.random.default_rng(case.seed % 2**32)
+    if case.extents == "documents" and case.batch:
+        first, end = np.moveaxis(case.features["extents"], -1, 0)
+        ids = np.where(first < end, first, -1)
+    else:
+        ids = np.sort(rng.integers(0, 5, (1, case.length)), 1)
+    local = -(-case.length // case.ranks) + more
+    padding = np.full((len(ids), local * case.ranks - case.length), -1)
+    layout = layout_of_ids(np.concatenate([np.zeros_like(ids) if (ids < 0).all() else ids, padding], 1), case.ranks)
+    known = case.strategy != "direct" or case.extents in (None, "documents")
+    return replace(case, layout=replace(layout, length=case.length, documents=layout.documents if known else ()))
+
 
 AUTO_CASES = [
     direct_case(8, 2, "auto", dtype="float64", sinks=True, poison=True),
