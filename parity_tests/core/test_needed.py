@@ -88,3 +88,12 @@ def test_an_extent_beyond_its_document_is_named_with_its_query():
 def test_documents_on_one_rank_each_cost_nothing():
     plan = plan_of((16, 16, 16, 16), 4, 0, causal())
     assert plan.shifts == (0,) and [plan.capacity(rank) for rank in range(4)] == [0] * 4
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=9).map(tuple), st.integers(1, 8), st.sampled_from(MASKS))
+def test_the_busiest_rank_is_the_one_that_receives_or_sends_most(documents, ranks, mask):
+    plan = plan_of(documents, ranks, 1, mask)
+    tokens = np.array([[plan.tokens(owner, reader) for reader in range(ranks)] for owner in range(ranks)])
+    assert plan.busiest() == max(tokens.sum(0).max(), tokens.sum(1).max())
+    assert plan.busiest(even=True) == (ranks - 1) * plan.most_tokens >= plan.busiest()
+    assert sum(map(plan.pairs, range(ranks))) == visible(plan, documents).sum()
