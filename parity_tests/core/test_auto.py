@@ -137,6 +137,11 @@ def test_extents_within_the_documents_matter_only_where_direct_is_the_choice_the
     assert unknown.fingerprint() == packed().fingerprint()  # or ranks with other extents would disagree
 
 
+def test_a_call_that_does_not_fit_is_refused_before_the_documents_matter():
+    with pytest.raises(ValueError, match="q must have 4 dimensions"):
+        _ = replace(packed(within_documents=False), q_shape=(1, 8192, 128)).within
+
+
 def test_auto_takes_no_strategy_that_a_call_refuses():
     predicted = problem(tokens=2048, heads=6).choice.predicted
     assert "ulysses" not in predicted

@@ -65,9 +65,13 @@ class Problem:
 
     @cached_property
     def within(self) -> Problem | None:
-        """Return this problem with ``within_documents`` set, if "auto" then takes another strategy, else None."""
+        """Return this problem with ``within_documents`` set, if "auto" then takes another strategy, else None.
+
+        Raise ValueError as ``check`` does.
+        """
         if self.options.strategy != "auto" or not isinstance(self.options.layout, BalancedLayout) or not self._has("extents"):
             return None
+        self.check()
         problem = replace(self, within_documents=True)
         return problem if problem.travel != self.travel else None
 

@@ -87,7 +87,8 @@ def ring_attention(
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. deterministic: gradients repeat to the bit, as they always do here.
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n); "auto": the ring, or on GPUs with a record of speeds the predicted fastest one.
+            Ulysses(ranks=n), TwoLevel(ranks=n); "auto": the ring, or on GPUs with a record of speeds the predicted fastest one,
+            or "direct" in a balanced layout without extents, if little travels.
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``

@@ -96,7 +96,7 @@ def ring_attention(
             None: all tokens that the shards hold (kv_length: ``length`` if q and k shards are equally long).
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
             Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "pull" and "push"; "auto": the ring, or on GPUs with a record
-            of speeds the predicted fastest one.
+            of speeds the predicted fastest one, or "direct" in a balanced layout, if little travels.
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", PyTorch's own FlashAttention-2 and
             cuDNN, and "flash4", the package flash-attn-4. These have their own precision and refuse windows, extents, key_mask,
