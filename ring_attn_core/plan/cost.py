@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from functools import partial
 
-from .direct import DirectPlan
+from .direct_cost import direct
 from .load import Load, Seconds
 from .machine import Machine
 from .passes import Pass, Work
@@ -24,9 +24,8 @@ GATHERED, EXCHANGED = 1.12, 1.50
 """Factors by which the backward's matrix products take longer on joined keys ("gather"), and on joined keys and queries
 ("ulysses"): measured on two H200s."""
 
-SLICE, EXCHANGE, NEEDED = 13, 6, 2
-"""Numbers of launches with which PyTorch copies a slice of keys into place, reorders arrays before and after an exchange of heads,
-and selects the keys that a rank needs. Each launch takes time on the host."""
+EXCHANGE = 6
+"""Number of launches with which PyTorch reorders arrays before an exchange of heads, and again after it: time on the host."""
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
@@ -111,61 +110,6 @@ def _two_way(run: Pass, group: int) -> None:
                 travelling[at] = line.send(load.kv * load.wide, crosses)
     for arrival in travelling:
         line.wait(arrival)
-
-
-def _direct(run: Pass, group: int) -> None:
-    """Schedule "direct": during a step, send the slices of the next step and the gradients of the previous step."""
-    line, load, plan = run.line, run.load, run.load.plan
-    crosses = load.hosts > 1
-    if load.needed is not None:
-        return _needed(run, load.needed.busiest(load.even) * load.kv / max(plan.kv_local, 1))
-    sliced = DirectPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)})
-    of_token = load.kv / max(plan.kv_local, 1)
-    returning: float | None = None
-    for before, shift in zip(plan.shifts, plan.shifts[1:], strict=False):
-        tokens = max(sliced.sent(owner, shift) for owner in load.sample)
-        size = tokens * of_token
-        arriving = line.send(size * load.item, crosses)
-        _direct_step(run, before, returning)
-        returning = _sent_back(run, sliced, before)
-        line.wait(arriving)
-        line.copy((load.kv + 2 * size) * load.item, SLICE)
-    _direct_step(run, plan.shifts[-1], returning)
-    line.wait(_sent_back(run, sliced, plan.shifts[-1]))
-
-
-def _needed(run: Pass, size: float) -> None:
-    """Schedule "direct" in a balanced layout: two steps, and one exchange of keys during the first one.
-
-    ``size``: elements of the keys that the busiest rank sends or receives.
-    """
-    line, load, item, wide = run.line, run.load, size * run.load.item, size * run.load.wide
-    others = [run.work(shift) for shift in load.plan.shifts[1:]]
-    rest = Work(sum(each.pairs for each in others), min(sum(each.queries for each in others), 1.0))
-    line.copy(2 * item, NEEDED)
-    arriving = line.send(item, load.hosts > 1)
-    line.compute(run.seconds(run.work(0), True))
-    line.wait(arriving)
-    line.copy(2 * item, NEEDED)
-    line.compute(run.seconds(rest, True))
-    if run.backward:
-        line.copy(2 * wide, NEEDED)
-        line.wait(line.send(wide, load.hosts > 1))
-        line.copy(3 * wide, load.plan.ranks - 1)
-
-
-def _direct_step(run: Pass, shift: int, returning: float | None) -> None:
-    run.line.compute(run.seconds(run.work(shift), True))
-    run.line.wait(returning)
-
-
-def _sent_back(run: Pass, sliced: DirectPlan, shift: int) -> float | None:
-    if not run.backward or not shift:
-        return None
-    load = run.load
-    size = max(sliced.sent(owner, shift) for owner in load.sample) * load.kv / max(load.plan.kv_local, 1)
-    run.line.copy(3 * size * load.wide)
-    return run.line.send(size * load.wide, load.hosts > 1)
 
 
 def _gather(run: Pass, group: int) -> None:
@@ -295,7 +239,7 @@ def _add_from_inbox(run: Pass, arrival: float | None) -> None:
 
 SCHEDULES = {
     "ring": _ring,
-    "direct": _direct,
+    "direct": direct,
     "two_way": _two_way,
     "gather": _gather,
     "ulysses": _ulysses,

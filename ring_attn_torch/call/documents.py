@@ -17,8 +17,8 @@ from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import add_newest
 
 from ..attend.one_run import Unchanged
-from ..ring.agreement import agree, capturing, same_error
-from ..ring.groups import Group, rank_in, ranks_of
+from ..ring.agreement import agree, same_error
+from ..ring.groups import Group, capturing, rank_in, ranks_of
 from .prepare import Arrays, checked
 
 EACH_TIME = ("cpu",)

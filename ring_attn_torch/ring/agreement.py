@@ -26,7 +26,7 @@ from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import add_newest
 from ring_attn_core.validation import in_words, is_integer
 
-from .groups import Group, group_name, group_of, rank_in, ranks_of, store_of
+from .groups import Group, capturing, group_name, group_of, rank_in, ranks_of, store_of
 
 GRACE = timedelta(seconds=5)
 """The longest time that a rank with an error waits for the error of a lower rank."""
@@ -295,8 +295,3 @@ def _conclude(verdicts: list[dict[str, Any] | None]) -> None:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def capturing(device: str) -> bool:
-    """Return whether a CUDA graph is being captured on this kind of device."""
-    return device == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

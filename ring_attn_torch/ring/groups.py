@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
+import torch
 import torch.distributed as dist
-import torch.distributed.nn  # noqa: F401
+import torch.distributed.nn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
@@ -98,3 +99,8 @@ def ranks_of(group: Group) -> int:
 def store_of(group: dist.ProcessGroup) -> Any:
     """Return the key-value store by which the group's ranks found each other."""
     return dist.distributed_c10d._get_process_group_store(group)
+
+
+def capturing(device: str) -> bool:
+    """Return whether a CUDA graph is being captured on this kind of device."""
+    return device == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
