@@ -75,6 +75,15 @@ def test_autocast_multiplies_in_its_dtype():
     assert torch.equal(values, token_log_probs(hidden.bfloat16(), labels, head=head, chunk=7))  # type: ignore[arg-type]
 
 
+def test_a_backward_inside_autocast_has_the_gradients_of_one_outside():
+    hidden, head, labels = (torch.from_numpy(x) for x in hidden_states(np.float32))
+    leaves, cotangents = {"hidden": hidden.requires_grad_(), "head": head.requires_grad_()}, cotangents_of_tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        call = lambda: token_log_probs(hidden, labels, head=head, chunk=7, entropy=True)
+        outside, inside = call(), results(call(), cotangents, **leaves)
+    assert_near(inside, results(outside, cotangents, **leaves), 0)
+
+
 def test_the_weighted_sum_is_the_loss():
     hidden, head, labels = (torch.from_numpy(x) for x in hidden_states())
     value = -token_log_probs(hidden, labels, head=head, chunk=7).sum()  # type: ignore[union-attr]

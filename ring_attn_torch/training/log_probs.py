@@ -78,18 +78,19 @@ class _Values(torch.autograd.Function):
         of, weight = Labels(labels, *ctx.settings), None if head is None else head.to(x.dtype)
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dhead = None if head is None or not ctx.needs_input_grad[1] else torch.zeros_like(head, dtype=lse.dtype)
-        for rows in of.slices:
-            kept, logits = _logits(x[rows], weight, labels[rows], of.ignored, lse.dtype)
-            logp = logits.sub_(lse[rows, None])
-            p = logp.exp()
-            factor = dlogp[rows, None]
-            if h is not None and dh is not None:
-                factor = logp.add_(h[rows, None]).mul_(dh[rows, None]).add_(factor).masked_fill_(p == 0, 0)
-            narrow = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows], labels[rows], of.ignored).to(x.dtype)
-            if dx is not None:
-                dx[rows] = narrow if weight is None else narrow @ weight
-            if dhead is not None:
-                dhead = _plus_product(dhead, narrow.t(), kept)
+        with torch.autocast(x.device.type, enabled=False):  # a backward inside autocast would compute other logits
+            for rows in of.slices:
+                kept, logits = _logits(x[rows], weight, labels[rows], of.ignored, lse.dtype)
+                logp = logits.sub_(lse[rows, None])
+                p = logp.exp()
+                factor = dlogp[rows, None]
+                if h is not None and dh is not None:
+                    factor = logp.add_(h[rows, None]).mul_(dh[rows, None]).add_(factor).masked_fill_(p == 0, 0)
+                narrow = _plus_at_labels(p.mul_(factor).neg_(), dlogp[rows], labels[rows], of.ignored).to(x.dtype)
+                if dx is not None:
+                    dx[rows] = narrow if weight is None else narrow @ weight
+                if dhead is not None:
+                    dhead = _plus_product(dhead, narrow.t(), kept)
         return dx, None if head is None or dhead is None else dhead.to(head.dtype), None, None, None, None
 
 
