@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -84,6 +85,7 @@ def test_a_label_of_a_tree_stays_within_its_segment():
         ({"tree": 3}, r"tree must be a pair \(parents, lengths\)"),
         ({"tree": ([[-1]] * 3, [[7]] * 3)}, "tree has 3 rows and ids have 2"),
         ({"tree": ([-1], [7]), "documents": torch.zeros(2, 7, dtype=torch.int64)}, "documents and tree were given"),
+        ({"tree": ([-1], [7]), "restart_positions": True}, "restart_positions=True .* leave it out, as with a tree"),
     ],
 )
 def test_a_tree_that_does_not_fit_its_batch_is_refused(arguments, message):
@@ -138,6 +140,27 @@ def test_a_path_that_is_too_long_on_one_rank_is_every_ranks_error(gloo):
 def attended_on_rank(group: Group, longest: int) -> None:
     layer = RingAttention(8, 2, layout="contiguous", mask=sliding_window(3), group=group)
     layer(torch.ones(1, 3, 8), torch.arange(3), key_extents=TREE["key_extents"][:, :3], longest_path=longest)
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [
+        ([[0, 1, 2]], "rank 1: positions must be a torch.Tensor, got list"),
+        (torch.arange(2), "rank 1: positions of x .* must be"),
+        (torch.arange(3.0), "rank 1: positions must be integers"),
+    ],
+)
+def test_positions_that_are_none_on_one_rank_are_every_ranks_error(gloo, positions, message):
+    for outcome in gloo.outcomes(2, model_on_rank, PerRank(torch.arange(3), positions)):
+        assert isinstance(outcome, ValueError)
+        assert re.match(message, str(outcome))
+
+
+def model_on_rank(group: Group, positions: Any) -> None:
+    model = RingTransformer(9, 8, 1, 2, layout="contiguous", group=group)
+    row = torch.tensor([[[0, 6], [1, 6], [2, 6]], [[3, 6], [4, 6], [5, 6]]])[[rank_in(group)]]
+    positions = torch.arange(3, 6) if rank_in(group) == 0 else positions
+    model(torch.zeros(1, 3, dtype=torch.long), positions, key_extents=row, longest_path=6)
 
 
 TREES: dict[str, Any] = {

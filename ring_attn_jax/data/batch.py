@@ -110,7 +110,10 @@ def shard_batch(
         owner = _shaped_like(ids, documents=integers("documents", documents, "batch", "length"))
         extents = document_extents(owner)
     elif restart_positions:
-        raise ValueError("restart_positions=True counts positions from the start of each document: pass documents=...")
+        raise ValueError(
+            "restart_positions=True counts positions from the start of each document: pass documents=..., or leave it out, as "
+            "with a tree, whose positions count from its root"
+        )
     key_extents = of_path = longest = None
     if tree is not None:
         if documents is not None:

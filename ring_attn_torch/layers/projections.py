@@ -52,7 +52,7 @@ class Projections(nn.Module):
 
         Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
         attention, q and k are normalized and rotated by their positions (None: the layout's positions). Raise ValueError on all
-        ranks if x or context has a wrong shape.
+        ranks if x, context or positions have a wrong shape.
         """
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):
@@ -69,5 +69,6 @@ class Projections(nn.Module):
                 k_positions = positions
             else:
                 k_positions = self.ring.positions(source.shape[1], x.device) if context_positions is None else context_positions
-            q, k = self.rotary(q, positions), self.rotary(k, k_positions)
+            with same_error(ring_of(self.ring.group)):
+                q, k = self.rotary(q, positions), self.rotary(k, k_positions)
         return self.o(attend(q, k, v).flatten(2))

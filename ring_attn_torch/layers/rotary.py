@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_attn_core.model.rotary import Rotary, Scaling, attention_factor, check_rotary, inverse_frequencies
-from ring_attn_core.validation import as_number
+from ring_attn_core.validation import as_number, in_words
 
 from ..attend.tiles import accumulation_dtype
 
@@ -70,6 +70,8 @@ class RotaryEmbedding(nn.Module):
     def _check(self, x: Tensor, positions: Tensor) -> None:
         if x.ndim != 4 or x.shape[-1] != self.head_dim:
             raise ValueError(f"x must be [batch, tokens, heads, {self.head_dim}], got {list(x.shape)}")
+        if not isinstance(positions, Tensor):
+            raise ValueError(f"positions must be a torch.Tensor, got {in_words(positions)}")
         if positions.dtype.is_floating_point or positions.dtype == torch.bool:
             raise ValueError(f"positions must be integers, got {positions.dtype}: rounded ones would turn by wrong angles")
         if positions.shape not in (x.shape[1:2], x.shape[:2]):

@@ -30,11 +30,12 @@ def agree_on_tree(
     call = AgreedCall(CALL, device, (("ids_shape", shape),))
     if device != "cpu" and agreed(call, group):
         return
-    whole_numbers = [x for x in (key_extents, positions) if x is not None]
-    fits = is_integer(longest) and longest > 0 and tuple(key_extents.shape) == (*shape, 2)
-    fits &= positions is None or tuple(positions.shape) in (shape, shape[1:])
+    arrays = [x for x in (key_extents, positions) if x is not None]
+    fits = is_integer(longest) and longest > 0 and all(isinstance(x, Tensor) for x in arrays)
+    fits = fits and tuple(key_extents.shape) == (*shape, 2)
+    fits = fits and (positions is None or tuple(positions.shape) in (shape, shape[1:]))
+    fits = fits and not any(x.is_floating_point() or x.is_complex() for x in arrays)
     fits &= not isinstance(layout, BalancedLayout) or layout.seq_local == shape[1]
-    fits &= not any(x.is_floating_point() or x.is_complex() for x in whole_numbers)
     with same_error(group):
         spans = _spans(ids, key_extents, positions, layout, ring) if fits else None
     counted = positions is not None
