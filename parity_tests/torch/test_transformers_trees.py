@@ -150,7 +150,7 @@ def refused(group: Any) -> list[str]:
     """The words in which each call is refused on this rank."""
     models, last = {name: make(name, "float32", "ring") for name, _, _ in CALLS.values()}, group.rank()
     other = {"tree": ([-1, 0, 0], [3, 2 + last, 3 - last])}
-    weights = GIVEN | {"shift_labels": LABELS, "label_weights": torch.ones(1, 8) + last}
+    weights = GIVEN | {"shift_labels": LABELS, "label_weights": torch.ones(1, 8).bfloat16() + last}
     calls = [*((name, given) for name, given, _ in CALLS.values()), ("llama", other), ("llama", weights)]
     with ExitStack() as stack:
         for model in models.values():
