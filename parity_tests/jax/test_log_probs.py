@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_jax import loss, token_log_probs
+from ring_attn_jax import count_labels, loss, token_log_probs
 
 from ..support.losses import CHUNKS, cotangents_of_tokens, exact_log_probs, hidden_states
 from ..support.models import Arrays, assert_near
@@ -100,6 +100,19 @@ def test_nan_where_there_is_no_label_changes_no_bit_and_a_strange_label_is_nan(g
     values = token_log_probs(rows, labels.at[0, 20].set(31).at[1, 21].set(-1), entropy=True, **of)
     for value in values:
         assert np.argwhere(np.isnan(value)).tolist() == [[0, 20], [1, 21]]
+
+
+@pytest.mark.parametrize("strange", [np.full((1, 2), 2**32 - 100, np.uint32), np.array([[2**32, -(2**32)]])])
+def test_a_label_beyond_int32_is_no_other_label(strange):
+    logits = jnp.ones((1, 2, 3))
+    assert np.isnan(token_log_probs(logits, strange)).all()
+    assert np.isnan(loss(logits, strange, axis_name=None))
+    assert count_labels(strange, axis_name=None) == 2
+
+
+def test_a_batch_without_rows_has_no_values():
+    given = jnp.ones((0, 8, 4)), jnp.zeros((0, 8), jnp.int32)
+    assert token_log_probs(*given, head=jnp.ones((3, 4)), chunk=3).shape == (0, 8)  # type: ignore[union-attr]
 
 
 def test_logits_of_minus_infinity_leave_entropy_and_gradients_finite():

@@ -82,4 +82,4 @@ def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
 def from_chunks(y: jax.Array, tokens: int) -> jax.Array:
     """Undo :func:`to_chunks`: [chunks b c ...] -> [b tokens ...] without padding."""
     y = jnp.moveaxis(y, 0, 2)
-    return y.reshape(y.shape[0], -1, *y.shape[3:])[:, :tokens]
+    return y.reshape(y.shape[0], y.shape[1] * y.shape[2], *y.shape[3:])[:, :tokens]

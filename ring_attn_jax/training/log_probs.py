@@ -24,7 +24,7 @@ from ring_attn_core.problem.checks import check_number
 from ..attend.tiles import accumulation_dtype
 from ..axes import on_auto_axes, sharded_like, vary_alike
 from ..layers.chunks import from_chunks, to_chunks
-from .loss import _check_arrays
+from .loss import _check_arrays, int32_labels
 
 
 class LogProbSettings(NamedTuple):
@@ -60,7 +60,7 @@ def token_log_probs(
     check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, "sum")
     x = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits
-    tokens = labels.astype(jnp.int32).reshape(x.shape[:2])  # unsigned dtypes cannot hold ignore_index
+    tokens = int32_labels(labels).reshape(x.shape[:2])
     wide = None if head is None else head.astype(accumulation_dtype(x.dtype))
     varying = vary_alike((), x, wide, tokens)
     spec = PartitionSpec(*sharded_like(x)[:2])

@@ -95,7 +95,7 @@ def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "
     """
     _check_arrays({"labels": labels})
     check_number("ignore_index", ignore_index)
-    count = (labels.astype(jnp.int32) != ignore_index).sum()
+    count = (int32_labels(labels) != ignore_index).sum()
     return count if axis_name is None else _sum("count_labels", axis_name, count)[0]
 
 
@@ -126,12 +126,20 @@ def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labe
 
     A weight is invalid in a mean if it is negative or not finite.
     """
-    numbers, weights = labels.labels.astype(jnp.int32), labels.weights  # unsigned dtypes cannot hold ignore_index
+    numbers, weights = int32_labels(labels.labels), labels.weights
     if weights is not None:
         weights = lax.stop_gradient(jnp.where(numbers != ignored, weights.astype(dtype), 0))
     if weights is not None and reduction == "mean":
         weights = jnp.where((weights >= 0) & jnp.isfinite(weights), weights, jnp.nan)
     return Labels(numbers, weights)
+
+
+def int32_labels(labels: jax.Array) -> jax.Array:
+    """Return labels as int32, because unsigned dtypes cannot hold ignore_index. A larger label becomes the largest int32."""
+    narrow, own = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
+    if own.max > narrow.max:
+        labels = labels.clip(max(own.min, narrow.min), narrow.max)
+    return labels.astype(jnp.int32)
 
 
 def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: Labels, head: jax.Array | None) -> jax.Array:
