@@ -159,6 +159,7 @@ def test_a_mask_leaves_the_label_out_and_a_weight_of_zero_keeps_it():
         ([-1.0], [1], "parents must be a list of ints, .*, got -1.0"),
         ([-1], "3", "lengths must be a list of ints, .*, got '3'"),
         ([-1], 3, "lengths must be a list of ints, .*, got 3"),
+        ([-1, 0], [2**31 - 1, 1], "row 0 of the tree has 2147483648 tokens, and positions are int32: pass at most 2147483647"),
     ],
 )
 def test_what_is_no_tree_is_refused(parents: Any, lengths: Any, message: str):
@@ -188,7 +189,9 @@ class Weight:
         ({"rollouts": "abc"}, "rollouts must be a list of token lists, at least one, got 'abc'"),
         ({"rollouts": [[1], []]}, r"rollouts\[1\] is empty"),
         ({"rollouts": [[1], 2]}, r"rollouts\[1\] must be a list of token ids, got 2"),
-        ({"rollouts": [[1.5]]}, r"rollouts\[0\] must be a list of token ids"),
+        ({"rollouts": [[1.5]]}, r"rollouts\[0\] must be a list of token ids, got float64 \[1\]"),
+        ({"rollouts": [["a", "b"]]}, r"rollouts\[0\] must be a list of token ids, got <U1 \[2\]"),
+        ({"rollouts": [np.array(3)]}, r"rollouts\[0\] must be a list of token ids, got ndarray of shape \[\]"),
         ({"rollouts": [[1, -100]]}, r"rollouts\[0\] holds -100: token ids are at least 0"),
         ({"rollouts": [[1, 2, 3]], "length": 2}, r"rollouts\[0\] has 3 tokens, and a row at most length=2"),
         ({"rollouts": [[1]], "length": 0}, "length is the largest number of tokens of a row, an int of at least 1, got 0"),

@@ -199,7 +199,8 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
         if array is not None and array.ndim == 1 and not array.size:
             raise ValueError(f"rollouts[{i}] is empty: a rollout has at least one token, leave it out")
         if array is None or array.ndim != 1 or array.dtype.kind not in "iu":
-            raise ValueError(f"rollouts[{i}] must be a list of token ids, got {in_words(tokens)}")
+            got = in_words(tokens) if array is None or not array.ndim else _short(array)
+            raise ValueError(f"rollouts[{i}] must be a list of token ids, got {got}")
         wrong = array[(array < 0) | (array > np.iinfo(np.int32).max)]
         if wrong.size:
             raise ValueError(f"rollouts[{i}] holds {wrong[0]}: token ids are at least 0 and fit int32, leave padding out")

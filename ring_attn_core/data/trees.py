@@ -20,6 +20,9 @@ from typing import Any, NamedTuple
 from ..runs import Band
 from ..validation import in_words, is_integer, is_traced, number_in_words
 
+MOST_TOKENS = 2**31 - 1
+"""The largest number of tokens of a row: int32 holds their positions and the ends of subtrees."""
+
 
 class TreeExtents(NamedTuple):
     """The arrays of prefix trees, one or several trees in each row. Shorter rows are padded with 0."""
@@ -92,7 +95,9 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
 
     pair = _listed(tree)
     if pair is None or len(pair) != 2:
-        raise ValueError(f"tree must be a pair (parents, lengths), as tree_extents takes them, got {in_words(tree)}")
+        raise ValueError(
+            f"tree must be a pair (parents, lengths), as tree_extents takes them and rollouts.tree is, got {in_words(tree)}"
+        )
     parents, lengths = pair
     extents, trees = tree_extents(parents, lengths, tokens), trees_of(parents, lengths)
     if len(trees) not in (1, batch):
@@ -168,6 +173,10 @@ def _check(row: str, tree: Tree) -> None:
     if len(tree.parents) != len(tree.lengths):
         raise ValueError(
             f"{row} of the tree has {len(tree.parents)} parents and {len(tree.lengths)} lengths: pass one per segment"
+        )
+    if tree.tokens > MOST_TOKENS:
+        raise ValueError(
+            f"{row} of the tree has {tree.tokens} tokens, and positions are int32: pass at most {MOST_TOKENS} in a row"
         )
     path: list[int] = []  # the segment before this one, and its ancestors
     for segment, (parent, length) in enumerate(zip(*tree, strict=True)):
