@@ -200,7 +200,7 @@ def _description(call_arguments: dict[str, Any]) -> dict[str, Any]:
 def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
     """Return a digest of each integer tensor argument, of label_weights and of the tree."""
     exact = lambda x: x.double() if x.is_floating_point() else x  # numpy has no bfloat16
-    digest = lambda x: blake2b(exact(x.detach()).contiguous().cpu().numpy().tobytes(), digest_size=16).hexdigest()
+    digest = lambda x: blake2b(exact(x.detach()).cpu().numpy().tobytes(), digest_size=16).hexdigest()
     compared = lambda name, x: isinstance(x, Tensor) and (name == "label_weights" or not x.is_floating_point())
     tree = {}
     if "tree" in call_arguments:
