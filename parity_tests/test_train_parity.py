@@ -143,9 +143,8 @@ def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: 
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
 def test_a_run_with_sharded_weights_takes_the_steps_of_one_with_whole_weights(framework: str, gloo, tmp_path: Path):
     """Its checkpoint, saved after an evaluation, resumes with sharded weights, and the next one with whole weights."""
-    steady = Optimizer(
-        clip=1.5, schedule=({"name": "constant_schedule", "value": 1e-2},)
-    )  # the same rates for 4 and 5 steps as for 6
+    constant = {"name": "constant_schedule", "value": 1e-2}  # the same rates in runs of 4, 5 and 6 steps
+    steady = Optimizer(clip=1.5, schedule=(constant,))
     whole, sharded = (replace(config_of(tmp_path, name, 2, 6), optimizer=steady) for name in ("whole", "sharded"))
     whole = replace(whole, evaluation=replace(whole.evaluation, every=4))
     begun = replace(sharded, steps=4, evaluation=whole.evaluation, ring=replace(sharded.ring, weights="sharded"))

@@ -178,9 +178,7 @@ class JaxTrainer:
         return RunDevices(device.device_kind, self._mesh.size, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _how(self, of: Shard) -> StaticArguments:
-        return StaticArguments(
-            self._mesh, self._config.ring.weights == "sharded", self._config.ring.chunk, of.length, self._config.rows
-        )
+        return StaticArguments(self._mesh, self._sharded, self._config.ring.chunk, of.length, self._config.rows)
 
     def _placed(self, microbatches: list[Shard]) -> Batch:
         """Put the microbatches on the devices of the mesh; each process fills its own devices."""
