@@ -34,5 +34,5 @@ def device_name() -> str:
 
 @lru_cache
 def _stored(device: str) -> Machine | None:
-    """Read this machine's record of measured speeds and cache it, so that equal calls of a program trace to the same strategy."""
+    """Read this machine's record of measured speeds or None, and cache it, so that equal calls trace to the same strategy."""
     return stored("jax", device)

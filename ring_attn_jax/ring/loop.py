@@ -19,9 +19,9 @@ from .strategies import STRATEGIES
 def forward(q: jax.Array, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
     """Attend from this rank's queries to all visible keys. Return out [b s h e] in q's dtype, lse and rest [b s h].
 
-    lse and rest are float32, or float64 for float64; rest is None for 16-bit q. ``q`` [b s h d], ``keys`` [b t g d+e]: this
-    rank's shards. ``total``: the state over other keys and the sinks, from which to continue; its out is in lse's dtype. None:
-    start from the sinks alone.
+    lse and rest, the rounding error of lse, are float32, or float64 for float64; rest is None for 16-bit q. ``q`` [b s h d],
+    ``keys`` [b t g d+e]: this rank's shards. ``total``: the state over other keys and the sinks, from which to continue; its out
+    is in lse's dtype. None: start from the sinks alone.
     """
     with RingPass(ring, "forward") as this:
         strategy = STRATEGIES[ring.strategy]

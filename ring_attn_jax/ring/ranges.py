@@ -14,7 +14,7 @@ from .step import Ring, Step
 
 
 class RingPass:
-    """One pass over a ring, ``name`` "forward" or "backward". Its context does nothing; in PyTorch it reports lost ranks."""
+    """One pass over a ring, ``name`` "forward" or "backward". As a context manager it does nothing, unlike PyTorch's."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0
@@ -25,7 +25,7 @@ class RingPass:
     def __exit__(self, *_: object) -> None: ...
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yield the ``steps``, and count them."""
+        """Yield the ``steps``, and number them from 1 for ``named``."""
         self._number = 1
         for step in steps:
             yield step

@@ -75,5 +75,8 @@ class Strategy(Protocol):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return the gradients of this rank's own q, keys and sinks, from the gradients of the arrays that ``spread`` made."""
+        """Return the gradients of this rank's own q, keys and sinks (None without sinks).
+
+        ``dq``, ``dkv``, ``of_q.sinks``: the gradients of the q, keys and sinks that ``spread`` returned.
+        """
         ...

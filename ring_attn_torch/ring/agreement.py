@@ -79,7 +79,7 @@ class _History:
 
 
 _checked_alone: dict[Problem | AgreedCall, None] = {}
-"""The problems and calls that this process has run as a ring of one."""
+"""The problems and calls that this process has run as a ring of one rank."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
@@ -200,13 +200,13 @@ def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, pa
 
 
 def timeout(group: dist.ProcessGroup, device: str) -> timedelta:
-    """Return the timeout that the group was created with."""
+    """Return the timeout of the group's communication backend for a device type."""
     options = getattr(group._get_backend(torch.device(device)), "options", None)
     return getattr(options, "_timeout", dist.distributed_c10d.default_pg_timeout)
 
 
 def history_of(group: dist.ProcessGroup) -> _History:
-    """Return this rank's record of the group."""
+    """Return this rank's record of the group. Make it at the first call."""
     if group not in _histories:
         _histories[group] = _History(group)
     return _histories[group]

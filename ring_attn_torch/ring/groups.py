@@ -64,7 +64,7 @@ def group_of(name: str) -> Group:
 
 
 Group = dist.ProcessGroup | None
-"""A ring: a process group, or None for a ring of one without torch.distributed."""
+"""A ring: a process group, or None for a ring of one rank without torch.distributed."""
 
 
 @constant

@@ -27,8 +27,8 @@ _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 def on_hardware(problem: Problem, device: torch.device, group: Group, may_exchange: bool = True) -> Problem:
     """Add rank 0's machine record to the problem if strategy "auto" can use it, else return the problem unchanged.
 
-    A group's first call is a collective: the ranks exchange rank 0's record, their host names and the GPUs that each of them
-    reaches. Later calls read the cached result. With ``may_exchange`` False, as in a backward, and during CUDA graph capture only
+    A group's first call is a collective: the ranks exchange rank 0's record, their host names and the GPUs whose memory they can
+    copy. Later calls read the cached result. With ``may_exchange`` False, as in a backward, and during CUDA graph capture only
     the cache is read. A graph cannot contain "pull" and "push", so during capture the problem says that GPUs do not reach each
     other's memory. Raise ValueError, the same on every rank, if rank 0 cannot read its record or if the ranks' problems differ.
     """

@@ -104,7 +104,10 @@ class Peers:
             torch.cuda.current_stream(self.device).wait_event(self._ended)
 
     def end(self, what: str) -> None:
-        """End a pass. End this process with a message if the main stream's work so far takes longer than the group's timeout."""
+        """End a pass. If the main stream's work so far takes longer than the group's timeout, end this process with a message.
+
+        ``what``: the name of the pass in the message.
+        """
         self.running = False
         self._ended = torch.cuda.current_stream(self.device).record_event()
         self._watch.add((self._ended, self.number, what))
@@ -122,7 +125,7 @@ class Peers:
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Let the main stream (``side``: the second) wait until this rank's flag ``kind`` of ``of`` has reached ``value``."""
+        """Let the main stream (``side``: the second) wait until this rank's flag (``kind``, ``of``) is at least ``value``."""
         address = self._flags_at[self.rank] + 4 * self._flag(kind, of)
         driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
 
@@ -132,11 +135,11 @@ class Peers:
         return torch.cuda.stream(self.side)
 
     def mark(self) -> Any:
-        """Return an event of the second stream's work so far."""
+        """Record a CUDA event after the second stream's work so far, and return it."""
         return self.side.record_event()
 
     def await_mark(self, mark: Any) -> None:
-        """Let the main stream wait for an event of the second."""
+        """Let the main stream wait for ``mark``, an event of the second stream."""
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def keep_alive(self, x: Tensor) -> None:
@@ -183,7 +186,7 @@ class Peers:
         return found
 
     def _flag(self, kind: int, of: int) -> int:
-        """Return the index of a flag. ``of``: a rank, or a slot."""
+        """Return the index of the flag (``kind``, ``of``) in a buffer. ``of``: a rank or a slot."""
         return kind * self.ranks + of if kind <= GRADIENTS else GRADIENTS * self.ranks + GRADIENT_SLOTS + of
 
     def _stream(self, side: bool) -> int:
@@ -248,7 +251,7 @@ def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dt
     """Return the group's buffers for a strategy, with slots that hold ``keys`` and their gradients in the dtype ``wide``.
 
     A group's first call, and a call with larger keys, is a collective: the ranks allocate and map buffers. Raise ValueError, the
-    same on every rank, if the GPUs cannot read each other's memory.
+    same on every rank, if the GPUs cannot read each other's memory. Raise NotImplementedError during CUDA graph capture.
     """
     if keys.kv.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
@@ -279,7 +282,7 @@ def free(group: dist.ProcessGroup, strategy: str) -> None:
 
 
 def copy(to: Sequence[Tensor | None], source: Sequence[Tensor | None]) -> None:
-    """Copy arrays on the current stream, without the host waiting."""
+    """Copy each array of ``source`` into the array of ``to`` on the current stream, without waiting on the host. Skip None."""
     for there, here in zip(to, source, strict=True):
         if there is not None and here is not None:
             there.copy_(here, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Names of a pass over a ring and of its steps: ranges for torch.profiler, and the step in the error of a lost rank."""
+"""Names of the ring's steps: ranges for torch.profiler, and the step in the message of a LostRank error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_PROFILED = nullcontext()
 
 
 class RingPass:
-    """One pass over a ring, ``name`` "forward" or "backward": a context that adds the step to the error of a lost rank."""
+    """One pass over a ring, ``name`` "forward" or "backward". As a context manager it adds the step to a LostRank error."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0
@@ -32,7 +32,7 @@ class RingPass:
             error.args = (f"{place_name(self._ring.plan, self._number)}, {self._name}: {error}",)
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yield the ``steps`` and count them. The wait for a step's keys belongs to that step."""
+        """Yield the ``steps``, and number them from 1 for ``named``. The wait for a step's keys belongs to that step."""
         self._number = 1
         for step in steps:
             yield step

@@ -16,8 +16,8 @@ from .agreement import exchange
 class Reach(NamedTuple):
     """The GPU of a rank and its access to other GPUs, by their UUIDs.
 
-    ``index``: the GPU's number among those that the rank's process sees. ``reached``: the GPUs whose memory it can copy, itself
-    included. ``cut_off``: the other GPUs that the process sees.
+    ``index``: the number of the GPU among the visible GPUs, which the rank's process sees. ``reached``: the visible GPUs whose
+    memory this GPU can copy, itself included. ``cut_off``: the visible GPUs whose memory it cannot copy.
     """
 
     host: str
@@ -38,14 +38,14 @@ def reach(device: torch.device) -> Reach:
 
 
 def shared(ranks: Sequence[Reach]) -> bool:
-    """Return True if all ranks are on one host, each with a GPU of its own that sees and reaches all others' GPUs."""
+    """Return True if all ranks are on one host, each has its own GPU and index, and each GPU can copy all others' memory."""
     gpus = {each.gpu for each in ranks}
     apart = len(gpus) == len({each.index for each in ranks}) == len(ranks)
     return apart and not cut_off(ranks) and all(gpus <= {*each.reached} for each in ranks)
 
 
 def cut_off(ranks: Sequence[Reach]) -> str:
-    """Return why a rank cannot copy the memory of the others, or "" if nothing is known to prevent it."""
+    """Return why a rank's GPU cannot copy the memory of other ranks' GPUs, or "" if nothing is known to prevent it."""
     gpus = {each.gpu for each in ranks}
     for rank, each in enumerate(ranks):
         if each.host != ranks[0].host:

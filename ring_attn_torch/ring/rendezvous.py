@@ -23,7 +23,7 @@ from .transfer import lost
 
 
 def rendezvous(buffer: Tensor, group: dist.ProcessGroup, patience: timedelta) -> Any:
-    """Map the ``buffer`` of each rank into all ranks of the group, and return torch's handle of them. All ranks call this.
+    """Map the ``buffer`` of each rank into all ranks of the group, and return torch's handle of the buffers. All ranks call this.
 
     Raise LostRank, with the awaited rank's name, if a rank does not come within ``patience``.
     """

@@ -41,7 +41,7 @@ class Transfer:
 
 
 class LostRank(RuntimeError):
-    """The error of a failed transfer."""
+    """The error of a transfer or rendezvous that failed because a rank has died, stopped, or raised an error of its own."""
 
 
 def lost(error: RuntimeError, awaited: str, group: Group) -> LostRank:
@@ -184,7 +184,7 @@ def _alike(arrays: Arrays) -> Arrays:
 
 
 def _started(operations: list[dist.P2POp], transfer: Transfer) -> Transfer:
-    """Start the ``operations`` in one batch, and return ``transfer`` with them as pending."""
+    """Start the ``operations`` in one batch, add them to ``transfer.works``, and return ``transfer``."""
     try:
         transfer.works += dist.batch_isend_irecv(operations) if operations else []
     except RuntimeError as error:  # gloo detects a lost connection here

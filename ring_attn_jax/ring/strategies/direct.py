@@ -2,9 +2,9 @@
 
 The plan (``plan/direct.py`` of the core) determines the slices. Array sizes are static in JAX. So each slice is extended by
 neighboring keys to the length of the longest slice that any rank sends. A step places the received slices in a shard of zeros. No
-query sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step the next step's slices
-are in transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner adds the
-gradients in the order of the shifts. A balanced layout has a plan of its own (``needed.py``).
+query sees the zeros, so a step has the same ``rows`` as in the strategy "ring", and any backend can compute it. During a step the
+next step's slices are in transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The
+owner adds the gradients in the order of the shifts. For a balanced layout see ``needed.py``.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class DirectStep:
 class Sent(NamedTuple):
     """A slice of one shift: the ranks ``owners`` each send ``tokens`` keys.
 
-    ``mine``: index of the first key that this rank sends. ``theirs``: index of the first key that it receives.
+    ``mine``: the first key that this rank sends, as an index in its shard. ``theirs``: the first key that this rank receives, as
+    an index in the sender's shard.
     """
 
     mine: jax.Array

@@ -1,8 +1,8 @@
 """The strategy "gather": one all-gather fetches all keys, and one step computes on them.
 
-The backward gathers the keys again. Each rank receives the float32 gradients of its own keys from all ranks, and adds them in
-rank order. In memory each rank holds the keys of all ranks; in the backward it also holds the gradients of all keys from its own
-queries.
+The backward gathers the keys again. Each rank receives the gradients of its own keys from all ranks, in at least float32, and
+adds them in rank order. In memory each rank holds the keys of all ranks; in the backward it also holds the gradients of all keys
+from its own queries.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Gather(OneWay):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """See ``Strategy.spread``."""
+        """Return ``queries`` and ``score`` unchanged, and the keys of all ranks, sorted by position in a balanced layout."""
         parts = jax.tree.map(lambda x: all_gather(x, ring.axis), keys)
         return queries, keys_in_order(joined(parts, keys.kv.shape[1]), ring), score
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """See ``Strategy.collect_gradients``."""
+        """Return ``dq``, the gradients of this rank's own keys summed over all ranks, and the sinks' gradient."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         parts = exchange(by_rank(by_shard(dkv, ring), ring.plan.ranks), 0, 0, ring.axis, None)
         return dq, summed(parts), of_q.sinks
 
 
 def keys_in_order(keys: Keys, ring: Ring) -> Keys:
-    """Sort the keys of joined shards by position, as ``in_order`` does."""
+    """Sort the keys of joined shards by position in a balanced layout; return them unchanged in any other layout."""
     return along_tokens(lambda x: in_order(x, ring), keys) if isinstance(ring.plan.layout, BalancedLayout) else keys
 
 
@@ -54,7 +54,7 @@ def in_order(x: jax.Array, ring: Ring) -> jax.Array:
 
 
 def by_shard(x: jax.Array, ring: Ring) -> jax.Array:
-    """Invert ``in_order``."""
+    """Return tokens that ``in_order`` sorted to the order of the joined shards: the inverse of ``in_order``."""
     return x if (orders := _orders(ring)) is None else _taken(x, orders.argsort(1), ring)
 
 

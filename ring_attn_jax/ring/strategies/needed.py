@@ -42,11 +42,11 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
 
 
 class Places(NamedTuple):
-    """The indices, int32, by which keys are sent and sorted. Each rank sends ``most_tokens`` keys to each rank.
+    """The indices, int32, by which keys are sent and sorted. Each rank sends ``plan.most_tokens`` keys to each rank.
 
-    ``sent``: for each key to send, in order of the receiving ranks, its index in this rank's shard. ``order``: for each key of
-    the padded shard of received keys, its index among the arrivals. ``back``: for each arrival, its index in that shard. The
-    index of padding lies beyond the array.
+    Received keys lie in two orders: on arrival by sending rank, then by position in the padded shard on which the step computes.
+    ``sent``: indices in this rank's shard of the keys to send, by receiving rank. ``order``: for each key of the padded shard,
+    its index on arrival. ``back``: for each key on arrival, its index in the padded shard. Padding has an index beyond the array.
     """
 
     sent: jax.Array
@@ -62,7 +62,10 @@ def _places(plan: NeededPlan, axis: str) -> Places:
 
 
 def _indices(stretches: jax.Array, count: int) -> jax.Array:
-    """Expand ``stretches`` [... n 2] to ``count`` indices: (base, first) puts first, first + 1, ... from place ``base`` on."""
+    """Expand ``stretches`` [... n 2] to an array of ``count`` indices.
+
+    A stretch (base, first) fills the array from ``base`` to the next stretch's base with first, first + 1, ...
+    """
     base, first = jnp.unstack(stretches, axis=-1)
     place = jnp.arange(count, dtype=jnp.int32)
     last = (base[..., None, :] <= place[:, None]).sum(-1, dtype=jnp.int32) - 1
@@ -71,7 +74,7 @@ def _indices(stretches: jax.Array, count: int) -> jax.Array:
 
 @lru_cache(maxsize=8)  # an entry per batch of documents, some 50 KB for 8 ranks
 def _tables(plan: NeededPlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return for each rank the stretches (base, first) of ``sent``, ``order`` and ``back`` of ``Places``.
+    """Return each rank's ``sent``, ``order`` and ``back`` of ``Places`` as stretches (base, first), which ``_indices`` expands.
 
     Shapes: int32 [ranks ranks n 2], [ranks n 2], [ranks ranks n 2].
     """
@@ -101,7 +104,7 @@ def even(lists: Sequence[Sequence[tuple[int, ...]]], padding: tuple[int, ...]) -
 
 
 def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the tokens ``index`` of ``x`` [b n ...], and 0 for an index beyond them."""
+    """Return the tokens ``index`` of ``x`` [b n ...], and 0 for an index of n or more."""
     return jnp.take(x, index, axis=1, mode="fill", fill_value=0)
 
 
@@ -120,7 +123,8 @@ def _arrived_rows(plan: NeededPlan, ring: Ring) -> jax.Array:
 class NeededStep:
     """A ``Step`` on this rank's own keys (``shift`` 0), or on all keys that it receives (``shift`` 1).
 
-    ``own``: the step before this one. ``places``: None if no keys travel. ``arriving``: the keys in transfer.
+    ``own``: the step on this rank's own keys, if it precedes this step. ``places``: None if no keys travel. ``arriving``: the
+    keys in transfer.
     """
 
     def __init__(self, keys: Keys, ring: Ring, places: Places | None, rows: jax.Array, own: NeededStep | None = None) -> None:
@@ -169,7 +173,7 @@ def _with_returned(total: jax.Array, dkv: jax.Array, places: Places, ring: Ring)
 def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     """Return bool [b s]: True at queries that may see keys which this rank neither holds nor receives.
 
-    None in strategies that send all keys. Traced extents have no values, so ``check_available`` cannot refuse them.
+    Return None if the strategy sends all keys. Traced extents have no values that could raise an error, so ``marked`` is needed.
     """
     plan = ring.plan
     if not isinstance(plan, NeededPlan):

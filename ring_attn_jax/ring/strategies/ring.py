@@ -1,8 +1,8 @@
 """The strategy "ring": one ppermute per hop moves the keys, while the rank attends to its current keys.
 
-In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
-of k and v. These gradients end at the rank that owns the keys. All arrays of the queries (q, out, lse, dout, dq) stay on their
-rank.
+In the forward k, v, the key mask and the key extents travel (``attend/keys.py``). In the backward they travel again, together
+with the gradients of k and v. These gradients end at the rank that owns the keys. All arrays of the queries (q, out, lse, dout,
+dq) stay on their rank.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class OneWay:
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """See ``Strategy.spread``."""
+        """Return the arguments unchanged: queries stay on their rank, and ``circulate`` moves the keys."""
         return queries, keys, score
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[RingStep]:
@@ -43,18 +43,21 @@ class OneWay:
             keys, travelling = step.next_keys, step.travelling
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
-        """See ``Strategy.collect``."""
+        """Return ``results`` unchanged: they are already on the ranks that own their queries."""
         return results
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """See ``Strategy.collect_gradients``."""
+        """Return ``dq``, ``dkv`` and the sinks' gradient of ``of_q`` unchanged: they are already on their rank."""
         return dq, dkv, of_q.sinks
 
 
 class RingStep:
-    """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks. The next hop is ``hop``."""
+    """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks.
+
+    The constructor of every step but the last sends the keys to rank ``rank + hop``.
+    """
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
         self.keys, self.shift = keys, shift
@@ -111,5 +114,8 @@ def rows_between(plan: RingPlan, rank: jax.Array, of_ranks: Any, owner: jax.Arra
 
 
 def _runs(table: Sequence[Sequence[tuple[int, int, int, int]]], rank: jax.Array) -> jax.Array:
-    """Return base, length, start and stride of each run of the traced rank ``rank``, int32 [4, runs]."""
+    """Return (base, length, start, stride) of each run of the traced rank ``rank``, int32 [4, runs].
+
+    ``base``: the index in the shard of the run's first token. ``start``: the position of this token.
+    """
     return jnp.asarray(table, dtype=jnp.int32)[rank].T

@@ -50,7 +50,7 @@ class Way:
         self.step = TwoWayStep(keys, None, ring, 0, shifts[0])  # starts the first transfer
 
     def next_step(self) -> TwoWayStep:
-        """Return the step that computes on the next keys of this direction; unless it is the last one, it sends them onward."""
+        """Return the step on the next keys of this direction. Every step but the last sends its keys onward."""
         self.step = TwoWayStep(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
         return self.step
 

@@ -2,7 +2,7 @@
 
     before     each rank: the tokens of its shard, all heads
     inside     each rank: the tokens of its group's shards, its share of the heads (``HeadSplit``)
-    after      out, lse, its rest and the gradients go back the same way
+    after      out, lse, rest (the rounding error of lse) and the gradients go back the same way
 
 Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). In the backward q, k, v,
 out, lse, rest and the gradients of out and lse are exchanged like q. All ranks of a group get the extents, the key mask and the
@@ -35,7 +35,7 @@ class HeadExchange(OneWay):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """See ``Strategy.spread``."""
+        """Return the queries, keys and score of the group's tokens, for this rank's share of the heads."""
         head_split, place = _head_split_of(ring)
         groups = groups_of(head_split.ranks, ring.plan.ranks)
         extents = None if score.extents is None else clipped(score.extents)
@@ -49,13 +49,16 @@ class HeadExchange(OneWay):
         return inside, keys_in_order(rest, ring), _shared(score, extents, head_split, place)
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:
-        """See ``Strategy.collect``."""
+        """Return the results of this rank's own tokens, for all heads."""
         return tuple(_collected(results, ring))
 
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """See ``Strategy.collect_gradients``. Send gradients in q's dtype if no rank adds to them, else in at least float32."""
+        """Return dq and dkv of this rank's own tokens, and dsinks [h], which is 0 for other ranks' heads.
+
+        Send gradients in q's dtype if no rank adds to them, else in at least float32.
+        """
         assert not isinstance(dkv, tuple), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
         dq, dkv = _collected((dq.astype(dtype), dkv.astype(dtype) if head_split.copies == 1 else dkv), ring)
@@ -77,7 +80,10 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
 
 
 def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, place: jax.Array) -> Score:
-    """Return the score parameters of this rank's heads, with the extents of the group's queries [b ranks*s 2]."""
+    """Return the score parameters of this rank's heads, with ``extents`` [b ranks*s 2] of the group's queries.
+
+    ``place``: this rank's index in its group.
+    """
     first = place * head_split.q_local
     of_heads = lambda x: None if x is None else lax.dynamic_slice_in_dim(x, first, head_split.q_local)
     seed = score.dropout_seed

@@ -1,9 +1,9 @@
 """The strategy "direct": each rank receives from each other rank only the keys that it sees, and returns their gradients.
 
 The plan (``plan/direct.py`` of the core) determines the slices. A step places the received slices in a shard of zeros. No query
-sees the zeros, so a step has the same ``rows`` and backends as in the strategy "ring". During a step the next step's slices are
-in transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner adds the gradients
-in the order of the shifts. A balanced layout has a plan of its own (``needed.py``).
+sees the zeros, so a step has the same ``rows`` as in the strategy "ring", and any backend can compute it. During a step the next
+step's slices are in transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner
+adds the gradients in the order of the shifts. For a balanced layout see ``needed.py``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Direct(OneWay):
 
 
 class Slices:
-    """The slices of keys in transfer: sent to the rank ``shift`` after this rank, received from the rank ``shift`` before it."""
+    """The slices of keys in transfer at a shift: sent to rank ``rank + shift``, received from rank ``rank - shift``."""
 
     def __init__(self, own: Keys, ring: Ring, shift: int) -> None:
         self._own = own
@@ -80,7 +80,10 @@ class OwnerStep:
         """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Keep ``dkv`` if the keys are this rank's own; else start to send it home, and add what the previous step received."""
+        """Start to send ``dkv`` to the owner, and add the gradients that the previous step received.
+
+        At the first step, on this rank's own keys, store ``dkv`` instead.
+        """
         assert isinstance(dkv, Tensor), "what travels is packed"
         if self._before is None:
             self._total = dkv

@@ -1,8 +1,8 @@
 """The strategy "gather": one all-gather fetches all keys, and one step computes on them.
 
-The backward gathers the keys again. Each rank receives the float32 gradients of its own keys from all ranks, and adds them in
-rank order. In memory each rank holds the keys of all ranks; in the backward it also holds the gradients of all keys from its own
-queries.
+The backward gathers the keys again. Each rank receives the gradients of its own keys from all ranks, in at least float32, and
+adds them in rank order. In memory each rank holds the keys of all ranks; in the backward it also holds the gradients of all keys
+from its own queries.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class Gather(OneWay):
     """The strategy "gather": each rank all-gathers the keys of all ranks and computes one step."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """See ``Strategy.spread``."""
+        """Return ``queries`` and ``score`` unchanged, and the keys of all ranks, sorted by position in a balanced layout."""
         whole = joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1])
         return queries, keys_in_order(whole, ring), score
 
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """See ``Strategy.collect_gradients``."""
+        """Return ``dq``, the gradients of this rank's own keys summed over all ranks, and the sinks' gradient."""
         assert isinstance(dkv, Tensor), "what travels is packed"
         (parts,) = exchange((by_rank(by_shard(dkv, ring), ring.plan.ranks),), 0, ring.group).wait()
         return dq, summed(parts), of_q.sinks
 
 
 def keys_in_order(keys: Keys, ring: Ring) -> Keys:
-    """Sort the keys of joined shards by position, as ``in_order`` does."""
+    """Sort the keys of joined shards by position in a balanced layout; return them unchanged in any other layout."""
     return along_tokens(lambda x: in_order(x, ring), keys) if isinstance(ring.plan.layout, BalancedLayout) else keys
 
 
@@ -52,7 +52,7 @@ def in_order(x: Tensor, ring: Ring) -> Tensor:
 
 
 def by_shard(x: Tensor, ring: Ring) -> Tensor:
-    """Invert ``in_order``."""
+    """Return tokens that ``in_order`` sorted to the order of the joined shards: the inverse of ``in_order``."""
     order = _order_of(x, ring)
     return x if order is None else x.index_select(1, order[1])
 

@@ -44,10 +44,10 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
 class Places(NamedTuple):
     """The indices, int64 on the device, by which keys are sent and sorted.
 
-    ``sent``: for each rank, the indices in this rank's shard of the keys to send to it; empty for this rank. ``sizes``: the
-    number of keys that arrive from each rank. ``order``: for each key of the padded shard of received keys, its index among the
-    arrivals, in order of the sending ranks; the index after the last arrival is padding. ``back``: for each arrival, its index
-    in that shard.
+    Received keys lie in two orders: on arrival by sending rank, then by position in the padded shard on which the step computes.
+    ``sent``: for each receiving rank the indices of its keys in this rank's shard; empty for this rank. ``sizes``: the number of
+    keys that arrive from each rank. ``order``: for each key of the padded shard, its index on arrival; padding has the index
+    after the last arrival. ``back``: for each key on arrival, its index in the padded shard.
     """
 
     sent: tuple[Tensor, ...]
@@ -71,7 +71,7 @@ def _places(plan: NeededPlan, rank: int, device: torch.device) -> Places:
 
 
 def _indices(stretches: Iterable[Stretch]) -> Tensor:
-    """Return the indices in the owner's shard of the keys of ``stretches``."""
+    """Return the indices of the keys of ``stretches`` in their owner's shard, int64 [keys]."""
     return torch.cat([torch.zeros(0).long(), *(torch.arange(each.first, each.first + each.length) for each in stretches)])
 
 
@@ -102,7 +102,7 @@ def _bytes(key_mask: Tensor | None) -> Tensor | None:
 class NeededStep:
     """A ``Step`` on this rank's own keys (``shift`` 0), or on all keys that it receives (``shift`` 1).
 
-    ``own``: the step before this one. ``places``: None if no keys travel.
+    ``own``: the step on this rank's own keys, if it precedes this step. ``places``: None if no keys travel.
     """
 
     def __init__(self, keys: Keys, ring: Ring, places: Places | None, shift: int, own: NeededStep | None = None) -> None:

@@ -5,7 +5,7 @@ main stream of a rank, S its second one:
 
     1  M  waits until all readers of the last pass's keys have raised READ, copies its keys into its buffer, raises BEGUN = n
     2  S  before step i: waits for BEGUN = n of the owner, copies its keys into one of two local slots, raises READ = n there
-    3  M  waits for the copy of step i and computes; after it S starts the copy of step i + 2
+    3  M  waits for the copy of step i and computes; when step i is computed, S starts the copy of step i + 2
     4  S  in the backward, after step i: copies the gradients into a slot of their owner's inbox, raises GRADIENTS = (n, i) there
     5  M  in the backward, after step i + 1: waits for GRADIENTS = (n, i), adds the slot to its gradients, raises
           GRADIENT_ROOM = (n, i) at the rank that fills the slot next, whose S waits for it before it copies
@@ -53,7 +53,7 @@ class Pull(OneWay):
         run.end()
 
     def begin(self, keys: Keys, ring: Ring) -> PullPass:
-        """Begin a pass with this rank's keys."""
+        """Begin a pass with this rank's keys, and return it."""
         return PullPass(keys, ring)
 
 
@@ -149,7 +149,7 @@ class PeerStep(OwnerStep):
         self._run, self._i = run, i
 
     def home(self) -> Tensor:
-        """See ``OwnerStep.home``. The last step's gradients end the backward."""
+        """Return the gradients of this rank's own keys, summed in step order. After the last step end the pass."""
         total = super().home()
         if self.last:
             self._run.end()

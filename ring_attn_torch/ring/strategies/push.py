@@ -3,8 +3,8 @@
 A pass differs from that of "pull" in how the keys travel (the streams M and S, flags and numbers are those of ``pull.py``):
 
     1  M  raises BEGUN = n: its slots of keys and its inbox are empty
-    2  S  before step i: waits for BEGUN = n of the reader, rank + shifts[i], copies the keys into one of its three slots, raises
-          KEYS = (n, i) there; from the fourth step on it waits for KEY_ROOM = (n, i - 3) of the reader instead
+    2  S  before step i: waits for BEGUN = n of the reader, rank + shifts[i], or from step 4 on for its KEY_ROOM = (n, i - 3);
+          copies the keys into one of the reader's three slots, raises KEYS = (n, i) there
     3  M  waits for KEYS = (n, i) and computes; then it raises KEY_ROOM = (n, i) at the rank that fills the slot next
 
 The reader copies no keys, and a transfer begins without a request, so "push" suits short shards.
@@ -22,17 +22,17 @@ class Push(Pull):
     """The strategy "push": each rank copies its keys to the ranks that read them."""
 
     def begin(self, keys: Keys, ring: Ring) -> PullPass:
-        """See ``Pull.begin``."""
+        """Begin a pass with this rank's keys, and return it."""
         return PushPass(keys, ring)
 
 
 class PushPass(PullPass):
-    """A pass in which owners fill the slots of readers."""
+    """A pass in which each rank copies its keys into slots of the ranks that read them."""
 
     strategy, slots = "push", KEY_SLOTS["push"]
 
     def publish(self) -> None:
-        """Do nothing: the keys are copied from where they are."""
+        """Do nothing: ``fetch`` copies the keys from this rank's own arrays, not from its buffer."""
 
     def fetch(self, i: int) -> None:
         """Start to copy this rank's keys to the rank that has them at step ``i``, if there is such a step."""
@@ -56,7 +56,7 @@ class PushPass(PullPass):
         return self.peers.key_slot(self.rank, i % self.slots, self.own)
 
     def release(self, i: int) -> None:
-        """Signal that step ``i`` is computed to the rank that fills its slot next, if there is one."""
+        """Signal to the rank that fills the slot of step ``i`` next, if there is one, that step ``i`` is computed."""
         following = i + self.slots
         if following < len(self.shifts):
             self.peers.raise_flag(self.owner(following), KEY_ROOM, self.rank, self.value(i))

@@ -1,8 +1,8 @@
 """The strategy "ring": one batched send and receive per hop moves the keys, while the rank attends to its current keys.
 
-In the forward k, v and the key mask travel (``attend/keys.py``). In the backward they travel again, together with the gradients
-of k and v. These gradients end at the rank that owns the keys. All arrays of the queries (q, out, lse, dout, dq) stay on their
-rank.
+In the forward k, v, the key mask and the key extents travel (``attend/keys.py``). In the backward they travel again, together
+with the gradients of k and v. These gradients end at the rank that owns the keys. All arrays of the queries (q, out, lse, dout,
+dq) stay on their rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class OneWay:
     """The strategy "ring": queries stay on their rank, keys travel, and in the backward the keys' gradients travel too."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """See ``Strategy.spread``."""
+        """Return the arguments unchanged: queries stay on their rank, and ``circulate`` moves the keys."""
         return queries, keys, score
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
@@ -40,13 +40,13 @@ class OneWay:
             keys, travelling = step.next_keys, step.travelling
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
-        """See ``Strategy.collect``."""
+        """Return ``results`` unchanged: they are already on the ranks that own their queries."""
         return results
 
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """See ``Strategy.collect_gradients``."""
+        """Return ``dq``, ``dkv`` and the sinks' gradient of ``of_q`` unchanged: they are already on their rank."""
         return dq, dkv, of_q.sinks
 
 

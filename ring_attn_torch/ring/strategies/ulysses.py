@@ -2,7 +2,7 @@
 
     before     each rank: the tokens of its shard, all heads
     inside     each rank: the tokens of its group's shards, its share of the heads (``HeadSplit``)
-    after      out, lse, its rest and the gradients go back the same way
+    after      out, lse, rest (the rounding error of lse) and the gradients go back the same way
 
 Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). In the backward q, k, v,
 out, lse, rest and the gradients of out and lse are exchanged like q. All ranks of a group get the extents, the key mask and the
@@ -31,7 +31,7 @@ class HeadExchange(OneWay):
     """The strategy "ulysses". ``ring.plan.head_split`` assigns the heads to the ranks of a group."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """See ``Strategy.spread``."""
+        """Return the queries, keys and score of the group's tokens, for this rank's share of the heads."""
         head_split, place = _head_split_of(ring)
         extents = None if score.extents is None else clipped(score.extents)
         to_all = [None if x is None else x.expand(head_split.ranks, *x.shape) for x in (keys.bits, keys.extents, extents)]
@@ -45,13 +45,16 @@ class HeadExchange(OneWay):
         return tuple(inside), keys, _shared(score, extents, head_split, place)
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:
-        """See ``Strategy.collect``."""
+        """Return the results of this rank's own tokens, for all heads."""
         return tuple(_collected(results, ring))
 
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """See ``Strategy.collect_gradients``. Send gradients in q's dtype if no rank adds to them, else in at least float32."""
+        """Return dq and dkv of this rank's own tokens, and dsinks [h], which is 0 for other ranks' heads.
+
+        Send gradients in q's dtype if no rank adds to them, else in at least float32.
+        """
         assert isinstance(dkv, Tensor), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
         dq, dkv = _collected((dq.to(dtype), dkv.to(dtype) if head_split.copies == 1 else dkv), ring)
@@ -73,7 +76,10 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
 
 
 def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: int) -> Score:
-    """Return the score parameters of this rank's heads, with the extents of the group's queries [b ranks*s 2]."""
+    """Return the score parameters of this rank's heads, with ``extents`` [b ranks*s 2] of the group's queries.
+
+    ``place``: this rank's index in its group.
+    """
     first = place * head_split.q_local
     of_heads = lambda x: None if x is None else x[first : first + head_split.q_local]
     seed = score.dropout_seed
