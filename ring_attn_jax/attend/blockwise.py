@@ -46,14 +46,14 @@ class Blockwise:
     even: bool = True
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """See ``Backend.attend``."""
+        """Merge attention to the visible keys into ``total``, tile by tile. See ``Backend.attend``."""
         state = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total, even=self.even)
         return state._replace(out=state.out.astype(q.dtype)) if last else state
 
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        """See ``Backend.backward_inputs``."""
+        """Compute delta and the sinks' gradient, once for all steps of a backward. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         seen = lse > -jnp.inf
         dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
@@ -75,7 +75,7 @@ class Blockwise:
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """See ``Backend.attend_backward``."""
+        """Add these keys' contribution to ``dq``, and compute dkv, tile by tile. See ``Backend.attend_backward``."""
         total = jnp.zeros_like(of_q.q, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
         total, dkv = attend_backward(of_q, keys, rows, score, total, even=self.even)
         before = arrived()
@@ -97,7 +97,7 @@ def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
 
 
 def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
-    """Return bool [tokens]: True at slots of the query shard that hold a token, False at padding."""
+    """Return bool [tokens]: True at tokens of the query shard, False at padding."""
     row = Row(*jnp.unstack(rows[:, 0, :, None], axis=1))
     index = jnp.arange(tokens, dtype=jnp.int32)[None]
     return ((index >= row.q_base) & (index < row.q_base + row.q_len)).any(0)
@@ -105,7 +105,7 @@ def valid_queries(rows: jax.Array, tokens: int) -> jax.Array:
 
 @partial(jax.jit, static_argnames="even")  # traced once for all steps of a ring
 def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, *, even: bool = True) -> State:
-    """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return it."""
+    """Merge attention to the visible keys into ``total``, the state over the keys seen so far. Return the new state."""
     if q.size == 0 or keys.kv.size == 0:
         return total
     inputs = TileInputs.of(q, keys, rows, score, even)

@@ -3,7 +3,7 @@
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
-The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a pair: out and lse packed in one array
+The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a packed pair: out and lse in one array
 [b n h e+1].
 
 Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the query heads of a kv head are rows of one
@@ -52,7 +52,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
-    """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split of the slots, [splits b n h e+1]."""
+    """Run the decode kernel over this rank's slots. Return a packed (out, lse) pair per split, [splits b n h e+1]."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
     arguments = {
         "q": arrays.q,
@@ -72,7 +72,7 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
 
 
 def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
-    """Merge the (out, lse) pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1] with a kernel."""
+    """Merge packed pairs, of all splits (``ranks`` None) or of ``ranks`` ranks, into one pair [b n h e+1] by a kernel."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
@@ -80,14 +80,17 @@ def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> j
 def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the (out, lse) pairs of all splits or ``ranks`` ranks with a kernel, add the sinks, and return out and lse."""
+    """Merge packed pairs, of all splits (``ranks`` None) or of ``ranks`` ranks, and the sinks by a kernel.
+
+    Return out [b n h e] in q's dtype and lse [b n h] in float32.
+    """
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
 
 
 def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Merge (out, lse) pairs [pairs b n h e+1] and the sinks. Return out and lse in the dtype of the pairs."""
+    """Merge packed pairs [pairs b n h e+1] and the sinks. Return out [b n h e] and lse [b n h] in the dtype of the pairs."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     sinks = None if sinks is None else sinks.astype(lses.dtype)[None, None]
     top = lses.max(0) if sinks is None else jnp.maximum(lses.max(0), sinks)
@@ -157,7 +160,7 @@ class _Score(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state of rows [b g, n heads] over some slots.
+    """The online-softmax state over some slots, [b g, n heads]: for each kv head one row per query and query head.
 
     ``top``: the row max. ``total``: the sum of exp(s - top). ``acc``: the sum of exp(s - top) v.
     """

@@ -33,7 +33,7 @@ class DropoutState(NamedTuple):
 def dropout_state(seed: Any, offset: Any) -> DropoutState:
     """Return the dropout state of a seed and an offset. Return ``seed`` unchanged if it is a ``DropoutState``.
 
-    Raise ValueError if a number is not an int or a 0-d integer array.
+    Raise ValueError if the offset is not a pair, if a number is not an int or a 0-d integer array, or if an int is out of range.
     """
     if isinstance(seed, DropoutState):
         return seed
@@ -86,7 +86,7 @@ def keep_mask(philox_keys: jax.Array, rate: float, q_pos: jax.Array, k_pos: jax.
 
 
 def multiply(a: jax.Array, constant: int) -> tuple[jax.Array, jax.Array]:
-    """Return the upper and lower 32 bits of the product. Multiply 16-bit halves: JAX without x64 has no 64-bit integers."""
+    """Return the upper and lower 32 bits of ``a * constant``. Multiply 16-bit halves: JAX without x64 has no 64-bit integers."""
     low, high = a & 0xFFFF, a >> 16
     c_low, c_high = jnp.uint32(constant & 0xFFFF), jnp.uint32(constant >> 16)
     middle = high * c_low + (low * c_low >> 16)

@@ -38,7 +38,7 @@ class Kernels:
     two_arrays: ClassVar[bool] = True
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """See ``Backend.attend``."""
+        """Merge attention to the visible keys into ``total`` by a forward kernel. See ``Backend.attend``."""
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend(q, keys, rows, score, total, last)
         arrays = self._arrays(q, keys, rows, score)
@@ -50,7 +50,7 @@ class Kernels:
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        """See ``Backend.backward_inputs``."""
+        """Compute delta by a kernel, once for all steps of a backward. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         dout = dout.astype(q.dtype)
         if self.call.fully_masked and not steps.zeroes_queries(self.call):
@@ -80,7 +80,10 @@ class Kernels:
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """See ``Backend.attend_backward``."""
+        """Compute all gradients by one Hopper kernel if it can run, else by a kernel for dq and one for dk and dv.
+
+        See ``Backend.attend_backward``.
+        """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
         if not steps.in_one_pass(self.call):
@@ -126,13 +129,16 @@ class Kernels:
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
-        """Return the input arrays of a step's launches by name."""
+        """Return the input arrays of a step's launches by name, in a balanced layout converted to one run per shard."""
         if self.band is not None:
             rows, keys, score = as_one_run(rows, keys, score, q.shape[1], self.band)
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, jax.Array], of_q: BackwardInputs) -> None:
-        """Add the bounds of each query tile's extents: ``of_q.bounds``, or in a balanced layout the bounds of this step."""
+        """Add ``bounds`` to ``arrays``: the bounds of each query tile's extents, in a balanced layout those of this step.
+
+        Without extents add nothing.
+        """
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
         elif "extents" in arrays:
@@ -140,7 +146,7 @@ class Kernels:
 
 
 def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return float32 zeros of ``shape`` and ``x``, tied by an optimization barrier.
+    """Return (zeros, x): float32 zeros of ``shape``, tied to ``x`` by an optimization barrier.
 
     The barrier makes XLA allocate the zeros after it has computed ``x``. Zeros depend on no input: without the barrier XLA would
     allocate the zeros of all layers before the first backward, and hold them.

@@ -26,9 +26,10 @@ from .state import BackwardInputs, Gradients, State
 
 
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
-    """Convert a step so that each shard is one run: return its single row, and keys and score with extents in local indices.
+    """Return the rows, keys and score of a step with each shard converted to one run.
 
-    ``queries``: tokens of the query shard, padding included. ``band``: the mask, in positions.
+    The rows become a single row, and the mask moves into the extents, which are in local indices. ``queries``: tokens of the
+    query shard, padding included. ``band``: the mask, in positions.
     """
     q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
     batch, tokens = keys.kv.shape[:2]
@@ -53,7 +54,7 @@ def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
 def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
     """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` at padding.
 
-    ``runs``: the base, length and start of each run, int32 [runs, 3].
+    ``runs`` int32 [runs, 3]: for each run the index in the shard of its first token, its length, and that token's position.
     """
     base, length, start = runs.T
     offset = jnp.arange(tokens, dtype=jnp.int32)[:, None] - base
@@ -75,27 +76,27 @@ def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True)
 class TracedRuns:
-    """The backend of a layout whose positions are traced (``score.positions``): it converts each step for ``backend``.
+    """The backend of a traced layout: it converts each step's positions to local indices, and calls ``backend``.
 
-    The plan is made for contiguous shards. So the run starts in its rows are the indices of the two shards' first tokens in
-    ``score.positions``. The extents hold the mask.
+    The plan is made for contiguous shards. So ``q_start`` and ``k_start`` of a row hold indices into ``score.positions``, not
+    positions: the index of the query shard's first token and that of the key shard's. The extents hold the mask.
     """
 
     backend: Backend
 
     @property
     def two_arrays(self) -> bool:
-        """See ``Backend.two_arrays``."""
+        """Return ``two_arrays`` of the wrapped backend."""
         return self.backend.two_arrays
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
-        """See ``Backend.attend``."""
+        """Convert the step, and call the wrapped backend. See ``Backend.attend``."""
         return self.backend.attend(q, *_converted(q, keys, rows, score), total, last)
 
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        """See ``Backend.backward_inputs``."""
+        """Convert the step, and call the wrapped backend. See ``Backend.backward_inputs``."""
         of_q = self.backend.backward_inputs(q, *_converted(q, keys, rows, score), total, dtotal)
         return of_q._replace(bounds=None)  # each step computes its own bounds
 
@@ -109,7 +110,7 @@ class TracedRuns:
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """See ``Backend.attend_backward``."""
+        """Convert the step, and call the wrapped backend. See ``Backend.attend_backward``."""
         return self.backend.attend_backward(of_q, *_converted(of_q.q, keys, rows, score), dq, arrived, last)
 
 

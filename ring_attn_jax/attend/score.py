@@ -35,4 +35,4 @@ class Score:
     positions: jax.Array | None = None
     """int32 [ranks * s]: the position of each token of a traced layout, in layout order; ``BEYOND`` (2^30) at padding."""
     step_positions: tuple[jax.Array, jax.Array] | None = None
-    """int32 [s] and [t]: in a traced layout, the positions of a step's queries and keys, whose rows hold local indices."""
+    """int32 [s] and [t]: in a traced layout the positions of a step's queries and keys; the step's rows hold local indices."""

@@ -42,12 +42,12 @@ class Blockwise:
     two_arrays: ClassVar[bool] = False
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """See ``Backend.attend``."""
+        """Merge attention to the visible keys into ``total``, tile by tile. See ``Backend.attend``."""
         state = self.merged(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
         return state._replace(out=state.out.to(q.dtype)) if last else state
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """See ``Backend.backward_inputs``."""
+        """Compute delta and the sinks' gradient, once for all steps of a backward. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         unseen = lse == -math.inf
         dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
@@ -68,18 +68,21 @@ class Blockwise:
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """See ``Backend.attend_backward``."""
+        """Add these keys' contribution to ``dq``, and compute dkv, tile by tile. See ``Backend.attend_backward``."""
         dq = of_q.q.new_zeros(of_q.q.shape, dtype=accumulation_dtype(of_q.q.dtype)) if dq is None else dq
         dq, dkv = self.gradients(of_q, keys, rows, score, dq)
         before = arrived()
         return dq, dkv if before is None else dkv.add_(before)
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge attention to the visible keys into ``total`` in place, and return it."""
+        """Merge attention to the visible keys into ``total`` in place. Return ``total``."""
         return attend(q, keys, rows, score, total)
 
     def gradients(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor) -> tuple[Tensor, Tensor]:
-        """Add these keys' contribution to ``dq`` in place. Return ``dq`` and the gradient of ``keys.kv`` from these queries."""
+        """Add these keys' contribution to ``dq`` [b s h d] in place.
+
+        Return ``dq``, and dkv [b t g d+e]: the gradient of ``keys.kv`` from this rank's queries.
+        """
         return attend_backward(of_q, keys, rows, score, dq)
 
 

@@ -3,7 +3,7 @@
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
-The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a pair: out and lse packed in one array
+The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a packed pair: out and lse in one array
 [b n h e+1].
 
 Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the query heads of a kv head are rows of one
@@ -51,7 +51,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
-    """Run the decode kernel over this rank's slots. Return one (out, lse) pair per split of the slots, [splits b n h e+1]."""
+    """Run the decode kernel over this rank's slots. Return a packed (out, lse) pair per split, [splits b n h e+1]."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
     arguments = {
         "q": aligned(arrays.q),
@@ -71,20 +71,23 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
 
 
 def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
-    """Merge the (out, lse) pairs of all splits, or of ``ranks`` ranks, into one pair [b n h e+1] with a kernel."""
+    """Merge packed pairs, of all splits (``ranks`` None) or of ``ranks`` ranks, into one pair [b n h e+1] by a kernel."""
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
 
 def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
-    """Merge the (out, lse) pairs of all splits or ``ranks`` ranks with a kernel, add the sinks, and return out and lse."""
+    """Merge packed pairs, of all splits (``ranks`` None) or of ``ranks`` ranks, and the sinks by a kernel.
+
+    Return out [b n h e] in q's dtype and lse [b n h] in float32.
+    """
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
     return out, lse
 
 
 def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge (out, lse) pairs [pairs b n h e+1] and the sinks. Return out and lse in the dtype of the pairs."""
+    """Merge packed pairs [pairs b n h e+1] and the sinks. Return out [b n h e] and lse [b n h] in the dtype of the pairs."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks.to(lses.dtype))
     top = top.masked_fill(top == -math.inf, 0)
@@ -133,7 +136,7 @@ def depths(arrays: DecodeArrays) -> Tensor:
 
 
 class _Visibility(NamedTuple):
-    """The mask, bool [n slots], the lags (query position - slot position), int [n slots], ALiBi slopes and softcap."""
+    """The visibility mask, bool [n slots], the lags (query position - slot position), int [n slots], slopes and softcap."""
 
     visible: Tensor
     lag: Tensor
@@ -142,7 +145,7 @@ class _Visibility(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state over the slots seen so far, [g, n heads]: one row per query and head.
+    """The online-softmax state over the slots seen so far, [g, n heads]: for each kv head one row per query and query head.
 
     ``top``: the row max. ``total``: the sum of exp(s - top). ``acc``: the sum of exp(s - top) v.
     """
@@ -165,7 +168,10 @@ class _State(NamedTuple):
 
 
 def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """Return the mask and the lags of one batch row for ``_Visibility``."""
+    """Return the visibility mask, bool [n slots], and the lags, int [n slots], of one batch row and the ``slots`` of a chunk.
+
+    ``of_tree``: the result of ``depths``, or None without a tree mask.
+    """
     position, i = arrays.k_positions[row, slots], arrays.q_positions[row, :, None]
     if of_tree is None:
         lag = i - position

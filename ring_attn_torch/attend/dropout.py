@@ -35,9 +35,9 @@ class Dropout(NamedTuple):
 
 
 def dropout_state(dropout: Dropout, device: torch.device) -> Tensor:
-    """Build the ``dropout_seed`` tensor of ``Score`` on the device, because a copy from the host would wait for the device.
+    """Build ``dropout_seed`` of ``Score``, int64 [4], on the device, because a copy from the host would wait for the device.
 
-    Raise ValueError if a value is not an int or a 0-d integer tensor.
+    Raise ValueError if the offset is not a pair, if a value is not an int or a 0-d integer tensor, or if an int is out of range.
     """
     seed, offset = dropout
     if not isinstance(offset, tuple | list) or len(offset) != 2:
@@ -79,6 +79,6 @@ def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) ->
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower 32 bits of the product. The product wraps around in int64, but keeps all 64 bits."""
+    """Return the upper and lower 32 bits of ``a * constant``. The product wraps around in int64, but keeps all 64 bits."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

@@ -41,7 +41,7 @@ class Kernels:
     two_arrays: ClassVar[bool] = True
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
-        """See ``Backend.attend``."""
+        """Merge attention to the visible keys into ``total`` by a forward kernel. See ``Backend.attend``."""
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend(q, keys, rows, score, total, last)
         arrays = self._arrays(q, keys, rows, score)
@@ -51,7 +51,7 @@ class Kernels:
         return State(*launch(steps.forward(self.call, total is None, last), arrays))
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """See ``Backend.backward_inputs``."""
+        """Compute delta by a kernel, once for all steps of a backward. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         q, dout = aligned(q), aligned(dout.to(q.dtype))
         if self.call.fully_masked and not steps.zeroes_queries(self.call):
@@ -81,7 +81,10 @@ class Kernels:
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """See ``Backend.attend_backward``."""
+        """Compute all gradients by one Hopper kernel if it can run, else by a kernel for dq and one for dk and dv.
+
+        See ``Backend.attend_backward``.
+        """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
         if not steps.in_one_pass(self.call):
@@ -123,13 +126,16 @@ class Kernels:
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
-        """Return the input arrays of a step's launches by name."""
+        """Return the input arrays of a step's launches by name, in a balanced layout converted to one run per shard."""
         if self.band is not None:
             rows, keys, score = as_one_run(rows, keys, score, q.shape[1], self.band)
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, Tensor], of_q: BackwardInputs) -> None:
-        """Add the bounds of each query tile's extents: ``of_q.bounds``, or in a balanced layout the bounds of this step."""
+        """Add ``bounds`` to ``arrays``: the bounds of each query tile's extents, in a balanced layout those of this step.
+
+        Without extents add nothing.
+        """
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
         elif "extents" in arrays:

@@ -23,7 +23,7 @@ from .score import Score
 from .tiles import Rows
 
 Runs = tuple[tuple[int, ...], ...]
-"""The (base, length, start) of each run of a shard."""
+"""(base, length, start) of each run of a shard: the index of its first token, its length, and that token's position."""
 
 
 class StepShards(NamedTuple):
@@ -67,7 +67,7 @@ def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShard
 
 
 class Unchanged:
-    """A cache key made of a tensor or None. Two keys are equal if they hold the same tensor, unchanged between them."""
+    """A cache key made of a tensor or None. Two keys are equal if they hold one tensor that was not modified in between."""
 
     __slots__ = "tensor", "version"
 

@@ -118,7 +118,7 @@ class TileInputs:
                 yield Tile(run, row.q_base, first, min(first + block_q, row.q_len), self.kv.shape[2])
 
     def pairs(self, queries: Tile) -> Iterator[Pair]:
-        """Yield a ``Pair`` of ``queries`` and each key tile that holds a visible key."""
+        """Yield a ``Pair`` of ``queries`` and each key tile that may hold a visible key."""
         _, block_k = self.blocks
         for run, row in enumerate(self.rows[queries.run]):
             begin, end = self.keys_within_extents(queries, row)
@@ -145,13 +145,13 @@ class TileInputs:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return what ``reach_of`` returns for the extents in each query tile."""
+        """Return the smallest start and the largest end of the extents in each query tile, as ``reach_of`` does."""
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return what ``reach_of`` returns for the key extents in each key tile."""
+        """Return the smallest start and the largest end of the key extents in each key tile, as ``reach_of`` does."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [
@@ -214,13 +214,13 @@ class Pair:
         return scores, tanh
 
     def hide(self, scores: Tensor, value: float) -> Tensor:
-        """Set the scores of invisible (query, key) pairs to ``value`` in place."""
+        """Set the scores of invisible (query, key) pairs to ``value`` in place. Return ``scores``."""
         if self.masked is not None:
             self._by_head(scores).masked_fill_(self.masked[:, None], value)
         return scores
 
     def drop_(self, p: Tensor) -> Tensor:
-        """Apply dropout to ``p`` in place: set dropped probabilities to 0 and rescale the others."""
+        """Apply dropout to ``p`` in place: set dropped probabilities to 0 and rescale the others. Return ``p``."""
         if self.keep_mask is not None:
             self._by_head(p).mul_(self.keep_mask).mul_(rescale(self.inputs.score.dropout_rate))
         return p
@@ -234,7 +234,10 @@ class Pair:
 
     @cached_property
     def masked(self) -> Tensor | None:
-        """Return bool [b or 1, block_q, block_k], True where the query does not see the key; None if all pairs are visible."""
+        """Return bool [b or 1, block_q, block_k], True where the query does not see the key.
+
+        Return None without extents, key extents and key mask if the band hides no pair.
+        """
         parts = []
         least, greatest = self.queries.first - (self.keys.end - 1), self.queries.end - 1 - self.keys.first
         if least < self.row.lo or greatest > self.row.hi:

@@ -55,7 +55,7 @@ class Vendor(Blockwise):
     name: str
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge attention to the visible keys into ``total`` in place. ``rest`` stays 0: vendors return only lse."""
+        """Merge attention to the visible keys into ``total`` in place, except ``rest``: vendors return only lse."""
         out, lse, _ = total
         q, (k, v) = aligned(q), _two_arrays(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
