@@ -29,7 +29,7 @@ LSE_NAME = "ring_attn_lse"
 
 
 class OpInputs(NamedTuple):
-    """The arrays of a call, or their gradients. None for an array without a gradient.
+    """The arrays of a call, or their gradients. The gradient of a constant is None.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e].
     """
@@ -78,7 +78,7 @@ def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, tot
 
 
 def sharded_state(inputs: OpInputs) -> Any:
-    """Return the PartitionSpecs of the attention state over the mesh axes of Explicit type."""
+    """Return the PartitionSpecs of out, lse and rest over the mesh axes of Explicit type, as a ``State``."""
     rows, of_v = PartitionSpec(*sharded_like(inputs.q)[:3]), sharded_like(inputs.v)
     return State(PartitionSpec(*rows, of_v[3]), rows, rows if carries_rest(inputs.q.dtype) else None)  # type: ignore[arg-type]
 

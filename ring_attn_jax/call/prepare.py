@@ -28,7 +28,7 @@ from ..ring.step import Ring
 class Arrays(NamedTuple):
     """The optional arrays of a call, or their gradients, under their public names; None if not passed.
 
-    ``check_array`` looks the arrays up by these names. Append a new array at the end. ``dropout_seed``: the dropout state, made
+    The core's checks look the arrays up by these names. Append a new array at the end. ``dropout_seed``: the dropout state, made
     from the public ``dropout_seed`` and ``dropout_offset``. ``positions``: token positions in a traced layout (``traced.py``).
     """
 
@@ -92,7 +92,7 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check a problem, choose its backend, and compile its kernels.
 
-    ``anywhere``: True for a block, whose runs may begin at any position, not only at the plan's positions.
+    ``anywhere``: True for ``attend_block``, whose runs may begin at any position, not only at the plan's positions.
     """
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options

@@ -1,8 +1,8 @@
 """A check that extents stay within the documents of a balanced layout, so that "auto" may take "direct".
 
-A rank can read the extents of its own queries only, so the ranks look at them together and exchange what they found. On a CPU
-this is the exchange that each call with extents makes in any case; on GPUs it is one for each new tensor of extents. After the
-first extents that reach beyond the documents, "auto" takes the ring for all calls of the problem, and for the backward of earlier
+A rank can read the extents of its own queries only, so each rank checks its extents, and all ranks exchange the results. On a CPU
+each call with extents makes this exchange in any case; on GPUs each new tensor of extents costs one exchange. After the first
+extents that reach beyond the documents, "auto" takes the ring for all calls of the problem, and for the backward of earlier
 calls.
 """
 
@@ -22,16 +22,17 @@ from ..ring.groups import Group, capturing, rank_in, ranks_of
 from .prepare import Arrays, checked
 
 EACH_TIME = ("cpu",)
-"""The kinds of device whose extents are looked at in each call. On others each tensor of extents is looked at once."""
+"""The device types whose extents are checked at each call. On other devices each tensor of extents is checked once."""
 
 MOST_LOOKED = 32
-"""The most tensors of extents that are remembered. They stay in memory for it."""
+"""The most checked tensors of extents to remember. A remembered tensor stays in memory."""
 
 
 class Found(NamedTuple):
     """The results of the checks of a group, equal on all its ranks.
 
-    ``within``: for each problem, whether all extents so far stayed within the documents. ``looked``: the newest extents that did.
+    ``within``: for each problem, True if all its extents so far stayed within the documents. ``looked``: the newest extents that
+    were found to stay within them.
     """
 
     within: dict[Problem, bool]
@@ -42,7 +43,10 @@ _found: WeakKeyDictionary[dist.ProcessGroup, Found] = WeakKeyDictionary()
 
 
 class Settled(NamedTuple):
-    """The problem of a call, with ``within_documents`` set if that is known, and whether its arrays were checked for it."""
+    """The problem of a call, its ``within_documents`` set if known to hold.
+
+    ``checked``: True if this call has checked the values of its extents.
+    """
 
     problem: Problem
     checked: bool = False
@@ -74,7 +78,7 @@ def settle(problem: Problem, arrays: Arrays, group: Group) -> Settled:
 
 
 def settled(problem: Problem, group: Group) -> Problem:
-    """Return the problem of a backward, with ``within_documents`` set if all forwards of the problem found that."""
+    """Return the problem of a backward, with ``within_documents`` set if the extents of all its forwards so far fit."""
     if problem.within is None or group is None or capturing(problem.device):
         return problem
     return problem.within if group in _found and _found[group].within.get(problem, False) else problem

@@ -37,7 +37,7 @@ from ..ring.step import Ring
 class Arrays(NamedTuple):
     """The optional arrays of a call, or their gradients, under their public names; None if not passed.
 
-    The ops take the arrays in this order, and ``check_array`` looks them up by these names. Append a new array at the end.
+    The ops take the arrays in this order, and the core's checks look them up by these names. Append a new array at the end.
     ``dropout_seed``: the dropout state, int64 [4]: the seed's two words and the global indices of the first batch row and head.
     """
 
@@ -50,7 +50,7 @@ class Arrays(NamedTuple):
 
 
 NAMES = ("q", "k", "v", *Arrays._fields)
-"""The arrays of a call, in the order of the ops."""
+"""The names of a call's arrays, in the order of the ops' arguments."""
 
 
 def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
@@ -60,7 +60,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
 
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Describe the call as a Problem that includes the ring's hardware record. ``exchange``: False to send nothing."""
+    """Describe the call as a Problem with the ring's hardware record. ``exchange``: False to read only the cached record."""
     return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
 
 
@@ -125,9 +125,9 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
 
-    ``anywhere``: True for a block, whose runs may begin at any position, not only at the plan's positions. A backend that
-    the user names is checked for the backward too. "auto" selects the backend for the backward when the backward runs. It may
-    select a different backend there, if a kernel does not compile.
+    ``anywhere``: True for ``attend_block``, whose runs may begin at any position, not only at the plan's positions. A backend
+    that the user names is checked for the backward too. "auto" selects the backend of the backward when the backward runs, and
+    selects another than in the forward if a kernel does not compile.
     """
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options
