@@ -61,7 +61,10 @@ class Strategy(Protocol):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return the query arrays [b s h ...], keys and score that this rank computes on in the steps of ``ring.plan``."""
+        """Return the queries, keys and score that this rank computes on in the steps of ``ring.plan``.
+
+        ``queries``: q and other arrays [b s h ...] of the queries, such as out and lse.
+        """
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:

@@ -158,7 +158,7 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def refuse_transforms(tensors: Iterable[Any]) -> None:
-    """Raise NotImplementedError under forward-mode AD and torch.func.grad. A custom op would silently drop tangents."""
+    """Raise NotImplementedError if a tensor has a forward-mode tangent, which an op would drop, or under torch.func.grad."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and any(

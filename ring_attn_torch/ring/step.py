@@ -61,7 +61,10 @@ class Strategy(Protocol):
     """A way to move keys between ranks. It may also move queries before the first step, and results after the last step."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return the query arrays [b s h ...], keys and score that this rank computes on in the steps of ``ring.plan``."""
+        """Return the queries, keys and score that this rank computes on in the steps of ``ring.plan``.
+
+        ``queries``: q and other arrays [b s h ...] of the queries, such as out and lse.
+        """
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:

@@ -49,7 +49,7 @@ class OneWay:
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return ``dq``, ``dkv`` and the sinks' gradient of ``of_q`` unchanged: they are already on their rank."""
+        """Return ``dq``, ``dkv`` and ``of_q.sinks`` unchanged: all are gradients of this rank's own arrays."""
         return dq, dkv, of_q.sinks
 
 

@@ -68,7 +68,7 @@ class HostSums:
         return send(x, hosts * self._ranks, self._ring.axis, self._ring.plan.ranks) if hosts else x
 
     def add(self) -> None:
-        """Add the gradients of the previous inner ring to the sum, unless added already, and send the sum."""
+        """Add the previous inner ring's gradients to the sum, if not yet added. Send it ``crossing`` hosts onward."""
         if self.left is None:
             return
         total = self.left.travelling

@@ -3,12 +3,12 @@
 A pass, forward or backward, has a number n, equal on all ranks. Its step i computes on the keys of rank - shifts[i]. M is the
 main stream of a rank, S its second one:
 
-    1  M  waits until all readers of the last pass's keys have raised READ, copies its keys into its buffer, raises BEGUN = n
-    2  S  before step i: waits for BEGUN = n of the owner, copies its keys into one of two local slots, raises READ = n there
+    1  M  waits until all readers of the last pass's keys have raised READ, copies its own keys into its buffer, raises BEGUN = n
+    2  S  before step i: waits for the owner's BEGUN = n, copies the owner's keys into one of two local slots, raises its READ = n
     3  M  waits for the copy of step i and computes; when step i is computed, S starts the copy of step i + 2
     4  S  in the backward, after step i: copies the gradients into a slot of their owner's inbox, raises GRADIENTS = (n, i) there
-    5  M  in the backward, after step i + 1: waits for GRADIENTS = (n, i), adds the slot to its gradients, raises
-          GRADIENT_ROOM = (n, i) at the rank that fills the slot next, whose S waits for it before it copies
+    5  M  in the backward, after step i + 1: waits for GRADIENTS = (n, i), adds the slot to the rank's gradients, raises
+          GRADIENT_ROOM = (n, i) at the rank that fills the slot next, whose S waits for this flag before it copies
 
 (n, i) is the number n * ranks + i. BEGUN = n also says that the inbox is empty: a rank begins a pass after it has added all
 gradients of the pass before. The owner adds the gradients of its keys in the order of the shifts, so the bits are the same at

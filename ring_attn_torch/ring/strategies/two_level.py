@@ -67,7 +67,7 @@ class HostSums:
         return send(arrays, hosts * self._ranks, self._group)
 
     def add(self) -> None:
-        """Add the gradients of the previous inner ring to the sum, unless added already, and start to send the sum."""
+        """Add the previous inner ring's gradients to the sum, if not yet added. Start to send it ``crossing`` hosts onward."""
         if self.left is None:
             return
         travelling = self.left.travelling
