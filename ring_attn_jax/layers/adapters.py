@@ -52,7 +52,7 @@ def attention_fn(
         - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh; flax drops other probabilities.
           ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,
-          since products are exact and the softmax is in at least float32 anyway.
+          since products keep the inputs' full precision and the softmax is in at least float32 anyway.
         - ``bias``, ``module`` (``sow_weights=True``), ``input_positions``, ``qk_attn_weights_einsum`` and
           ``attn_weights_value_einsum`` are refused.
 
@@ -108,7 +108,8 @@ class FlaxFunction:
     ) -> jax.Array:
         """Return attention [batch..., tokens, heads, v_dim].
 
-        Shapes: query [batch..., tokens, heads, head_dim], key and value [batch..., kv_tokens, kv_heads, head_dim or v_dim].
+        Shapes: query [batch..., tokens, heads, head_dim], key [batch..., kv_tokens, kv_heads, head_dim], value [batch...,
+        kv_tokens, kv_heads, v_dim]. Other arguments: see :func:`attention_fn`.
         """
         never = bias, module, qk_attn_weights_einsum, attn_weights_value_einsum, input_positions
         for (name, why), refused in zip(REFUSED.items(), never, strict=True):
@@ -132,7 +133,7 @@ class FlaxFunction:
         raise NotImplementedError
 
     def _padded(self, x: Any) -> Any:
-        """Pad ``x`` with zero tokens to a multiple of the number of ranks. None stays None."""
+        """Pad ``x`` [batch, tokens, ...] with zeros to a multiple of the number of ranks. None stays None."""
         if x is None or not x.shape[1] % self.where.ranks:
             return x
         more = padded_local("contiguous", self.where.ranks, x.shape[1]) * self.where.ranks - x.shape[1]
@@ -160,7 +161,7 @@ class RingAttentionFunction(FlaxFunction):
         return nan_unless(fits, self._over_the_mesh(*qkv, arrays._replace(extents=extents, key_mask=key_mask), options))
 
     def _over_the_mesh(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
-        """Return out [batch, tokens, heads, v_dim]. Pad contiguous inputs to a multiple of the ranks, then drop the padding."""
+        """Return out [batch, tokens, heads, v_dim]. Pad contiguous inputs for the ranks, then drop the padding."""
         if options.layout != "contiguous":
             return sharded(q, k, v, arrays, options, self.where)
         queries, keys = q.shape[1], k.shape[1]

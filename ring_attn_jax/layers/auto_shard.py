@@ -16,7 +16,7 @@ from .ring import LayerRing
 
 
 class ShardedRows(NamedTuple):
-    """The mesh axes over which rows are sharded, and the number of tokens in a row."""
+    """The sharding of global sequences: the layout, the mesh axes, and the number of tokens in a batch row."""
 
     layout: str
     where: ShardedAxes
@@ -65,7 +65,7 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:
-    """Raise ValueError if auto_shard is combined with shards' arguments (``of_shards``), or ``mask`` comes without it."""
+    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or arguments of shards (``of_shards``) with it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

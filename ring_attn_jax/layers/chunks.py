@@ -49,7 +49,8 @@ def in_chunks(
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
     """Return ``function(weights, x)``. Inside it the Explicit mesh axes are Auto, so that XLA shards over them.
 
-    The backward is a custom_vjp, because JAX's own backward of a loop on Auto axes creates its zeros on the outer mesh.
+    A custom_vjp defines the backward, because JAX's own backward of a loop would create its initial zeros on the outer mesh,
+    whose axes are Explicit.
     """
     if not explicit_axes():
         return function(weights, x)

@@ -20,7 +20,7 @@ class MaskArguments(NamedTuple):
     """
 
     extents: jax.Array | None
-    """``extents=`` of ring_attention, int32 [batch, queries, 2]; None if all queries see the same keys."""
+    """``extents=`` of ring_attention, int32 [batch, queries, 2]; None if the mask has one row of keys for all queries."""
     key_mask: jax.Array
     """``key_mask=`` of ring_attention, bool [batch, keys]."""
     fits: jax.Array | None = None
@@ -28,8 +28,9 @@ class MaskArguments(NamedTuple):
 
 
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
-    """Convert a flax mask to bool [rows, heads, queries, keys]. Heads and queries may be 1, which applies to all.
+    """Convert a flax mask, nonzero where a query sees a key, to bool [rows, heads, queries, keys].
 
+    A size of 1 for heads or queries is kept and stands for all of them; the batch dims become one.
     ``scores``: the shape (batch..., heads, queries, keys) that the mask must broadcast to. Raise ValueError if it does not.
     """
     shape = (*[1] * (len(scores) - mask.ndim), *mask.shape)
@@ -43,7 +44,7 @@ def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int)
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
     The extents are the tightest interval around each query's visible keys, and the key mask hides the keys that no query sees.
-    ``fits`` is True for a query whose visible keys these express exactly. For other queries no extents and key mask could.
+    ``fits`` is True for a query whose visible keys the two express exactly. If it is False, no other extents and key mask could.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

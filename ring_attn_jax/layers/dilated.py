@@ -32,7 +32,7 @@ class DilatedRingAttention(Projections):
     It has the weights and arguments of :class:`RingAttention`, and ``segments``, ``dilations`` and ``mixing`` of
     :func:`dilated_attention`. In pattern i a token attends to every ``dilations[i]``-th token of its segment of ``segments[i]``
     tokens (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the sequence and dilation 1, it equals
-    RingAttention. Sinks, ALiBi and dropout are not supported.
+    RingAttention. ``o_bias``, sinks, ALiBi and dropout are not supported.
 
     ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays
     instead, sharded over the mesh. Its attention is then :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``.

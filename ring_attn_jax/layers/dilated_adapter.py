@@ -45,8 +45,8 @@ def dilated_attention_fn(
     The function takes all arguments that flax's modules pass, like that of :func:`attention_fn`:
         - ``is_causal``: as ``mask=causal()``.
         - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from all queries, or all keys from a
-          query, whose output is then 0. It may also include the mask of ``mask=causal()`` or ``is_causal``. Any other mask is
-          refused. Under jit its values are unknown, so each query that does not fit gets NaN.
+          query, whose output is then 0. It may also hide pairs that the band passed here or ``is_causal`` hides. Any other mask
+          is refused. Under jit its values are unknown, so each query that does not fit gets NaN.
         - Dropout is refused, and so are the arguments that ``attention_fn`` refuses.
 
     Raise ValueError if an argument is refused, patterns do not fit, the mesh lacks an axis, keys and queries differ in length, or

@@ -1,4 +1,4 @@
-"""Linear maps, norms and embedding lookups. Their weights have their own dtype and sharding."""
+"""Linear maps, norms and embedding lookups whose weights may differ from the inputs in dtype and sharding."""
 
 from __future__ import annotations
 

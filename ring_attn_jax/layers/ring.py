@@ -51,8 +51,8 @@ class LayerRing:
     def positions(self, tokens: int, layout: BalancedLayout | TracedLayout | None = None) -> jax.Array:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
 
-        With a mesh, return those of all shards in layout order; ``tokens`` is then their total. ``layout``: a layout in place of
-        the field ``layout``; None: the field.
+        With a mesh, return the positions of all shards in layout order; ``tokens`` is then the number of all their tokens.
+        ``layout``: a layout in place of the field ``layout``; None: the field.
         """
         where = self.sharded
         if isinstance(layout, BalancedLayout | TracedLayout):
@@ -62,7 +62,7 @@ class LayerRing:
         else:
             ranks = ring_size(self.axis_name)
             held = positions(layout or self.layout, ranks, tokens * ranks, lax.axis_index(self.axis_name))
-        return held[:tokens]  # longer if the layout cannot cut ``tokens`` equally, which ring_attention refuses
+        return held[:tokens]  # ``held`` is longer if the layout cannot cut ``tokens`` equally, which ring_attention refuses
 
     def _own(self, layout: BalancedLayout | TracedLayout) -> jax.Array:
         return positions(layout, ring_size(self.axis_name), layout.length, lax.axis_index(self.axis_name))

@@ -41,7 +41,7 @@ class RingAttention(Projections):
     in x's dtype, whatever the dtype of the weights.
 
     ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
-    ``rotary_base`` is short for ``Rotary(base)``; None means no positions. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
+    ``rotary_base`` is short for ``Rotary(base)``; None: no rotation. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
     with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in Qwen2.
     ``o_bias``: o has a bias, as in Llama with attention_bias. ``param_dtype``: the dtype of the weights, by name or as a
     torch.dtype.
@@ -91,9 +91,10 @@ class RingAttention(Projections):
         ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, for this call; None: the layer's own.
 
         ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
-        tree. A window counts positions of the row. A window of at least ``longest_path`` tokens hides nothing on any path and is
-        ignored. A shorter window is refused. ALiBi slopes, masks that are not causal, and a rotary layer without ``positions``
-        are refused too. A layer with a window or slopes refuses ``key_extents`` without ``longest_path``.
+        tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens hides
+        nothing on any path and is ignored. A shorter window is refused. ALiBi slopes, masks that are not causal, and a rotary
+        layer without ``positions`` are refused too. A layer with a window or slopes refuses ``key_extents`` without
+        ``longest_path``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
@@ -128,10 +129,10 @@ class RingAttention(Projections):
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
         """Return the mask of a call: ``causal()`` if ``longest_path`` is passed, else the layer's mask.
 
-        ``key_extents``: the call passes them. ``of_path``: rotary angles do not count positions of the row, because ``positions``
-        are passed or the layer has no rotary embedding.
+        ``key_extents``: True if the call passes key extents. ``of_path``: True if no rotary angle counts positions of the packed
+        row, because ``positions`` are passed or the layer has no rotary embedding.
 
-        Raise ValueError on every rank if the mask or the slopes would count positions of the row instead of the path.
+        Raise ValueError on every rank if the mask, slopes or angles would count positions of the packed row instead of the path.
         """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:

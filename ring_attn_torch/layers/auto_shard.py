@@ -25,7 +25,7 @@ from .ring import LayerRing
 
 
 class ShardedRows(NamedTuple):
-    """The ring, the number of batch rows that each rank passes, and the rows' length."""
+    """The sharding of the ranks' global sequences: the layout, the ring, tokens per batch row, and rows per rank."""
 
     layout: str
     ring: Group
@@ -72,7 +72,7 @@ class ShardedRows(NamedTuple):
     def shard_mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
         """Return this rank's tokens of all ranks' masks, or None if no rank passes a mask.
 
-        A rank that passes no mask uses an all-True mask.
+        The result is bool [rows, tokens]. A rank that passes no mask uses an all-True mask of the shape of ``ids``.
         """
         if not self.masked:
             return None
@@ -110,7 +110,7 @@ class _Exchange(torch.autograd.Function):
 
 
 def _exchange(x: Tensor, sent: list[int], received: list[int], ring: Group) -> Tensor:
-    """Send ``sent[r]`` rows of ``x`` to each rank r, in order. Return the ``received[r]`` rows from each rank."""
+    """Send ``sent[r]`` rows of ``x`` to each rank r, in order. Return the ``received[r]`` rows from each rank, concatenated."""
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), received, sent, group=ring)
     return out
@@ -127,7 +127,7 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:
-    """Raise ValueError if auto_shard is combined with shards' arguments (``of_shards``), or ``mask`` comes without it."""
+    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or arguments of shards (``of_shards``) with it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

@@ -67,7 +67,7 @@ def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents.
 
     Try the tightest band around the visible keys, then the tightest interval of keys per query. Try each with and without a key
-    mask that hides the keys that no query sees. If none of these equals ``visible``, no other band, extents and key mask do.
+    mask that hides the keys that no query sees. If none of these equals ``visible``, no band, extents and key mask could.
     ``is_causal``: the caller states that ``visible`` is causal; the result is then ``causal()``.
 
     Raise ValueError if nothing fits, if ``is_causal`` is wrong, or if torch.compile hides the values and ``is_causal`` is False.

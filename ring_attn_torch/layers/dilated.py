@@ -40,7 +40,7 @@ class DilatedRingAttention(Projections):
     It has the weights and arguments of :class:`RingAttention`, and ``segments``, ``dilations`` and ``mixing`` of
     :func:`dilated_attention`. In pattern i a token attends to every ``dilations[i]``-th token of its segment of ``segments[i]``
     tokens (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the sequence and dilation 1, it equals
-    RingAttention. Sinks, ALiBi and dropout are not supported.
+    RingAttention. ``o_bias``, sinks, ALiBi and dropout are not supported.
 
     A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
     or patterns do not fit, or if a number is outside its range.

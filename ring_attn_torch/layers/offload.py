@@ -43,7 +43,7 @@ def offloaded(host: OffloadedTensors, function: Function, x: Tensor, *shared: ob
     def unpack(packed: Tensor | Fetch) -> Tensor:
         return packed if isinstance(packed, Tensor) else packed()
 
-    with saved_tensors_hooks(pack, unpack):  # for the inputs: checkpoint sets hooks of its own inside
+    with saved_tensors_hooks(pack, unpack):  # for the inputs: inside, checkpoint sets its own hooks
         return checkpoint(function, x, *shared, use_reentrant=False, context_fn=partial(contexts, host.put))
 
 
@@ -72,9 +72,9 @@ class OffloadedTensors:
 
 
 class OffloadedBlock:
-    """The pages of a block, and a link to the preceding block. The backward needs the pages of that block next.
+    """The offloaded tensors (pages) of a block, and a link to the preceding block, whose pages the backward needs next.
 
-    The block holds pages by weak references. The autograd graph keeps alive the pages that it needs.
+    The pages are held by weak references. The autograd graph keeps alive the pages that it needs.
     """
 
     def __init__(self, before: OffloadedBlock | None) -> None:

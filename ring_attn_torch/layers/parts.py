@@ -1,4 +1,4 @@
-"""Linear maps and norms that compute in the input's dtype. Their weights have their own dtype."""
+"""Linear maps and norms whose weights may differ from the inputs in dtype. Outputs have the input's dtype."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class Projections(nn.Module):
         """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim].
 
         Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
-        attention, q and k are normalized and rotated by their positions (None: the layout's positions). Raise ValueError on all
-        ranks if x, context or positions have a wrong shape.
+        attention, q and k are normalized, and rotated by ``positions`` and ``context_positions`` (None: the layout's). Raise
+        ValueError on all ranks if x, context or positions have a wrong shape.
         """
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):

@@ -44,8 +44,8 @@ class RotaryEmbedding(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotate x [b s h head_dim] by the global positions of its tokens, int [s] or [b s]; return a tensor like x.
 
-        ``positions`` and ``shard_batch`` return such positions. Raise ValueError if head_dim or the number of positions differs,
-        or if positions are not integers.
+        The functions ``positions`` and ``shard_batch`` return such positions. Raise ValueError if x has another shape, or if
+        ``positions`` are not integers or do not match x's tokens.
         """
         self._check(x, positions)
         cos, sin = (t[..., None, :] for t in self._turns(positions, accumulation_dtype(x.dtype)))

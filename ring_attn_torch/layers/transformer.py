@@ -132,7 +132,7 @@ class RingTransformer(nn.Module):
         ``longest_path``, ``layout``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a
         wrong shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
         With a tree, raise it on all ranks if the shards of the ranks do not form the same trees. On a GPU only the first call
-        with a batch of a given shape compares them. A compiled model never does.
+        with a batch of a given shape compares the shards. A compiled model never compares them.
 
         ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
         head h of layer i, both counted from 0, draws as head ``i * heads + h``, so layers drop independently.
@@ -142,7 +142,7 @@ class RingTransformer(nn.Module):
         ``mask``, bool of the same shape, is False where a token is padding. The result is global logits [batch, tokens, vocab] of
         these rows. Positions, length and masks of shards are not accepted. Gradients are those of the sum of all ranks' losses.
         Each rank holds a part of them, so all ranks must call backward; :func:`loss` of global labels then gives one device's
-        gradients. Dropout counts the rows of all ranks consecutively.
+        gradients. For dropout, the rows of all ranks are numbered consecutively.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}
