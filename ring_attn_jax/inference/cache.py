@@ -142,8 +142,8 @@ class KVCache(Requests):
         A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
         at its end: an int for all, one int each, or integers [requests], the same on every rank. None: no padding. ``rows``: the
         requests; None: all. ``fresh``: assert, unchecked, that these requests are empty, so that attention skips the cache.
-        Otherwise, with a window, the chunk must not exceed ``room``. For this check the size of the chunk is its greatest length,
-        or if ``lengths`` is an array, the number of tokens in the shards of all ranks.
+        Otherwise, with a window, no chunk may have more than ``room`` tokens. This check uses the greatest of ``lengths``, or if
+        ``lengths`` is an array or None, the number of tokens in the shards of all ranks.
 
         Raise ValueError if an argument does not fit. To check for room, call :meth:`check_room` before, outside of jit.
         """

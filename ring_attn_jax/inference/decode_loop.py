@@ -51,7 +51,7 @@ class PlacedModel(NamedTuple):
         return cls(mesh, axis_name, programs(graph, tree, mesh), weights)
 
     def put(self, x: Any) -> Any:
-        """Replicate the arrays of a tree on all devices of the mesh."""
+        """Replicate the arrays of a pytree on all devices of the mesh."""
         return jax.device_put(x, NamedSharding(self.mesh, SAME))
 
 
@@ -65,11 +65,12 @@ class Programs(NamedTuple):
 
     ``prefill(weights, cache, hidden, chunk, fresh=, equal=)`` -> (hidden, cache), with ``chunk`` = (ids, lengths, ends): fill the
     cache with a chunk of the prompts. For each prompt that ends in this chunk (``ends``), set its row of ``hidden`` [requests,
-    dim] to the last block's output for its last token. ``fresh``: True for the first chunk.
+    dim] to the last block's output for its last token. ``fresh``: True for the first chunk. ``equal``: the number of tokens of
+    each prompt in the chunk if all have the same number and no padding, else None.
     ``first(weights, cache, hidden, parameters, ends)`` -> newest = (tokens, finished): draw the token after each prompt.
     ``step(weights, cache, newest, parameters, ends)`` -> (newest, cache): cache the newest tokens and draw the next tokens.
-    ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: the stop ids, and each request's largest number of
-    cached tokens.
+    ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: the stop ids, and for each request the number of
+    cached tokens at which it ends.
     """
 
     prefill: Callable[..., Any]
@@ -90,7 +91,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
-        """Prefill a chunk (ids, lengths, mask of the requests that end in it). ``equal``: the length common to all, or None."""
+        """Prefill a chunk (ids, lengths, mask of the prompts that end in it). Return (hidden, cache)."""
 
         def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
             hidden, (ids, lengths, ends) = inputs
@@ -136,7 +137,7 @@ def _drawn(logits: jax.Array, cache: KVCache, parameters: Any) -> jax.Array:
 def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Return a mask of the requests that end with their newest token, bool [requests].
 
-    ``ends``: the stop ids, and the largest number of cached tokens of each request.
+    ``ends``: the stop ids, and for each request the number of cached tokens at which it ends.
     """
     stop, lengths = ends
     return (tokens[:, None] == stop[None]).any(1) | (cache.lengths >= lengths)

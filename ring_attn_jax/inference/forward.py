@@ -143,7 +143,7 @@ def last_hidden(
 ) -> tuple[jax.Array, KVCache]:
     """Return the last block's output [batch, dim] for the last token of each request, and the cache; call inside shard_map.
 
-    The output is 0 if the request has no token in the chunk.
+    The output is 0 if the request has no token in the chunk ``ids``. Arguments: as in :func:`prefill_prompts`.
     """
     ring, axis = model.ring, cache.axis_name
     ranks = cache.spec.ranks

@@ -24,8 +24,8 @@ def generated(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, for ``RingTransformer.generate``.
 
-    ``arguments``: the arguments of ``Generation.of`` from ``prompts`` on, by name. ``on_token(request, token)`` is called for
-    each new token, ``progress(done, total)`` after each chunk, both numbers counted in prompt tokens.
+    ``arguments``: the arguments of ``generate`` by name, as ``Generation.of`` takes them. ``on_token(request, token)`` is called
+    for each new token, ``progress(done, total)`` after each chunk, both numbers counted in prompt tokens.
     """
     check_model(model)
     generation = Generation.of(model.config, computes_in(model), **arguments)

@@ -120,7 +120,7 @@ class Requests:
     def reset(self, rows: Rows | None = None) -> Self:
         """Empty the requests ``rows``; None empties all requests.
 
-        Emptying all also clears float8 scales that were not passed to ``make``; the next step sets them again.
+        None also clears float8 scales that were not passed to ``make``; the next step sets them again.
         """
         of = self._rows(range(self.spec.batch) if rows is None else rows)
         nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
@@ -135,7 +135,7 @@ class Requests:
         return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Copy each request of ``source`` to the one at the same index of ``target``; a single source goes to every target.
+        """Copy each request of ``source`` to the request at that index of ``target``; a single source goes to every target.
 
         All sources are read before a target is written.
         """

@@ -96,7 +96,10 @@ def _column(x: Any, dtype: Any) -> jax.Array:
 
 
 def gumbel(parameters: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
-    """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 bits of Philox."""
+    """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n].
+
+    Each uniform u is made from 32 bits of Philox of the seed, the request, its position and the token id.
+    """
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]
     seed = jnp.asarray(parameters.low, jnp.uint32), jnp.asarray(parameters.high, jnp.uint32)

@@ -52,7 +52,7 @@ class DecodeStep:
     """Index, among the step's tokens, of the token written to each slot, int32 [requests, writes]; None for a single token."""
     owner_slots: jax.Array
     owners: jax.Array
-    """The rank of each of the newest tokens, int16 [requests, owners]. ``owner_slots``: where ``KVCache.owners`` stores it."""
+    """The rank of each of the newest tokens, int16 [requests, owners]. ``owner_slots``: indices in ``KVCache.owners``."""
 
     @property
     def into(self) -> jax.Array:
@@ -159,9 +159,9 @@ def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Arr
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    For each token, ``here`` is True if this rank caches it, ``slot_index`` counts slots without wrapping around, and ``position``
-    is its position. Other tokens, and tokens beyond the last free slot, get an index beyond the slots, which the scatter drops.
-    With a window, tokens beyond the last free slot overwrite the oldest slots instead.
+    For each token [b, writes], ``here`` is True if this rank caches it, ``slot_index`` is its slot before wrapping around, and
+    ``position`` its position. Other tokens, and tokens beyond the last free slot, get an index beyond the slots, which the
+    scatter drops. With a window, tokens beyond the last free slot overwrite the oldest slots instead.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = jnp.where(here, slot_index % held.spec.slots, held.spec.slots)

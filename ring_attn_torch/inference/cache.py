@@ -287,5 +287,5 @@ class KVCache(Requests):
 
 
 def _kind(x: Any) -> tuple[tuple[int, ...], str]:
-    """Return the shape and dtype of a tensor, or () and the type's name of any other object."""
+    """Return the shape and the dtype's name of a tensor. For any other object return () and its type's name."""
     return (tuple(x.shape), dtype_name(x.dtype)) if isinstance(x, Tensor) else ((), type(x).__name__)

@@ -90,10 +90,10 @@ class DecodeLoop:
         self._replay(self._graph)
 
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Replay the captured step, and count its tokens in the host state.
+        """Replay the captured step, and count its tokens in the cache's host state.
 
-        The host state counts a token for each request below its limit of new tokens, even if the request has drawn a stop id:
-        the host would have to wait for the device to know that.
+        The host state counts a token for each request below its limit of new tokens, even if the request has drawn a stop id,
+        because the host would have to wait for the device to learn of the stop id.
         """
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)

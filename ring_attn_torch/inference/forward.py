@@ -119,12 +119,13 @@ def last_hidden(
 ) -> Tensor:
     """Return the last block's output [batch, dim] for the last token of each request.
 
-    It is 0 if the request has no token in the chunk or if another rank holds its last token.
+    It is 0 if the request has no token in the chunk ``ids`` or if another rank holds its last token. Arguments: as in
+    :func:`prefill_prompts`.
     """
     ring = model.ring
     ranks = ranks_of(cache.ring)
     counts = ids.shape[1] if lengths is None else lengths
-    with same_error(cache.ring):  # the other ranks compare their lengths now
+    with same_error(cache.ring):  # the other ranks exchange their lengths in prefill_step
         host_counts = counts.tolist() if isinstance(counts, Tensor) else counts
         checks.check_lengths(
             [host_counts] * len(ids) if is_integer(host_counts) else host_counts, ids.shape[0], ids.shape[1], "what ids hold"

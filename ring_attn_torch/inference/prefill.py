@@ -48,11 +48,11 @@ def prefill(
     """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and append its k and v.
 
     ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
-    chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt,
-    exactly except with float8, which rounds the cached chunks. Each rank caches its own k and v. The chunk attends to itself
-    round the ring. Cached keys do not travel. Instead the chunk's q, which is small beside the cache, is all-gathered, and every
-    rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank of its queries. That rank merges them
-    in rank order.
+    chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt, up to
+    the order of sums and, in a float8 cache, the rounding of earlier chunks. Each rank caches its own k and v. The chunk attends
+    to itself round the ring. Cached keys do not travel. Instead the chunk's q, which is small beside the cache, is all-gathered,
+    and every rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank of its queries, which
+    merges them in rank order.
 
     ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
     ``ring_attention``.
@@ -127,7 +127,7 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
 
 
 def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
-    """Send each rank its queries' results from ``x`` [batch ranks*local ...]. Return this rank's, [ranks batch local ...].
+    """Send each rank the results of its queries in ``x`` [batch ranks*local ...]. Return the received [ranks batch local ...].
 
     With a batch of 1 nothing is copied before the exchange.
     """

@@ -148,7 +148,7 @@ class Requests:
     def reset(self, rows: Rows | None = None) -> Self:
         """Empty the requests ``rows``; None empties all requests.
 
-        Emptying all also clears float8 scales that were not passed to ``make``; the next step sets them again.
+        None also clears float8 scales that were not passed to ``make``; the next step sets them again.
         """
         of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         for x, nothing in ((self.positions, -1), (self.counts, 0), (self.lengths, 0), (self.reached, 0)):
@@ -170,7 +170,7 @@ class Requests:
         return self.reset(of)
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Copy each request of ``source`` to the one at the same index of ``target``; a single source goes to every target.
+        """Copy each request of ``source`` to the request at that index of ``target``; a single source goes to every target.
 
         All sources are read before a target is written.
         """

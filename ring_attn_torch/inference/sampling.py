@@ -97,7 +97,10 @@ def _column(x: Any, dtype: torch.dtype) -> Any:
 
 
 def gumbel(parameters: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return Gumbel noise [b n] for ``tokens`` [b n]: -log of exponential variates, each made from 32 bits of Philox."""
+    """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n].
+
+    Each uniform u is made from 32 bits of Philox of the seed, the request, its position and the token id.
+    """
     at = requests.long()[:, None], positions.long()[:, None]
     bits = words((parameters.low, parameters.high), *at, tokens, (multiply, int))
     uniform = ((bits.to(dtype) + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)  # float32 would round some values to 1

@@ -55,7 +55,7 @@ class DecodeStep:
     version: int = 0
     """The cache's ``version`` when the step was made; the cache refuses a step of another version."""
     host: tuple[tuple[int, ...], tuple[tuple[int, ...], ...] | None] = ((), None)
-    """The requests as ints; and [requests][ranks], how many tokens of each chunk each rank holds, or None without a layout."""
+    """The requests as ints, and the number of tokens of each chunk on each rank, [requests][ranks], or None without a layout."""
     written: set[int] = field(default_factory=set)
     """The layers written so far."""
 
@@ -151,9 +151,9 @@ def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
 def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    For each token, ``here`` is True if this rank caches it, ``slot_index`` counts slots without wrapping around, and ``position``
-    is its position. Other tokens, and tokens beyond the last free slot, go into the extra slot. With a window, tokens beyond the
-    last free slot overwrite the oldest slots instead.
+    For each token [b, writes], ``here`` is True if this rank caches it, ``slot_index`` is its slot before wrapping around, and
+    ``position`` its position. Other tokens, and tokens beyond the last free slot, go into the extra slot. With a window, tokens
+    beyond the last free slot overwrite the oldest slots instead.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = torch.where(here, slot_index % held.spec.slots, held.spec.slots).long()
