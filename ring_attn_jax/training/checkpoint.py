@@ -70,8 +70,8 @@ class Checkpoints:
 
         Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
         dtypes of the model or optimizer differ between processes (``check_ranks`` compares the values), another run saves in the
-        folder, some processes do not see the first one's folder, or ``close`` was called. Raise OSError if the previous save has
-        failed. The error is the same in each process.
+        folder, some processes do not see the first one's folder, or ``close`` was called; the error is the same in each process.
+        Raise OSError in each process if the previous save has failed, and only in those processes that cannot start to write.
         """
         self.wait()
         arrays: dict[str, jax.Array] = {}
@@ -116,8 +116,8 @@ class Checkpoints:
         ``dataset.resume(data)``, and ``more``.
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
-        file (delete its folder to resume from the one before); or if processes see different checkpoints. The error
-        is the same in each process, and then nothing changes.
+        file (delete its folder to resume from the one before); or if processes see different checkpoints. Then nothing changes,
+        and the error is the same in each process, unless arrays can be read in some processes only.
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)

@@ -42,7 +42,8 @@ class CheckpointFiles:
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
         """Wait until all processes have written. The first one then passes the size and digest of each file to ``commit``.
 
-        Call this in a background thread. If the first process fails, it raises its own error and each other process an OSError.
+        ``done``: the folder's path once ``commit`` has renamed it. Call this in a background thread. If the first process fails,
+        it raises its own error and each other process an OSError.
         """
         from orbax.checkpoint import multihost
 
@@ -66,7 +67,10 @@ class CheckpointFiles:
         return self._orbax.restore(where / STATE, args=restore)
 
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
-        """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if a file is damaged."""
+        """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
+
+        ``run``: the content of ``run.json``, whose digests are compared with the files. Each process compares its part.
+        """
         check_files(where, run, None, jax.process_index(), jax.process_count())
         found: Any = self._orbax.metadata(where / STATE)
         tree = getattr(found, "item_metadata", found)

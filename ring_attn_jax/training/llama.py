@@ -17,8 +17,9 @@ def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = No
     """Load a Llama, Mistral, Qwen2 or Qwen3 model from a Hugging Face folder as a RingTransformer.
 
     ``folder``: as ``save_pretrained`` writes it, with ``config.json`` and one safetensors file, or several with an index. Logits
-    equal those of transformers. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's ``w`` is ``w - 1``
-    here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records all of them.
+    equal those of transformers up to rounding. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's
+    ``w`` is ``w - 1`` here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records
+    all of them.
 
     ``dtype``: the dtype of the weights; None: that of config.json. ``compute_dtype``: the dtype of the computation, None for
     the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not
@@ -26,7 +27,7 @@ def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = No
 
     Raise ValueError if the architecture is none of these four, or needs a feature that our layers lack (quantised weights,
     "dynamic" rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the
-    error names them. The error is the same in each process of the mesh.
+    error names them. The error is the same in each process if the mesh spans all processes.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 
@@ -38,8 +39,9 @@ def save_llama(
 
     ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
     ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the
-    model came from, whose tokenizer is copied, with the keys of config.json that the model does not decide; None: no tokenizer is
-    written. Shards are gathered and ``folder`` is replaced as in :func:`save_weights`.
+    model came from. Its tokenizer is copied, and if its architecture is the same, so are the keys of its config.json that do not
+    follow from the model. None: no tokenizer is written. Shards are gathered and ``folder`` is replaced as in
+    :func:`save_weights`.
 
     Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask that is not causal,
     windows of several sizes, NTK or no rotary embedding, biases in other places. Raise it too if ``source`` has no tokenizer.

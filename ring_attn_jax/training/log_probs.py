@@ -46,7 +46,7 @@ def token_log_probs(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return each label's log-probability [b s], or with ``entropy`` (log-probability, entropy), in at least float32.
 
-    ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
+    ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token, as ``pack_rollouts`` and ``shard_batch`` return them.
     Both values are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary, since traced values cannot raise.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
@@ -72,7 +72,10 @@ def token_log_probs(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _values(x: jax.Array, head: jax.Array | None, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, ...]:
-    """Return the log-probability [b s] of each token's label and, if ``settings.entropy`` is set, the entropy [b s]."""
+    """Return the log-probability [b s] of each token's label and, if ``settings.entropy`` is True, the entropy [b s].
+
+    ``x``: hidden states [b s dim] if ``head`` is passed, else logits [b s vocab].
+    """
     return _forward(x, head, labels, settings)[0]
 
 
@@ -150,7 +153,10 @@ def _dlogits(
     dvalues: tuple[jax.Array, ...],
     settings: LogProbSettings,
 ) -> jax.Array:
-    """Return the cotangent of the logits in at least float32: 0 at ignored labels, NaN at labels outside the vocabulary."""
+    """Return the cotangent of the logits in at least float32: 0 at ignored labels, NaN at labels outside the vocabulary.
+
+    ``values``: log-probability and, if requested, entropy. ``dvalues``: their cotangents. ``lse``: the log-sum-exp.
+    """
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)
     logp = logits.astype(lse.dtype) - lse[..., None]
     p = jnp.exp(logp)

@@ -42,9 +42,9 @@ def loss(
 
         sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
-    ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each (``shard_batch`` shifts before it shards). ``axis_name``:
-    all mesh axes over which ranks hold different tokens, data-parallel axes included; None for global arrays, outside of
-    shard_map.
+    ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token (``shard_batch`` shifts before it shards).
+    ``axis_name``: all mesh axes over which ranks hold different tokens, data-parallel axes included; None for global arrays,
+    outside of shard_map.
 
     ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. Weights get no gradient, and
     weights of ignored labels have no effect. The mean divides by their sum over all ranks, however small, and is 0 if the sum is
@@ -52,11 +52,11 @@ def loss(
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's in
-    its dtype, the head's summed in at least float32, the dtype of logits and softmax. Products are in hidden's dtype. For global
-    arrays that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows (``batch_axes``): each
-    device then chunks its own tokens, and the head's gradient is summed over devices once. Without ``mesh`` a chunk has tokens of
-    all devices, and XLA sums the head's gradient in each chunk.
+    equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's
+    gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in hidden's dtype. For
+    global arrays that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows
+    (``batch_axes``): each device then chunks its own tokens, and the head's gradient is summed over devices once. Without
+    ``mesh`` a chunk has tokens of all devices, and XLA sums the head's gradient in each chunk.
 
     ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.

@@ -86,7 +86,8 @@ def _replicas(x: Any) -> list[Replica]:
     """Return this process's replicas of a value.
 
     An array has a replica on each device whose part of the array another device holds too. With several processes, an array that
-    is wholly in this process has a replica on each of its devices, since each process should hold the same array.
+    is wholly in this process has a replica on each of its devices, since each process should hold the same array. If an array has
+    no replica, the list has one entry with its dtype and shape only.
     """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]
@@ -142,9 +143,9 @@ def _gathered(text: str) -> list[str]:
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
     """Run the block in all processes, and raise in each of them the error of the lowest process whose block raises.
 
-    An OSError stays an OSError, any other error becomes a ValueError. The block appends to the yielded list texts that must be
-    the same in each process. The ValueError is a RankDifference if they differ, or if only some processes had an error. ``call``
-    names the block in that error.
+    An OSError stays an OSError, any other error becomes a ValueError. The block may append texts to the yielded list; these must
+    be the same in each process. The ValueError is a RankDifference if the texts differ, or if only some processes had an error.
+    ``call`` names the block in the error of texts that differ.
 
     ``mesh``: the mesh of the block's model. If it does not span all processes, each process raises only its own error.
     """

@@ -60,8 +60,8 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
     one weight at a time.
 
     Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
-    missing, unexpected or of another shape than in the config; the error names them. The error is the same in each process of the
-    mesh, and is raised before any weight is read, unless a file is overwritten during the load.
+    missing, unexpected or of another shape than in the config; the error names them. The error is the same in each process if the
+    mesh spans all processes, and is raised before any weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
@@ -111,7 +111,7 @@ class Empty(NamedTuple):
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without weights, and the names of the weights to read from each file of an open folder."""
+    """Return the model of ``config`` without weights, and the weights to read from each file of the open folder ``held``."""
     model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
     shapes = {name: _shape(path, p) for name, (path, p) in _parameters(model).items()}
     mesh = ring.get("mesh")
@@ -120,7 +120,7 @@ def described(held: WeightFolder, config: TransformerConfig, naming: Naming, rin
 
 
 def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
-    """Load the weights into the model, one at a time, and return it."""
+    """Load the weights from the open folder ``held`` into the model, one at a time, and return the model."""
     model, everywhere = empty.model, empty.sharding
     kept = _parameters(model)
     flat = []

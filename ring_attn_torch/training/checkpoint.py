@@ -94,12 +94,13 @@ class Checkpoints:
 
         ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as a scheduler's
         ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The state of each rank's CPU and GPU random
-        generators is saved too. The call first waits for the previous save. In a part of the default group it writes by itself.
+        generators is saved too. The call first waits for the previous save. If ``group`` is only a part of the default group, the
+        call writes, and returns when everything is written.
 
         Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
         dtypes of the model differ between ranks (``check_ranks`` compares the values), another run saves in the folder, or some
-        ranks do not see the first rank's folder. Raise OSError if the previous save has failed, or this one if the call itself
-        writes. The error is the same on every rank.
+        ranks do not see the first rank's folder. Raise OSError if the previous save has failed, or if this call fails to write.
+        The error is the same on every rank.
         """
         self.wait()
         optimizer = innermost(optimizer)

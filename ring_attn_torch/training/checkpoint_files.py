@@ -88,7 +88,7 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
 def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kinds:
     """Return (dtype, shape) of each tensor in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
 
-    Each of the ``ranks`` compares the digests of a part of the files.
+    ``run``: the content of ``run.json``, whose digests are compared with the files. Each of the ``ranks`` compares its part.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -104,7 +104,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
-    """Read tensors into ``places`` on all ranks of ``group``. Raise OSError on each of them if any rank fails."""
+    """Read a checkpoint's tensors into ``places`` on all ranks of ``group``. Raise OSError on all ranks if any rank fails."""
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -138,7 +138,7 @@ def reason(error: BaseException) -> tuple[int, BaseException]:
 
 
 def _check_header(file: Path) -> None:
-    """Raise ValueError if a file is truncated, or if its header lacks the offsets of a tensor's shard."""
+    """Raise ValueError if a file is truncated, or if its header has shard offsets that are invalid or lack a tensor."""
     with opened(file) as tensors:  # checks the file's length against its header
         text = (tensors.metadata() or {}).get(SHARDS)
         if text is None:

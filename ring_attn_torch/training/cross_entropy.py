@@ -173,7 +173,7 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the summed cross-entropy and the ``wanted`` gradients: dhidden in hidden's dtype, dhead in at least float32."""
+    """Return (summed cross-entropy, dhidden in hidden's dtype, dhead in at least float32), None for gradients not ``wanted``."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
     dhidden = torch.empty_like(hidden) if wanted[0] else None

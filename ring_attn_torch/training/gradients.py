@@ -69,7 +69,8 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
     """Return True if the gradient of ``p`` needs no sum, since FSDP has summed it over the whole ring or the ring is one rank.
 
-    Raise ValueError if FSDP has summed it over a part of the ring only, or if ranks of the ring hold the same tokens for it.
+    ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over a part of the
+    ring only, or if ranks that share ``p`` and hold the same tokens are in the ring.
     """
     if ranks_of(ring) == 1:
         return True

@@ -32,7 +32,7 @@ def token_log_probs(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return each label's log-probability [b s], or with ``entropy`` (log-probability, entropy), in at least float32.
 
-    ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each, as ``pack_rollouts`` and ``shard_batch`` return them.
+    ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token, as ``pack_rollouts`` and ``shard_batch`` return them.
     Both values are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary, since an error on one rank would
     leave the others waiting.
 
@@ -95,7 +95,10 @@ class _Values(torch.autograd.Function):
 
 
 def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Return (log-probability, entropy or None, log-sum-exp) of each token [n], in at least float32."""
+    """Return (log-probability, entropy or None, log-sum-exp) of each token [n], in at least float32.
+
+    ``x``: hidden states [n dim] if ``head`` is passed, else logits [n vocab].
+    """
     dtype, weight = torch.promote_types(x.dtype, torch.float32), None if head is None else head.to(x.dtype)
     logp, lse = (x.new_empty(x.shape[0], dtype=dtype) for _ in range(2))
     h = torch.empty_like(lse) if entropy else None

@@ -37,8 +37,8 @@ def loss(
 
         sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
-    ``logits`` [b s vocab]. ``labels`` int [b s]: the next token of each (``shard_batch`` shifts before it shards). ``group``: all
-    ranks that hold different tokens, data-parallel ranks included; None is the default group.
+    ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token (``shard_batch`` shifts before it shards). ``group``:
+    all ranks that hold different tokens, data-parallel ranks included; None is the default group.
 
     ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. Weights get no gradient, and
     weights of ignored labels have no effect. The mean divides by their sum over all ranks, however small, and is 0 if the sum is
@@ -46,8 +46,8 @@ def loss(
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's in
-    its dtype, the head's summed in at least float32, the dtype of logits and softmax. Products are in hidden's dtype, or in
+    equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's
+    gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in hidden's dtype, or in
     autocast's dtype under autocast.
 
     ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
@@ -104,10 +104,10 @@ def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab:
     if vocab is not None and part.device.type == "cpu" and eager_only([total]) and total[2:].any():
         raise _wrong(labels, ring, vocab, reduction)
     divisor = torch.ones_like(total[1]) if reduction == "sum" else total[1].masked_fill(total[1] == 0, torch.inf)
-    divisor = divisor.masked_fill(total[2:].sum() > 0, torch.nan)  # which makes this rank's gradients NaN too
+    divisor = divisor.masked_fill(total[2:].sum() > 0, torch.nan)  # so that gradients become NaN too
     mine = part / divisor
     with torch.no_grad():
-        mine.copy_(total[0] / divisor)  # all ranks' value, bit for bit the same, with the gradient of this rank's part
+        mine.copy_(total[0] / divisor)  # the value has the same bits on all ranks, the gradient is this rank's
     return mine
 
 
@@ -144,7 +144,8 @@ def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None
     """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`; int64, 0-d.
 
     ``labels``: int, any shape. For gradient accumulation, backpropagate ``loss(..., reduction="sum") / total`` of each
-    microbatch, where total is the sum of their counts, at least 1. Raise ValueError if labels are not a tensor.
+    microbatch, where total is the sum of their counts, at least 1. ``group``: as in :func:`loss`. Raise ValueError if labels are
+    not a tensor.
     """
     ring = ring_of(group)
     call = AgreedCall("count_labels", _device(labels), (("ignore_index", ignore_index),))

@@ -37,7 +37,7 @@ def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     listed = [p for p in model.parameters() if p in stepped]
     if not listed:
         return {}
-    # torch returns the names of states only, so give each parameter one: its index, as the state of an SGD.
+    # torch returns only the names of states, so give each parameter a state in an SGD: its index in ``listed``.
     numbers = torch.optim.SGD(listed)
     for number, p in enumerate(listed):
         numbers.state[p] = {"number": torch.tensor(number)}
@@ -86,18 +86,18 @@ def check_tensors(values: Mapping[str, Any]) -> None:
 
 
 def kinds(states: States) -> dict[str, dict[str, str]]:
-    """Return the dtype of each state, for comparison between ranks."""
+    """Return the dtype of each state by parameter name and state name, for comparison between ranks."""
     return {name: {key: str(x.dtype).removeprefix("torch.") for key, x in each.items()} for name, each in states.items()}
 
 
 def absent(everybody: Iterable[dict[str, dict[str, str]]]) -> dict[str, list[str]]:
-    """Return for each rank the parameters whose states exist only on other ranks."""
+    """Return, by rank as text, the parameters whose states exist only on other ranks. ``everybody``: each rank's ``kinds``."""
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
 
 def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
-    """Return the dtypes of all states that exist on any rank."""
+    """Return the dtypes of all states that exist on any rank. ``everybody``: each rank's ``kinds``."""
     return {name: states for each in reversed(everybody) for name, states in each.items()}
 
 
@@ -105,7 +105,7 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
     """Return the states, with zeros added for the states of each DTensor that has states on other ranks only.
 
     ``wanted``: the dtypes of all states that exist on any rank. A checkpoint needs the shards of all ranks to assemble a state.
-    A plain tensor, such as any ``step``, needs no zeros: it is a replica, and one rank's replica is enough.
+    A plain tensor, such as the count ``step``, needs no zeros: it is a replica, and one rank's replica is enough.
     """
     named = parameters_by_name(model, optimizer)
     added = {}
@@ -248,7 +248,7 @@ def _alike(mine: Any, theirs: Any) -> bool:
 
 
 def _first_states(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: nn.Parameter) -> dict[str, Any]:
-    """Return the states that the optimizer creates for ``p``, by a step on a copy of ``p`` with gradient 0."""
+    """Return the states that the optimizer creates for ``p`` of ``group``, by a step on a copy of ``p`` with gradient 0."""
     copy = p.detach().clone().requires_grad_()
     copy.grad = torch.zeros_like(p)
     other = object.__new__(type(optimizer))

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 REMEDY = "Load or broadcast one rank's values, and pass the same seeds and arguments on every rank"
 
 SHOWN = (torch.int64, torch.int32, torch.float32, torch.float64)
-"""The dtypes of single numbers that an error shows: a seed, a count, a rate."""
+"""The dtypes of one-element tensors whose value an error shows, such as a seed, a count or a rate."""
 
 
 def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -72,7 +72,10 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
 
 
 def _entries(what: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors and values inside ``what`` under their dotted names. Raise ValueError if one cannot be compared."""
+    """Yield (dotted name, tensor or value) for all inside ``what``, which is itself named ``name``.
+
+    Raise ValueError if a value cannot be compared.
+    """
     if isinstance(what, nn.Module):
         inside: Any = [*what.named_parameters(), *what.named_buffers()]
     elif isinstance(what, Mapping):
@@ -132,8 +135,8 @@ def _part(x: DTensor) -> str:
 def together(call: str, ring: Group) -> Iterator[list[str]]:
     """Run the block on all ranks, and raise on each of them the error of the lowest rank whose block raises.
 
-    An OSError stays an OSError, any other error becomes a ValueError. The block appends to the yielded list texts that must be
-    the same on every rank. The ValueError is a RankDifference if they differ, or if only some ranks had an error.
+    An OSError stays an OSError, any other error becomes a ValueError. The block may append texts to the yielded list; these must
+    be the same on every rank. The ValueError is a RankDifference if the texts differ, or if only some ranks had an error.
 
     Every rank of ``ring`` must enter with the same ``call``. A rank with an error waits only briefly for the others.
     """
@@ -184,7 +187,7 @@ def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | s
     error, value = None, None
     try:
         value = function()
-    except Exception as objection:  # of any kind: the others would wait for this rank
+    except Exception as objection:  # any exception, since the other ranks wait for this rank
         error = objection
     if ring is None or ranks_of(ring) == 1:
         if error is not None:

@@ -115,7 +115,7 @@ class Empty(NamedTuple):
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without weights, and the names of the weights to read from each file of an open folder."""
+    """Return the model of ``config`` without weights, and the weights to read from each file of the open folder ``held``."""
     with torch.device("meta"):
         model = RingTransformer.from_config(config, **ring)
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
@@ -123,7 +123,7 @@ def described(held: WeightFolder, config: TransformerConfig, naming: Naming, rin
 
 
 def filled(empty: Empty, held: WeightFolder) -> RingTransformer:
-    """Load the weights into the model, one at a time, and return it."""
+    """Load the weights from the open folder ``held`` into the model, one at a time, and return the model."""
     model = empty.model
     kept = dict(model.named_parameters())
     state = {}
