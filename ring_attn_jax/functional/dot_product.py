@@ -153,7 +153,7 @@ class Shards(NamedTuple):
         return jnp.where((first < end)[..., None], jnp.stack([first, end], -1), 0)
 
     def attend(self, qkv: tuple[Any, Any, Any], arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        """Return (out, lse) of this rank's queries, out in the dtype of q."""
+        """Return (out, lse) of this rank's queries, out in the dtype of q. ``arguments``: keywords of ``ring_attention``."""
         if self.axis_name is not None:
             lengths = {"length": self.lengths[0], "kv_length": self.lengths[1]}
             return ring_attention(*qkv, axis_name=self.axis_name, layout=self.layout, **lengths, **arguments, return_lse=True)
@@ -162,7 +162,10 @@ class Shards(NamedTuple):
 
 
 def _batched(name: str, x: Any, unbatched: bool) -> jax.Array:
-    """Return an array as [batch, tokens, heads, head_dim]."""
+    """Return an array as [batch, tokens, heads, head_dim], with a batch of 1 added if it is ``unbatched``.
+
+    Raise ValueError if it is not an array with this number of dimensions.
+    """
     if not hasattr(x, "ndim") or x.ndim != (3 if unbatched else 4):
         raise ValueError(f"{name} must be [batch, tokens, heads, head_dim], or all three without the batch, got {in_words(x)}")
     return x[None] if unbatched else x

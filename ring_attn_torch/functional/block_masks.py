@@ -139,7 +139,7 @@ def _names(code: CodeType) -> Iterator[str]:
 
 
 def _evaluated(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
-    """Evaluate the mask_mod at every pair, in blocks of queries, and convert the result."""
+    """Evaluate the mask_mod at every pair, in blocks of queries, and convert the result to arguments of the ring."""
     from torch.nn.attention.flex_attention import create_mask
 
     device = block_mask.kv_num_blocks.device

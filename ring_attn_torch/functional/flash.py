@@ -52,7 +52,11 @@ class _FlashOptions(NamedTuple):
         return left, 0 if self.causal else right
 
     def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:
-        """Return scale, softcap, ALiBi and dropout as arguments of ``ring_attention``."""
+        """Return scale, softcap, ALiBi, ``deterministic`` and dropout as arguments of ``ring_attention``.
+
+        ``equal_lengths``: True if queries and keys are equally many, in each document if there are several. Raise ValueError if
+        the slopes do not fit, or if there is a dropout rate without a seed.
+        """
         slopes = self.alibi_slopes
         if slopes is not None:
             if not isinstance(slopes, Tensor) or slopes.ndim != 1 or slopes.shape[0] != heads:
@@ -155,7 +159,7 @@ def flash_attn_varlen_func(
     """Compute ``flash_attn.flash_attn_varlen_func`` over a ring: documents packed into one row of tokens, with gradients.
 
     Document n has the queries ``cu_seqlens_q[n]`` to ``cu_seqlens_q[n + 1] - 1`` and the keys ``cu_seqlens_k[n]`` to
-    ``cu_seqlens_k[n + 1] - 1``. Within it, masks are those of :func:`flash_attn_func`, aligned to its last query and last key.
+    ``cu_seqlens_k[n + 1] - 1``. Its masks are those of :func:`flash_attn_func`, aligned to its last query and last key.
     Tokens after the last document, padding included, have out 0 and are not seen.
 
     q, k, v: this rank's shards of the packed row. ``cu_seqlens_q``, ``cu_seqlens_k``: int ``[documents + 1]``, of the whole row,
@@ -240,7 +244,10 @@ def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
 
 
 def _extents(ends_q: Tensor, ends_k: Tensor, length: int, sides: tuple[int | None, int | None]) -> Tensor:
-    """Return the extents [1, length, 2] of packed documents with windows aligned to the bottom right of each."""
+    """Return the extents [1, length, 2] of packed documents with windows aligned to the bottom right of each document.
+
+    ``ends_q``, ``ends_k``: the cu_seqlens. ``sides``: the window (left, right), None for an open side.
+    """
     if ends_q.shape[0] == 1:
         return ends_q.new_zeros(1, length, 2, dtype=torch.int32)
     position = torch.arange(length, device=ends_q.device)

@@ -66,7 +66,10 @@ def scaled_dot_product_attention(
 
 
 def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
-    """Return q, k and v as [batch, tokens, heads, head_dim]. Raise ValueError if dimensions or numbers of heads do not fit."""
+    """Transpose query, key and value from [batch, heads, tokens, dim] to [batch, tokens, heads, dim].
+
+    Raise ValueError if dimensions or numbers of heads do not fit.
+    """
     check_dims({"query": query, "key": key, "value": value}, "batch", "heads", "tokens", "head_dim")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise ValueError(
@@ -77,7 +80,7 @@ def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
 
 
 def _mask(attn_mask: Any, is_causal: bool, shards: Shards, q: Tensor) -> Arguments:
-    """Convert the mask to arguments of ``ring_attention``."""
+    """Convert attn_mask and is_causal to this rank's arguments of ``ring_attention``. Raise ValueError if they do not fit."""
     if attn_mask is None:
         return {"mask": causal() if is_causal else full()}
     if is_causal:

@@ -13,7 +13,7 @@ from ring_attn_core.validation import in_words
 from .shards import Arguments
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of (score, batch row, head, q_pos, k_pos)."""
+"""A function of (score, batch row, head, q_pos, k_pos) that returns the new score."""
 
 COMMUTING = ("aten.add.Tensor", "aten.mul.Tensor")
 

@@ -22,7 +22,7 @@ from ..ring.groups import group_name, group_of, is_dtensor, rank_in, ranks_of
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 Arguments = dict[str, Any]
-"""Keywords of ``ring_attention``."""
+"""Keyword arguments of ``ring_attention``, by name."""
 
 
 class RingArguments(NamedTuple):
@@ -44,7 +44,10 @@ class Shards(NamedTuple):
     lengths: tuple[int, int]
 
     def own(self, x: Any, of: int, device: torch.device) -> Tensor:
-        """Return this rank's shard of a global array [rows, length, ...]; ``of``: 0 for the queries' tokens, 1 for the keys'."""
+        """Return this rank's shard of a global array [rows, length, ...], padded with zeros.
+
+        ``of``: 0 for the queries' tokens, 1 for the keys'.
+        """
         x = torch.as_tensor(x, device=device)
         runs = named(self.layout)(self.rank, self.ranks, self.local[of])
         at = torch.cat([torch.arange(run.start, run.start + run.stride * run.length, run.stride, device=device) for run in runs])
@@ -57,7 +60,7 @@ class Shards(NamedTuple):
         return {"layout": self.layout, "length": self.lengths[0], "kv_length": self.lengths[1]}
 
     def mask(self, parts: DenseMaskArguments, batch: int, device: torch.device) -> Arguments:
-        """Convert a global mask to this rank's arguments of ``ring_attention``; a single row is expanded to the batch."""
+        """Convert a global mask to this rank's arguments of ``ring_attention``, with a single batch row expanded to ``batch``."""
         whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
         own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}
         return {"mask": parts.band} | {name: x.expand(batch, *x.shape[1:]) for name, x in own.items()}
