@@ -86,7 +86,8 @@ def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
     """Return the gradients dout_i and dlse_i of each pattern, 0 for fully masked queries.
 
-    With the weights alpha_i defined above: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse).
+    With the module's alpha_i: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), where <,> sums
+    over the features.
     """
     (outs, lses), rank = residuals
     dout, dlse = cotangents
@@ -138,7 +139,10 @@ def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, r
 
 
 def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Empty slots and padded heads are 0."""
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Empty slots and padded heads are 0.
+
+    ``place``: the pattern's FoldedBatches, and the heads of the array that it uses.
+    """
     batches, selection = place
     x = x[:, :, selection.first : selection.end]
     if selection.repeat > 1:
@@ -187,5 +191,8 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
 
 
 def _diagonal(selection: HeadSelection) -> jax.Array:
-    """Return a bool mask that broadcasts to [b slots spread together heads spread d], True if both spread indices are equal."""
+    """Return a bool mask that broadcasts to [b slots spread together heads spread d], True if both spread indices are equal.
+
+    ``HeadSelection`` explains ``spread`` and ``together``.
+    """
     return jnp.eye(selection.spread, dtype=bool)[:, None, None, :, None]

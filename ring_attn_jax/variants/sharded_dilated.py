@@ -46,8 +46,10 @@ def sharded_dilated_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute :func:`dilated_attention` on global arrays in natural order, sharded as in :func:`sharded_ring_attention`.
+    """Compute :func:`dilated_attention` on global arrays in contiguous layout (natural order, padded).
 
+    The mesh, its axes and the sharding of arrays are those of :func:`sharded_ring_attention`, other arguments those of
+    dilated_attention.
     Offsets and head groups follow from the global index of a head. With ``head_axis``, each device holds a part of the heads.
     Then raise ValueError if the heads per device are not a multiple of each dilation, or if ``mixing`` is not "softmax":
     otherwise devices would keep different tokens.

@@ -162,9 +162,9 @@ class SummaryInputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """The summaries of all blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
+    """The n summaries of all blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
 
-    ``fraction`` [b n], with a key mask: the fraction of a summary's tokens that are unmasked.
+    ``fraction`` [b n]: the fraction of each summary's tokens that are unmasked; None without a key mask.
     """
 
     k: jax.Array

@@ -85,7 +85,8 @@ class Mix(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
         """Return the gradients dout_i and dlse_i of each pattern, 0 for fully masked queries.
 
-        With the weights alpha_i defined above: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse).
+        With the module's alpha_i: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), where <,> sums
+        over the features.
         """
         places, rank = ctx.places, ctx.rank
         *results, sums = ctx.saved_tensors
@@ -133,7 +134,10 @@ def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Empty slots and padded heads are 0."""
+    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Empty slots and padded heads are 0.
+
+    ``place``: the pattern's FoldedBatches, and the heads of the array that it uses.
+    """
     batches, selection = place
     spots = _spots(_padded(_chosen(x, selection), batches, selection, rank), batches, selection)
     return spots.flatten(0, 2)  # unlike reshape(-1), also correct without slots
@@ -174,7 +178,7 @@ def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
 
 
 def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: int) -> Tensor:
-    """Pad ``x`` with zeros to ``batches.spanned`` tokens and ``selection.padded`` heads.
+    """Pad ``x`` [b s h d] with zeros to all token positions of the rank's slots and equally many heads per head group.
 
     Return ``x`` itself if it needs no padding.
     """
