@@ -89,7 +89,7 @@ def axes_of(x: Any) -> frozenset[str]:
 
 
 def checks_are_off(axis_name: str) -> bool:
-    """Return True if the shard_map over the axis has ``check_vma=False``: then even a rank's own index does not vary over it."""
+    """Return True if the shard_map over the axis has ``check_vma=False``, under which not even ``axis_index`` is varying."""
     return axis_name not in axes_of(lax.axis_index(axis_name))
 
 

@@ -77,7 +77,8 @@ def sharded_ring_attention(
     called before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be a mesh axis
     other than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded, and outside jit
     arrays on devices outside the mesh are copied to it; the arguments of a jit must lie on the mesh, or be uncommitted.
-    Raise ValueError if the mesh lacks an axis or sizes are not multiples of its axes, TypeError for an unknown keyword.
+
+    Raise ValueError if the mesh lacks an axis, if sizes are not multiples of the sizes of its axes, or as ring_attention does.
     """
     options = Options(
         layout="contiguous" if isinstance(layout, TracedLayout) else layout,
@@ -134,7 +135,7 @@ class ShardedAxes(NamedTuple):
         return self.mesh.shape[self.axis_name]
 
     def specs(self, kv_heads: int) -> dict[str, PartitionSpec]:
-        """Return the sharding of each array by name; a single key head is replicated."""
+        """Return the PartitionSpec of each array by its name in ``ring_attention``; a single key head is replicated."""
         batch = self.batch_axes or None
         tokens, heads = PartitionSpec(batch, self.axis_name), PartitionSpec(self.head_axis)
         keys = PartitionSpec(batch, self.axis_name, None if kv_heads == 1 else self.head_axis)

@@ -86,7 +86,7 @@ def attend_block(
 
 
 def block_state(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from records; ``runs``: the runs of the queries and of the keys."""
+    """Compute ``attend_block`` from records and return the state; ``runs``: the runs of the queries and of the keys."""
     q_run, k_run = runs
     counts = [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride, *options.counts]
     return from_outputs(torch.ops.ring_attn.attend_block(q, k, v, counts, OpCall(options).text, *arrays))
@@ -178,7 +178,8 @@ class _Block(NamedTuple):
 def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int], call: str, backward: bool = False) -> _Block:
     """Check the inputs of a block, and return its backend with the arguments of the backend's methods.
 
-    ``counts``: start and length of the query run, start and length of the key run, their stride, then the options' numbers.
+    ``counts``: start and length of the query run, start and length of the key run, their stride, then the numbers in the options.
+    ``call``: the other options as text. ``backward``: check and compile the backward.
     """
     (q_start, q_length, k_start, k_length, stride), options = counts[:5], OpCall.read(call, tuple(counts[5:])).options
     problem = problem_of(q, k, v, arrays, 1, options)

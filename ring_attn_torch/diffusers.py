@@ -57,8 +57,8 @@ def ring_backend(
 
     ``query``, ``key``, ``value``: this rank's shards, [batch, tokens, heads, head_dim]. ``attn_mask``: the visible keys of this
     rank, [batch, tokens] or [batch, 1, 1, tokens]: bool, or floats of 0 and -inf (or the dtype's lowest number). ``return_lse``:
-    return (out, lse) with lse [batch, tokens, heads]. Without a parallel config the call is diffusers' native attention on one
-    device.
+    return (out, lse) with lse [batch, tokens, heads]. Other arguments: as in diffusers. Without a parallel config the call is
+    diffusers' native attention on one device.
 
     Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases, if there is dropout, or if
     the numbers of queries and keys differ, as in cross-attention.

@@ -91,7 +91,8 @@ class RingInnerAttention(ScaledDotProductAttention):
         """Return attention [batch, local, heads, head_dim] of this rank's queries.
 
         ``out_transform``: a function of (out, lse) whose result is returned instead, such as gpt-oss's, which applies sinks. lse
-        is [batch, local, heads].
+        is [batch, local, heads]. ``others``: score_mod and is_causal are checked, the rest is ignored.
+
         Raise ValueError if attention_masks are another backend's, if score_mod is set or if is_causal is False.
         """
         if attention_masks is not None and not isinstance(attention_masks, Documents):
@@ -151,9 +152,9 @@ def cp_shard(
 ) -> tuple[tuple[Tensor, ...], Documents]:
     """Return (shards, Documents) of this rank, for a training loop of your own.
 
-    The shards are those of ``inputs``, in order, then that of ``positions``.
-    ``inputs``: global arrays [batch, length, ...], such as ids and labels, the same on every rank. ``positions``: [batch,
-    length], 0 at the first token of each document. Raise ValueError if the layout cannot split the length equally.
+    ``shards`` holds the shard of each of ``inputs``, in order, then the shard of ``positions``. ``inputs``: global arrays [batch,
+    length, ...], such as ids and labels, the same on every rank. ``positions``: [batch, length], 0 at the first token of each
+    document. Raise ValueError if the layout cannot split the length equally.
     """
     length, ranks = positions.shape[1], cp_mesh.size()
     parts = ranks * (2 if layout == "zigzag" else 1)
@@ -164,14 +165,14 @@ def cp_shard(
 
 
 def _own(x: Tensor, mesh: DeviceMesh | None, layout: str) -> Tensor:
-    """Return this rank's shard of a global array [batch, length, ...]."""
+    """Return this rank's shard of a global array [batch, length, ...], or the array itself without a mesh."""
     if mesh is None:
         return x
     return to_layout(x, layout, mesh.size()).chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
 
 
 def _band(before: int, after: int) -> Band:
-    """Return the mask of VarlenAttention's window_size. Raise ValueError if a number is below -1."""
+    """Return the mask of VarlenAttention's window_size (before, after). Raise ValueError if a number is below -1."""
     if min(before, after) < -1:
         raise ValueError(f"window_size must be two numbers of tokens, or -1 for no limit, got {(before, after)}")
     if before < 0:
