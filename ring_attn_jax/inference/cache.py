@@ -57,7 +57,7 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    The tokens that ``append`` writes become visible with ``advance``: a step that stops before it has no visible effect. Other
+    The tokens that ``append`` writes become visible with ``advance``: a step without ``advance`` has no visible effect. Other
     methods take effect at once. Each method returns a new cache; donate the old one to jit, and XLA writes in place. The
     operations between steps (:meth:`rollback`, :meth:`fork`, ...) work inside and outside of shard_map.
     """
@@ -199,7 +199,7 @@ class KVCache(Requests):
         return replace(self, owners=owners, **changed)
 
     def part(self, layer: int | jax.Array, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer: of the requests of ``step``, new tokens included, or of all requests for None."""
+        """Return this rank's part of a layer: all requests, or with a ``step`` its requests with their new tokens."""
         k, v = self.k[layer], self.v[layer]
         if step is not None and step.rows is not None:
             k, v = (x[step.into[:, 0]] for x in (k, v))

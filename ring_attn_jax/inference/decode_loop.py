@@ -25,7 +25,7 @@ SAME = PartitionSpec()
 
 
 class PlacedModel(NamedTuple):
-    """A model whose weights are replicated on a mesh: its compiled programs, and its weights, their first argument."""
+    """A model on a mesh: its compiled programs, and its replicated weights, which are the programs' first argument."""
 
     mesh: Mesh
     axis_name: str

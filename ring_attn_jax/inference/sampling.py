@@ -33,7 +33,7 @@ def sample(
     ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens, and
     ``top_p``, of these, the fewest whose probabilities sum to at least p, the most probable first; None keeps all. Each of the
     three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an int. ``requests``:
-    the number of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
+    the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
     after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
 
     The tokens depend only on the logits and these arguments. So from equal logits all ranks and both frameworks draw the same
@@ -66,7 +66,7 @@ def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
 def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
     """Draw the tokens, int32 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    ``parameters``: the sampling parameters, each a number or [b]. ``requests``: the requests' numbers. ``positions``: their
+    ``parameters``: the sampling parameters, each a number or [b]. ``requests``: the requests' indices. ``positions``: their
     numbers of cached tokens. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for float64).
     """
     if parameters.temperature is None:

@@ -76,7 +76,7 @@ class DropoutArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class FlaxFunction:
-    """The base class of attention functions for flax. Functions made with equal arguments are equal, so jit compiles once.
+    """The base class of attention functions for flax. Functions of equal arguments compare equal, so jit compiles once.
 
     It accepts the arguments that flax passes, and refuses the unsupported ones with a ValueError. A subclass defines
     ``_attended``.

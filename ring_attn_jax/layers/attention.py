@@ -50,7 +50,7 @@ class RingAttention(Projections):
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
     denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
     ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``. ``dropout_rate``: fraction of the attention
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`; use ``rotary_base=None`` then. ``dropout_rate``: fraction of the attention
     probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
 
     JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes do not fit or a number is

@@ -24,7 +24,7 @@ from ..layers.chunks import from_chunks, to_chunks
 
 
 class Labels(NamedTuple):
-    """The int32 ``labels`` of tokens and their ``weights`` in at least float32: 0 at ignored labels, or None for all 1."""
+    """The int32 ``labels`` of tokens and their ``weights`` in at least float32, 0 at ignored labels; None if all are 1."""
 
     labels: jax.Array
     weights: jax.Array | None = None

@@ -116,7 +116,7 @@ def _content(x: jax.Array) -> str:
 
 
 def _tables_of_all(table: Table, error: Exception | None) -> list[Table]:
-    """All-gather digests of the tables. Return the tables of all processes.
+    """All-gather digests of the processes' tables, which map each value's name to its replicas. Return all tables.
 
     Return only this process's table if all are equal and no replicas in it differ. Raise ValueError if a process has an
     ``error``.

@@ -58,7 +58,7 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    The tokens that ``append`` writes become visible with ``advance``: a step that stops before it has no visible effect. Other
+    The tokens that ``append`` writes become visible with ``advance``: a step without ``advance`` has no visible effect. Other
     methods take effect at once. Tensors are changed in place, at fixed shapes and without waiting for the device, so that a step
     may be captured in a CUDA graph. Methods return the cache itself, so that the same program runs in JAX, where they return a
     new one.

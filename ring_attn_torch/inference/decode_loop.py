@@ -1,4 +1,4 @@
-"""The decode loop: each step takes the newest token of every request and draws the next one, all on the device."""
+"""The decode loop: each step takes each request's newest token and draws its next one, all on the device."""
 
 from __future__ import annotations
 

@@ -36,20 +36,20 @@ class DecodeStep:
     of: Tensor
     """int64 [requests, 1]: the requests as indices into the cache (``into``) and into the step (``of``)."""
     before: Tensor
-    """int32 [requests]: lengths before the step, in tokens."""
+    """Lengths of the requests before the step, int32 [requests]."""
     lengths: Tensor
-    """int32 [requests]: lengths after the step, in tokens."""
+    """Lengths of the requests after the step, int32 [requests]."""
     chunk: Tensor
-    """int32 [requests]: the number of new tokens of each request."""
+    """Number of new tokens of each request, int32 [requests]."""
     counts: Tensor
-    """int32 [requests, ranks]: the number of tokens that each rank has stored after the step; the next ``KVCache.counts``."""
+    """Number of tokens that each rank has stored after the step, int32 [requests, ranks]; the next ``KVCache.counts``."""
     slots: Tensor
-    """int64 [requests, writes]: the slots that this rank writes; the last slot absorbs the tokens of other ranks."""
+    """Slots that this rank writes, int64 [requests, writes]. The last slot absorbs the tokens of other ranks."""
     source: Tensor | None
-    """int64 [requests, writes]: index, among the step's tokens, of the token written to each slot; None for a single token."""
+    """Index, among the step's tokens, of the token written to each slot, int64 [requests, writes]; None for a single token."""
     owner_slots: Tensor
     owners: Tensor
-    """int16 [requests, owners]: the rank of each of the newest tokens. ``owner_slots`` int64: indices in ``KVCache.owners``."""
+    """The rank of each of the newest tokens, int16 [requests, owners]. ``owner_slots`` int64: indices in ``KVCache.owners``."""
     certain: bool = True
     """True if the host knows that some request gets a token. With ``valid`` only the device knows."""
     version: int = 0

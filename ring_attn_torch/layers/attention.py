@@ -49,7 +49,7 @@ class RingAttention(Projections):
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
     denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
     ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`; usual with ``rotary_base=None``. ``dropout_rate``: fraction of the attention
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`; use ``rotary_base=None`` then. ``dropout_rate``: fraction of the attention
     probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
 
     A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes

@@ -19,7 +19,7 @@ from .parts import LinearMap, RMSNorm
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: the maximum number of tokens computed at a time; None for all. The backward recomputes each chunk. ``bias``:
+    ``chunk``: the maximum number of tokens computed at a time, None for all. The backward recomputes each chunk. ``bias``:
     ``gate``, ``up`` and ``down`` have biases.
     """
 

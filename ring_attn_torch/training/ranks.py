@@ -1,4 +1,4 @@
-"""Checks that all ranks hold the same weights, seeds and arguments."""
+"""Checks that all ranks hold the same weights, seeds and arguments, by digests exchanged through the group's store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Weights in a folder of config.json and safetensors files. Both packages read and write it.
 
-Saving: shards are gathered, and rank 0 writes. Loading: every rank reads all weights from the files, one at a time. Ranks
-exchange only errors, and digests of blocks of the files to detect that they read different saves.
+Saving: shards are gathered, and rank 0 writes a new folder beside the old one, calls fsync, and renames it. Loading: every rank
+reads all weights from the files, one at a time. Ranks exchange only errors, and digests of blocks of the files to detect that
+they read different saves.
 """
 
 from __future__ import annotations

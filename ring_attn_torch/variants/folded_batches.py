@@ -34,9 +34,10 @@ def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
 
 
 def mixed(outs: list[Tensor], lses: list[Tensor], batches: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
-    """Combine the patterns' results in folded batches: return out [b s h e], in the outs' dtype, and lse [b s h]. Differentiable.
+    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse). Differentiable.
 
-    A token that sees no key in any pattern has out 0, lse -inf and zero gradients.
+    Return out [b s h e], in the outs' dtype, and lse [b s h]. A token that sees no key in any pattern has out 0, lse -inf and
+    zero gradients.
     """
     return Mix.apply(tuple((each, each.of_queries) for each in batches), rank, *outs, *lses)
 
