@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 FARTHEST = 2**31
-"""Window sides from this number of tokens on are open: no sequence is that long, and int64 holds smaller sides plus positions."""
+"""Window sides of at least this many tokens are open: no sequence is longer, and int64 holds smaller sides plus positions."""
 
 
 class _FlashOptions(NamedTuple):
@@ -215,9 +215,9 @@ def _band(sides: tuple[int | None, int | None], offset: int) -> Band:
 
 
 def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
-    """Return cu_seqlens as int64, checked.
+    """Check cu_seqlens, and return it as an int64 tensor.
 
-    Raise ValueError if it does not begin with 0, decreases, ends after ``total``, the tokens of the row, or has a document of
+    Raise ValueError if it does not begin with 0, decreases, ends after the ``total`` tokens of the row, or has a document of
     more than ``longest`` tokens. ``of``: "q" or "k", for the message.
     """
     name = f"cu_seqlens_{of}"

@@ -176,7 +176,7 @@ def _problem(kinds: _Kinds, device: torch.device, window: Any, scale: Any, softc
 
 @lru_cache(maxsize=4096)
 def _call(problem: Decode | None) -> AgreedCall:
-    """Return the record by which the ranks compare this call."""
+    """Return the record by which the ranks compare this call. ``problem``: None if this rank's inputs are invalid."""
     if problem is None:
         return AgreedCall("tree_attention_decode", "cpu", ())
     return AgreedCall("tree_attention_decode", problem.device, tuple(problem.alike().items()))

@@ -12,13 +12,16 @@ from ring_attn_core.runs import Band
 
 
 class MaskArguments(NamedTuple):
-    """A mask as a band, extents and a key mask. A query sees a key if all three allow the pair."""
+    """A mask as a band, extents and a key mask. A query sees a key if all three allow the pair.
+
+    It is a mask of the global sequence in natural order, or of this rank's shards.
+    """
 
     band: Band
     extents: Tensor | None = None
-    """``extents=`` of ring_attention, int [batch, queries, 2], but for the global sequence in natural order."""
+    """``extents=`` of ring_attention, int [batch, queries, 2]."""
     key_mask: Tensor | None = None
-    """``key_mask=`` of ring_attention, bool [batch, keys], but for the global sequence in natural order."""
+    """``key_mask=`` of ring_attention, bool [batch, keys]."""
 
     @property
     def arrays(self) -> dict[str, Tensor]:

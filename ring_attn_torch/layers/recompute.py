@@ -43,7 +43,7 @@ def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResul
 
 
 class RecordPass(StoredResults):
-    """The context of a block's first run. It stores the (out, lse) of each attention call."""
+    """The context manager of a block's first run. It stores the (out, lse) of each attention call."""
 
     def __init__(self, put: Callable[[Tensor], Fetch], stored: list[tuple[Fetch, Fetch]]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class RecordPass(StoredResults):
 
 
 class ReplayPass(StoredResults):
-    """The context of a block's recomputation in the backward. It returns the stored (out, lse) in order of the calls.
+    """The context manager of a block's recomputation in the backward. It returns the stored (out, lse) in order of the calls.
 
     Entering it again starts over.
     """

@@ -13,7 +13,7 @@ from ring_attn_core.validation import as_number, in_words
 from ..attend.tiles import accumulation_dtype
 
 COARSE = 1024
-"""Number of tokens between two coarse angles of RotaryEmbedding."""
+"""Number of positions from one coarse angle to the next; RotaryEmbedding adds a coarse and a fine angle."""
 TURN = 2**32
 """Number of units of an integer angle in a full turn."""
 

@@ -144,8 +144,8 @@ def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None
     """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`; int64, 0-d.
 
     ``labels``: int, any shape. For gradient accumulation, backpropagate ``loss(..., reduction="sum") / total`` of each
-    microbatch, where total is the sum of their counts, at least 1. ``group``: as in :func:`loss`. Raise ValueError if labels are
-    not a tensor.
+    microbatch, where total is the sum of the microbatches' counts, at least 1. ``group``: as in :func:`loss`. Raise ValueError if
+    labels are not a tensor.
     """
     ring = ring_of(group)
     call = AgreedCall("count_labels", _device(labels), (("ignore_index", ignore_index),))
