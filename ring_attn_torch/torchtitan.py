@@ -51,7 +51,7 @@ class Documents(NamedTuple):
     """The documents of this rank's queries. The inner attention takes them as ``attention_masks``."""
 
     extents: Tensor
-    """int32 [batch, local, 2], the interval of the global key positions of each query's document."""
+    """First and end (exclusive) of the global positions of each query's document, int32 [batch, local, 2]."""
     layout: str
     """The layout of the shards."""
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from jaxtyping import Array, Bool, Float, Int
 
 BACKENDS = {None: "auto", "xla": "blockwise"}
-"""The backend of each ``implementation``."""
+"""The backend for each value of ``implementation``."""
 
 
 @named_keywords

@@ -183,7 +183,7 @@ def transformer_in(model: RingTransformer) -> RingTransformer:
 
 
 def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield the weights by name, one at a time, each gathered from its shards to the host."""
+    """Yield (name, weight) for each weight, gathered from its shards to the host one at a time."""
     for name, (path, p) in _parameters(model).items():
         x = p[...]
         whole = np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
