@@ -39,7 +39,7 @@ SNAP = 64
 """Largest number of tokens by which a cut may move to the edge of a document."""
 
 MOST_WHOLE = 4
-"""Largest number of whole items that ``_Remaining.costly`` tries to take from the costly end, so that no item is cut there."""
+"""Largest number of whole items (see ``_Item``) that a rank may take from the costly end, so that no item is cut there."""
 
 SLACK = 0.004
 """Largest relative deviation of a rank's cost from an equal share, accepted if fewer documents are cut."""
@@ -181,7 +181,7 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, ranks: int) -> int:
-        """Return how many of a rank's ``local`` tokens come from the costly end; the others come from the cheap end.
+        """Return how many of a rank's ``local`` tokens come from the costly end; the rest come from the cheap end.
 
         Bisection finds the number that gives the rank 1 / ``ranks`` of the remaining cost. A number within ``SLACK`` of that cost
         is preferred if it cuts fewer documents.
@@ -202,9 +202,9 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return the offsets (<= 0, > 0) from a cut before token ``cut`` to the nearest edges of documents or items.
+        """Return the distances from a cut before token ``cut`` back to the nearest edge (<= 0) and on to the next edge (> 0).
 
-        Return (0,) if the cut is at the edge of an item.
+        These are edges of documents or items. Return (0,) if the cut is at the edge of an item.
         """
         index, offset = self.at(cut)
         if not offset:

@@ -22,7 +22,8 @@ class BalancedLayout:
     ``runs``: for each rank the (start, length) of its runs of consecutive positions, in shard order; the lengths of each rank add
     up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
     ``documents``: the lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
-    Raise ValueError if the runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once.
+    Raise ValueError if the runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once,
+    if the ranks hold unequal numbers of tokens, or if ``length`` is greater than their sum.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
@@ -77,7 +78,7 @@ class BalancedLayout:
         return tuple(run for run in kept if run.length)
 
     def joined(self, shards: int) -> BalancedLayout:
-        """Return the layout in which each group of ``shards`` ranks is one rank, with its tokens in order of position."""
+        """Return the layout with each group of ``shards`` consecutive ranks as one rank, its tokens in order of position."""
         groups = []
         for first in range(0, self.ranks, shards):
             runs: list[tuple[int, int]] = []
@@ -104,7 +105,8 @@ class BalancedLayout:
     def padded_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
         """Return each run of a rank as (base, length, start, stride), followed by empty runs up to ``most_runs`` runs.
 
-        A plan needs equally many runs on every rank. ``base``: offset in the shard. ``length``: true tokens, 0 in an added run.
+        A plan needs equally many runs on every rank. ``base``: offset in the shard. ``length``: tokens without padding, 0 in an
+        added run. ``start``: first position. ``stride``: 1.
         """
         return self._padded_runs[rank]
 

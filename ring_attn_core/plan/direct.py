@@ -103,7 +103,7 @@ def _run(length: int, start: int, stride: int) -> Run:
 
 
 def visible_keys(queries: Run, keys: Run, mask: Band) -> tuple[int, int]:
-    """Return the local indices [first, end) of the keys that some query sees; (0, 0) if no query sees one.
+    """Return the local indices [first, end) of the keys that some query sees; (0, 0) if no query sees a key.
 
     Between runs of equal stride the mask is ``lo <= i - j <= hi`` in local indices. Therefore some query i sees key j if
     ``max(0, j + lo) <= min(queries - 1, j + hi)``, which means ``-hi <= j <= queries - 1 - lo``.

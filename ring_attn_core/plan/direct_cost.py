@@ -9,9 +9,9 @@ from .passes import Pass, Work
 from .ring import RingPlan
 
 SLICE, NEEDED = 13, 2
-"""Numbers of launches with which PyTorch copies a slice of keys into place, and selects the keys that a rank needs.
+"""Numbers of launches of PyTorch, each of which takes time on the host.
 
-Each launch takes time on the host.
+SLICE: to copy a step's slices into place. NEEDED: to select or sort the keys of the exchange in a balanced layout.
 """
 
 
@@ -37,9 +37,10 @@ def direct(run: Pass, group: int) -> None:
 
 
 def _needed(run: Pass, size: float) -> None:
-    """Schedule "direct" in a balanced layout: two steps, and one exchange of keys during the first one.
+    """Schedule "direct" in a balanced layout: two steps, and an exchange of keys during the first step.
 
-    ``size``: elements of the keys that the busiest rank sends or receives.
+    In the backward an exchange of their gradients follows the second step. ``size``: elements of the keys that the busiest rank
+    sends or receives.
     """
     line, load, item, wide = run.line, run.load, size * run.load.item, size * run.load.wide
     others = [run.work(shift) for shift in load.plan.shifts[1:]]

@@ -1,4 +1,4 @@
-"""Packed documents as work: the visible pairs of any queries, and the keys that these queries see.
+"""The attention work of packed documents: the visible pairs of a run of queries, and the keys that these queries see.
 
 Documents follow one another, and a query sees only keys of its own document that the mask leaves visible. With documents of 3, 1
 and 4 tokens, then two of padding, under a causal mask:
@@ -157,7 +157,7 @@ def _check_cost(name: str, cost: Any) -> None:
 
 
 def _inside(run: Run, first: int, end: int) -> tuple[int, int] | None:
-    """Return the first and last position of ``run`` within ``first .. end - 1``; None if none lies there."""
+    """Return the first and last position of ``run`` within ``first .. end - 1``, or None if the run has no position there."""
     skipped = max(-((run.start - first) // run.stride), 0)
     kept = Run(run.start + skipped * run.stride, max(run.length - skipped, 0), run.stride).before(end)
     return (kept.start, kept.start + kept.stride * (kept.length - 1)) if kept.length else None

@@ -34,8 +34,8 @@ class Load:
     ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
     host, 0 if unknown. ``share``: visible pairs divided by the mask's pairs, below 1 for packed documents of known lengths.
     ``extents``: whether queries have extents. ``peer_access``: whether the ranks can copy from and to the memory of each other's
-    GPUs. ``needed``: the plan of "direct" in a balanced layout, None if "auto" may not take it. ``even``: whether all ranks then
-    send equally many keys, as in JAX.
+    GPUs. ``needed``: the plan of "direct" in a balanced layout, None if "auto" may not take it. ``even``: whether all ranks
+    send equally many keys under this plan, as in JAX.
     """
 
     plan: RingPlan
@@ -58,7 +58,7 @@ class Load:
 
     @property
     def local(self) -> int:
-        """Return the number of ranks that share the links of a host."""
+        """Return the number of ranks that share the links of a host; 0 if ``host_ranks`` is unknown."""
         return min(self.plan.ranks, self.host_ranks)
 
     @property
@@ -94,14 +94,17 @@ class Load:
         return known
 
     def _part(self, rank: int, shift: int) -> int:
-        """Return an estimate of ``area`` in a balanced layout: pairs in proportion to keys, the same at all shifts but 0."""
+        """Return an estimate of ``area`` in a balanced layout: a rank's pairs, divided in proportion to keys.
+
+        Shift 0 has the rank's own keys; the other shifts share the received keys equally.
+        """
         assert self.needed is not None
         pairs, own = self.needed.pairs(rank), self.plan.kv_local / (self.plan.kv_local + self.needed.busiest())
         return round(pairs * own if shift == 0 else pairs * (1 - own) / max(len(self.plan.hops), 1))
 
     @cached_property
     def needed_share(self) -> float:
-        """Return how many keys the busiest rank needs under "direct" in a balanced layout, as a share of a ring's."""
+        """Return the keys that the busiest rank receives under "direct" in a balanced layout, divided by those of a ring."""
         assert self.needed is not None
         return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)
 
@@ -138,7 +141,7 @@ class Load:
         return machine.forward_rate * min(1.0, (self.head_dim + 64) / 192)
 
     def backward_rate(self, machine: Machine) -> float:
-        """Return the floating-point operations per second of the backward. It falls with the head dim as ``forward_rate`` does.
+        """Return the floating-point operations per second of the backward. It falls linearly below a head dim of 128.
 
         Head dims above 128 need two passes with together 7 matrix products instead of 5.
         """

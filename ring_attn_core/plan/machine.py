@@ -89,7 +89,7 @@ class Machine:
     def link(self, ranks: int) -> float:
         """Return the rate of a link, in bytes per second, if ``ranks`` ranks of a host send at once.
 
-        Use the measurement with ``ranks`` ranks, else with the next larger number of ranks, else the last measurement.
+        Use the measurement with ``ranks`` ranks, else with the next larger number of ranks, else with the largest number.
         """
         return next((rate for of, rate in self.links if of >= ranks), self.links[-1][1])
 
@@ -123,7 +123,7 @@ PEAKS = {"A100": 312e12, "H100": 990e12, "H200": 990e12}
 """Peak FLOP/s of GPUs in bfloat16 without sparsity, from their data sheets."""
 
 RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "copies", "memory", "peer")
-"""The fields whose larger values are better; in all other numeric fields smaller values are."""
+"""The fields whose larger values are better; in all other numeric fields smaller values are better."""
 
 OPTIONAL = frozenset(field.name for field in fields(Machine) if field.default == 0)
 """The fields that a record may lack; a field that was not measured is 0."""
@@ -197,7 +197,7 @@ BUILT_IN = (H200, H100)
 
 
 def built_in(name: str) -> Machine | None:
-    """Return the record of the hardware ``name``; None if the hardware was not measured, or has no NVLink."""
+    """Return the record of the hardware ``name``. Return None if it was not measured, or if it is a PCIe or NVL card."""
     if "PCIe" in name or "NVL" in name:
         return None
     return next((each for each in BUILT_IN if each.name.removeprefix("NVIDIA ") in name.split()), None)

@@ -76,9 +76,10 @@ def host() -> str:
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:
-    """Return the number of consecutive ranks on each host; 0 if this number differs or a host's ranks are not consecutive.
+    """Return the number of consecutive ranks on each host.
 
-    ``hosts``: the name of each rank's host.
+    Return 0 if hosts have different numbers of ranks, or if the ranks of a host are not consecutive. ``hosts``: the name of each
+    rank's host.
     """
     size = next((rank for rank, each in enumerate(hosts) if each != hosts[0]), len(hosts))
     groups = [set(hosts[first : first + size]) for first in range(0, len(hosts), size)]

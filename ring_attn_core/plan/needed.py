@@ -32,7 +32,10 @@ PARTS = 8
 
 
 class Stretch(NamedTuple):
-    """Consecutive positions, from ``start`` on, whose keys ``owner`` sends to another rank; ``first``: the index in its shard."""
+    """Consecutive positions, from ``start`` on, whose keys ``owner`` sends to another rank.
+
+    ``first``: the index of the first of these keys in the owner's shard.
+    """
 
     start: int
     length: int
@@ -66,7 +69,10 @@ class NeededPlan(RingPlan):
         return self._padded(max(self.tokens(owner, reader) for owner in ranks for reader in ranks))
 
     def busiest(self, even: bool = False) -> int:
-        """Return the largest number of keys that one rank receives or sends. ``even``: every part is ``most_tokens`` long."""
+        """Return the largest number of keys that one rank receives or sends.
+
+        With ``even``, each rank sends ``most_tokens`` keys to each other rank, as in JAX.
+        """
         return (self.ranks - 1) * self.most_tokens if even else self._busiest
 
     @cached_property
@@ -134,12 +140,18 @@ class NeededPlan(RingPlan):
         return _merged(sorted([*own, *((each.start, each.start + each.length) for each in self.received(rank))]))
 
     def arrived_runs(self, rank: int) -> Runs:
-        """Return the (base, length, start, stride) of each run of consecutive positions among the received keys."""
+        """Return the (base, length, start, stride) of each run of consecutive positions among the received keys.
+
+        ``base``: offset in the received shard. ``start``: first position. ``stride``: 1.
+        """
         return _runs(self.received(rank))
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
-    """Raise ValueError if ``unavailable`` returns an objection."""
+    """Raise ValueError if a query of ``rank`` may see a key that the rank neither holds nor receives.
+
+    ``extents``: as in ``unavailable``, which finds the query.
+    """
     if (why := unavailable(extents, plan, rank)) is not None:
         raise ValueError(
             f'strategy="direct" sends the keys of the documents that the layout was made for, and {why}: pass the extents and '
@@ -174,7 +186,10 @@ def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
 
 @lru_cache(maxsize=64)  # an entry per batch of packed documents, some 50 KB for 8 ranks
 def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> tuple[tuple[Stretch, ...], ...]:
-    """Return for each rank the keys of other ranks that its queries see, in order of position."""
+    """Return for each rank the keys of other ranks that its queries see, in order of position.
+
+    ``length``: number of keys without padding. ``by_documents``: as in ``NeededPlan``.
+    """
     packed, held = _packed(layout, mask, length, by_documents), _held(layout)
     starts = [each.start for each in held]
     found = []
@@ -199,7 +214,7 @@ def _packed(layout: BalancedLayout, mask: Band, length: int, by_documents: bool)
 
 @lru_cache(maxsize=256)
 def _runs(received: tuple[Stretch, ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the (base, length, start, stride) of each run of consecutive positions among received keys."""
+    """Return the runs of the received keys as ``arrived_runs`` does: (base, length, start, stride) of consecutive positions."""
     runs = _merged([(each.start, each.start + each.length) for each in received])
     bases = accumulate((end - first for first, end in runs), initial=0)
     return tuple((base, end - first, first, 1) for base, (first, end) in zip(bases, runs, strict=False))
@@ -214,7 +229,7 @@ def _held(layout: BalancedLayout) -> list[Stretch]:
 
 
 def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return sorted, disjoint intervals (first, end) with adjacent intervals joined."""
+    """Join adjacent intervals (first, end) of a sorted list of disjoint intervals."""
     merged: list[tuple[int, int]] = []
     for first, end in intervals:
         if merged and merged[-1][1] == first:

@@ -47,11 +47,14 @@ class Pass:
         return products + of_query * load.q * work.queries * load.v_dim / 128
 
     def work(self, shift: int) -> Work:
-        """Return the most pairs and the largest query share of any sampled rank at a shift."""
+        """Return the most pairs, and the largest share of queries that see a key, of any sampled rank at a shift."""
         return self.of_shifts(dict.fromkeys(self.load.sample, shift))
 
     def of_shifts(self, shifts: dict[int, int]) -> Work:
-        """Return the most pairs and the largest query share of some ranks; ``shifts`` maps each rank to its shift."""
+        """Return the most pairs, and the largest share of queries that see a key, of the ranks in ``shifts``.
+
+        ``shifts`` maps each rank to its shift.
+        """
         load = self.load
         queries = max(load.queries(rank, shift) for rank, shift in shifts.items())
         return Work(max(load.area(rank, shift) for rank, shift in shifts.items()), queries / max(load.plan.seq_local, 1))

@@ -120,7 +120,7 @@ class RingPlan:
 
     @cached_property
     def q_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """Return each rank's runs as (base, length, start, stride): offset in the shard, true tokens, first position, step."""
+        """Return each rank's query runs as (base, length, start, stride): offset in shard, true tokens, first position, step."""
         return tuple(self._runs(rank, self.seq_local, self.length) for rank in range(self.ranks))
 
     @cached_property
@@ -233,7 +233,7 @@ class RingPlan:
 
     @cached_property
     def by_counter(self) -> bool:
-        """Return whether each run has stride 1 and starts at a multiple of SPAN.
+        """Return whether each run has stride 1 and starts at a multiple of SPAN (see ``dropout.py``).
 
         Then kernels can call Philox once for the 8 probabilities that share a counter.
         """

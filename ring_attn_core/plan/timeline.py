@@ -46,7 +46,10 @@ class Timeline:
         return self._transfer(size / rate, crosses)
 
     def collect(self, inside: float, across: float = 0.0) -> float:
-        """Add a collective that receives ``inside`` bytes from this host and ``across`` bytes from others; return its end."""
+        """Add a collective that receives ``inside`` bytes from this host and ``across`` bytes from other hosts.
+
+        Return the time at which it ends.
+        """
         seconds = max(inside / self.machine.collective, across / self.machine.network)
         return self._transfer(seconds, across > 0)
 

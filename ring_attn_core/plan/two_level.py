@@ -5,9 +5,9 @@
     |          ^             inner ring of host 1: ranks 2, 3
     +----------+
 
-Keys of place ``p`` of host ``h`` that cross ``outer`` hosts and then go ``inner`` ranks on inside a host arrive at place ``(p +
-inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to each host once, while a whole inner ring runs (double ring:
-LoongTrain, arXiv:2406.18485).
+The place of a rank is its index within its host. Keys of place ``p`` of host ``h`` that cross ``outer`` hosts and then move
+``inner`` ranks on inside a host arrive at place ``(p + inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to each host
+once, while a whole inner ring runs (double ring: LoongTrain, arXiv:2406.18485).
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ class TwoLevelPlan(RingPlan):
     host_ranks: int = 1
 
     def shift(self, rank: Rank, outer: int, inner: int) -> Rank:
-        """Return the distance, in ranks, from ``rank`` back to the owner of the keys of a step; ``rank`` may be traced."""
+        """Return the distance in ranks from ``rank``, which may be traced, back to the owner of its keys.
+
+        The keys have crossed ``outer`` hosts and moved ``inner`` ranks on inside a host.
+        """
         n, host, place = self.host_ranks, rank // self.host_ranks, rank % self.host_ranks  # type: ignore[operator]
         hosts = self.ranks // n
         owner = (host - outer) % hosts * n + (place - inner) % n
