@@ -13,7 +13,10 @@ from .spec import FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
-    """Raise ValueError if a step's number of new ``tokens`` is not an int of at least 1, or exceeds the ``room`` of the spec."""
+    """Raise ValueError if ``tokens`` is not an int of at least 1, or exceeds ``spec.room`` of a cache with a window.
+
+    ``tokens``: number of new tokens of each request in a step.
+    """
     if not is_integer(tokens) or tokens < 1:
         raise ValueError(f"tokens must be an int of at least 1, how many new ones a request has, got {in_words(tokens)}")
     if spec.room is not None and tokens > spec.room:
@@ -87,7 +90,7 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
 
 def check_step_rows(rows: Any, batch: int) -> list[int]:
-    """Return ``rows`` checked by ``check_rows``. Raise ValueError also if ``rows`` is empty."""
+    """Return ``rows``, an int or ints, as a list. Raise ValueError if ``check_rows`` does, or if ``rows`` is empty."""
     values = check_rows("rows", rows, batch)
     if not values:
         raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")
@@ -105,9 +108,10 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 
 
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
-    """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache. A float8 cache takes any wider dtype.
+    """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
 
-    ``tokens``: (requests, new tokens of each request). ``shapes``, ``dtypes``: those of k, then of v.
+    A float8 cache takes any wider dtype. ``tokens``: (requests, new tokens of each request). ``shapes``, ``dtypes``: of k, then
+    of v.
     """
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
@@ -149,7 +153,7 @@ def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
-    """Return the number of earlier positions that a query of a call sees: ``window``, or the cache's window if it is None.
+    """Return the number of earlier positions that a query of a call sees: ``window``, or if None, the cache's window.
 
     Raise ValueError if ``window`` is not an int of at least 0, or exceeds the cache's window: keys beyond it are overwritten.
     """
@@ -165,7 +169,10 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
 
 
 def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
-    """Raise ValueError if a rollback from ``reached`` to ``length`` tokens is longer than ``spec.room``."""
+    """Raise ValueError if a rollback to ``length`` tokens removes more than ``spec.room`` tokens.
+
+    ``reached``: the greatest length that the request has had since it was last empty. ``row``: its index, for the message.
+    """
     if spec.room is not None and length < reached - spec.room:
         raise ValueError(
             f"request {row} was {reached} tokens long and shall go back to {length}: this cache has room for {spec.room}, what "
@@ -197,8 +204,8 @@ def check_cache(cache: Any, kind: type) -> None:
 def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:
     """Raise ValueError if the cache differs from the model in sizes or dtype, or has a smaller window than a layer.
 
-    ``sizes``: the model's config; ``dtype``: the model's compute dtype; ``windows``: for each layer, the number of earlier tokens
-    that a query sees; None means all.
+    A float8 cache fits any compute dtype. ``sizes``: the model's config; ``dtype``: its compute dtype; ``windows``: for each
+    layer, the number of earlier tokens that a query sees; None means all.
     """
     expected = CacheSizes.of(sizes)
     if spec.sizes != expected:

@@ -32,7 +32,7 @@ class HostState:
     def appended(self, rows: Iterable[int], tokens: int) -> None:
         """Increase the length bounds of the requests ``rows`` by ``tokens``, and mark ``counts`` as unknown.
 
-        For a step whose tokens are placed by the device: the host does not learn which rank each token goes to.
+        Call this method for a step whose tokens the device assigns to ranks: the host does not learn which rank gets each token.
         """
         self.counts = None
         for row in rows:
@@ -48,7 +48,10 @@ class HostState:
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)
 
     def prefilled(self, rows: Iterable[int], held: Sequence[Sequence[int]]) -> None:
-        """Count the tokens of a prefilled chunk. ``held`` [requests][ranks]: new tokens of each request on each rank."""
+        """Count the tokens of a prefilled chunk of the requests ``rows``.
+
+        ``held`` [requests][ranks]: new tokens of each of these requests on each rank.
+        """
         for row, more in zip(rows, held, strict=True):
             self._grow(row, sum(more))
             if self.counts is not None:
@@ -65,7 +68,7 @@ class HostState:
         self.counts = None
 
     def reset(self, rows: Iterable[int]) -> None:
-        """Mark these requests as empty."""
+        """Mark the requests ``rows`` as empty."""
         for row in rows:
             self.lengths[row] = self.reached[row] = 0
             if self.counts is not None:

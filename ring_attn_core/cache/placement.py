@@ -72,7 +72,7 @@ def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
 
 
 def owners(layout: str, ranks: int, local: int) -> list[int]:
-    """Return, for each position of a chunk, the rank that holds it."""
+    """Return, for each position of a chunk of ``ranks * local`` tokens, the rank that holds it."""
     of_position = {p: rank for rank, shard in enumerate(positions(layout, ranks, local)) for p in shard}
     return [of_position[p] for p in range(ranks * local)]
 
@@ -80,6 +80,6 @@ def owners(layout: str, ranks: int, local: int) -> list[int]:
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
     """Return how many of the first ``length`` tokens of a chunk each rank holds.
 
-    These tokens come first in the rank's shard.
+    These tokens come first in the rank's shard of ``local`` tokens.
     """
     return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]
