@@ -109,6 +109,9 @@ def _cost_before(tree: Tree) -> Callable[[int], int]:
 
 
 def _balance(dealt: Runs, cost_before: Callable[[int], float]) -> float:
-    """Return the largest cost of a rank divided by the mean cost. ``cost_before``: the cost of all queries before a position."""
+    """Return the largest cost of a rank divided by the mean cost.
+
+    ``dealt``: the runs of each rank. ``cost_before``: the cost of all queries before a position.
+    """
     costs = [sum(cost_before(start + length) - cost_before(start) for start, length in rank) for rank in dealt]
     return max(costs) * len(costs) / max(sum(costs), 1)

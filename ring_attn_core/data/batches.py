@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
     """Return the documents of the folder, which holds texts, files of rows, or token arrays.
 
-    Raise ValueError on all ranks if the folder holds several kinds or none, or a file has no tokens.
+    Raise ValueError on all ranks if the folder holds several kinds of files or no file, or a file has no tokens.
     """
     files = records.without_descriptions(found(settings))
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
@@ -69,9 +69,9 @@ class BatchArrays(NamedTuple):
     ids: np.ndarray
     """int32 [batch, tokens]: token ids; 0 in padding."""
     labels: np.ndarray
-    """int32 [batch, tokens]: the next token of each; ``ignore_index`` where a token has no label."""
+    """int32 [batch, tokens]: the target of each token, which is the next token; ``ignore_index`` without a target."""
     positions: np.ndarray
-    """int32 [batch, tokens]: positions in the packed row, or in the document's part of it with ``restart_positions``."""
+    """int32 [batch, tokens]: positions in the packed row; with ``restart_positions`` in the document's part of the row."""
     extents: np.ndarray
     """int32 [batch, tokens, 2]: first and end (exclusive) position of the token's document in the packed row."""
     layout: BalancedLayout | None = None
@@ -87,7 +87,7 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.yielded = 0
-        """The numbers of two batches: an iteration begins at ``start``; the latest iteration yields ``yielded`` next."""
+        """Numbers of batches: an iteration begins at ``start``; ``yielded`` is one more than the last batch that it yielded."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches ``start + offset``, ``start + offset + every``, and so on, to the end."""

@@ -43,7 +43,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
-    """Return the documents of these texts from the cache. Tokenise and write them first if they are not there.
+    """Return the documents of text files or files of rows from the cache. Tokenise and write them first if the cache lacks them.
 
     Raise ValueError if a text is not UTF-8 or the cache cannot be written.
     """
@@ -97,7 +97,10 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None, t
 
 
 def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
-    """Return the cached documents of these files; None if the cache is missing, damaged or made from other texts."""
+    """Return the cached documents of ``files``; None if the cache is missing, damaged or made from other texts.
+
+    ``index``: the path of the index.
+    """
     try:
         kept = read_json(index)
         path = index.parent / f"{kept['digest']}.tokens"
@@ -122,7 +125,7 @@ def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
 
 
 def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]:
-    """Return the row numbers of the documents in each file; None for a text, which is one document."""
+    """Return the row numbers of the documents in each file, by the index ``kept``; None for a text, which is one document."""
     rows = kept.get("rows", [None] * len(files))  # a folder of texts has none
     if len(rows) != len(files):
         raise ValueError("the index has the rows of other files")
@@ -205,7 +208,7 @@ def _write_index(index: Path, text: str) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of the folder while its texts are tokenised. Yield whether the file system has locks.
+    """Lock the folder while its texts are tokenised, and yield True. Yield False on Windows and on file systems without locks.
 
     Wait while another process holds the lock; the system releases it if that process dies.
     """

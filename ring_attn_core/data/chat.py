@@ -19,13 +19,13 @@ from ..files import parse_json, read_bytes
 from ..validation import in_words, missing_package
 
 CHOICES = "all", "assistant"
-"""The values of ``chat``: the tokens of chats that have labels."""
+"""The values of ``chat``: all tokens of a chat have labels, or only the assistant's."""
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """The files beside a tokenizer.json that may hold its chat template."""
 
 BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around the assistant's parts of a text while it is written: code points that no text has."""
+"""Marks around the assistant's parts of a text while it is written: two noncharacters of Unicode, refused in messages."""
 
 Span = tuple[int, int]
 """First and end of a part of a text, in characters."""
@@ -112,7 +112,7 @@ class ChatTemplate:
         """Return (text, spans) of a chat: its text, and the spans of the assistant's parts in order, or None without ``parts``.
 
         Raise ValueError if the chat is not a list of messages, if the template refuses it, or if the assistant's parts cannot be
-        located. ``where``: file and row, the first words of the message.
+        located. ``where``: file and row, the first words of the error.
         """
         messages = _messages(chat, where)
         text, spans = _unmarked(self._write(messages, where))
@@ -135,7 +135,7 @@ class ChatTemplate:
     def _added(self, messages: list[dict[str, Any]], text: str, where: str) -> list[Span]:
         """Return the span that each assistant's message adds to ``text``: render the chat up to the message, without and with it.
 
-        Raise ValueError if the text with the message does not begin with the text without it.
+        Raise ValueError unless the text without the message begins the text with the message, and both begin ``text``.
         """
         spans = []
         for i, message in enumerate(messages):

@@ -31,7 +31,7 @@ NEITHER = (
     "is neither a band (causal, a sliding window) nor an intersection of one interval of keys for each query and one interval of "
     "queries for each key: split it into such masks, and merge the results of ring_attention with return_lse=True"
 )
-"""The end of the error about a mask that no arguments express."""
+"""The end of the error about a mask that no arguments of ``ring_attention`` express."""
 
 
 class DenseMaskArguments(NamedTuple):

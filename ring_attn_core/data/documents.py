@@ -64,7 +64,7 @@ class TokenizedDocuments(NamedTuple):
 def found(settings: DatasetSettings) -> list[File]:
     """Return the files that match the pattern, in order of name, without hidden files.
 
-    Raise ValueError if no file matches, a file is empty or cannot be read, or the pattern could match files of the cache.
+    Raise ValueError if no file matches, a file is empty or cannot be read, or the cache is in the folder and not hidden.
     """
     folder = Path(settings.folder)
     if not folder.is_dir():

@@ -18,7 +18,7 @@ from .documents import CHUNK, File, vanished
 from .settings import BYTES, DatasetSettings
 
 CODES = {1: "B", 2: "H", 4: "I"}
-"""Type codes of ``array``, by the bytes of an id."""
+"""Type codes of the module ``array`` by the number of bytes of an id."""
 ROWS = 1000
 """Number of rows that the tokenizer encodes at a time, on all cores."""
 

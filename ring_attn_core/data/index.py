@@ -1,8 +1,8 @@
 """The index: the tokens of each batch, the part that a rank reads, and the state for resuming a run.
 
-A batch has a number, counted from the beginning of the first epoch. Its contents depend on the number, the seed and the lengths
-of the documents, not on the ranks or the layout. So each process can make any batch, and the position of a run is one number. A
-run may resume with other ranks, layout and workers.
+A batch has a number, counted from the beginning of the first epoch. Its contents depend on the number, the documents and the
+settings in ``_decides``, not on the ranks or the layout. So each process can make any batch, and the position of a run is one
+number. A run may resume with other ranks, layout and workers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ShardSpan(NamedTuple):
     count: int
     stride: int
     labelled: int
-    """Number of tokens with a label, their next token: all tokens, or all but the last if the last ends the piece."""
+    """Number of tokens with a label (the next token of the piece): all but the last token if that ends the piece, else all."""
 
 
 def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
@@ -145,7 +145,7 @@ def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
 
 
 def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
-    """Return the settings that, together with the number of a batch, determine its contents."""
+    """Return the digest of the documents and the settings that, with the number of a batch, determine its contents."""
     of = settings
     same = {
         "length": int(of.length),

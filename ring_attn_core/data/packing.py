@@ -35,7 +35,7 @@ class PackedRows:
     """The documents of an epoch in a given order, cut into packed rows."""
 
     def __init__(self, lengths: Sequence[int], length: int, order: Sequence[int] | None = None) -> None:
-        """Lay out the documents in ``order`` (None: 0, 1, ...). ``lengths``: tokens of each; ``length``: tokens of a row."""
+        """Lay out the documents in ``order`` (None: 0, 1, ...). ``lengths``: tokens of each document; ``length``: of a row."""
         self._length = length
         self._order = range(len(lengths)) if order is None else order
         self._ends = list(accumulate(lengths[document] for document in self._order))
@@ -46,7 +46,7 @@ class PackedRows:
         return -(-self.tokens // self._length)
 
     def spans(self, row: int) -> tuple[DocumentSpan, ...]:
-        """Return the pieces of a row in order of position. A row after the last token has none."""
+        """Return the pieces of a row in order of position. A row after the last token has no pieces."""
         start, found = row * self._length, []
         position, stop = start, min(start + self._length, self.tokens)
         at = bisect_right(self._ends, position)

@@ -41,8 +41,9 @@ class _SharedFile:
 class Reader:
     """A reader of documents' tokens. An unpickled copy opens the files again.
 
-    After each read the file's ``stat`` is checked. Another size or modification time is an error. If only the inode or its change
-    time differs (after a rename, link or chmod, or if the time was reset), a digest of sampled blocks is compared.
+    After each read the file's ``stat`` is checked. Another size is an error, and so is another modification time, unless a file
+    of the cache was replaced by a new file. After any other difference (a rename, link or chmod, or a time that was reset) a
+    digest of sampled blocks is compared.
     """
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
@@ -65,7 +66,7 @@ class Reader:
         self._begin()
 
     def check(self) -> None:
-        """Raise ValueError if any file has vanished or changed. Each rank checks all files, so all ranks raise alike."""
+        """Raise ValueError if any file has vanished or changed. Each rank checks all files, so all ranks raise the error."""
         for path, document in {document.path: document for document in self._documents}.items():
             try:
                 _check_unwritten(document, identity(path))
@@ -73,7 +74,7 @@ class Reader:
                 raise vanished(path, error) from error
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the token ids [count] and the labels [labelled] of a span. The label of a token is the id of the next token.
+        """Return the ids [read.count] and labels [read.labelled] of a span. The label of a token is the id of the next token.
 
         A label is -1 if the next token is marked as a token without a label (see ``Document.marked``).
         """

@@ -36,7 +36,8 @@ def without_descriptions(files: list[File]) -> list[File]:
 def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
     """Yield the number (from 1) and the chat (a list of messages) of each row. Rows whose chat is null or empty are skipped.
 
-    Arguments as in ``texts``. Raise ValueError if the file cannot be read or ``column`` is missing. Messages are not checked.
+    Update the hash ``content`` with the file. Raise ValueError if the file cannot be read or ``column`` is missing. Messages are
+    not checked.
     """
     rows = (
         _of_lines(file, column, content) if file.name.endswith(LINES) else _of_arrow(file, column, content, "lists of messages")
@@ -65,7 +66,10 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
 
 
 def _of_lines(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each nonblank line and the value of ``column`` in its JSON object."""
+    """Yield the number of each nonblank line, from 1, and the value of ``column`` in its JSON object.
+
+    Blank lines are counted. Update the hash ``content`` with the file.
+    """
     try:
         with io.BufferedReader(open_file(file.path), CHUNK) as opened:  # type: ignore[arg-type]
             for row, line in enumerate(opened, 1):
@@ -119,7 +123,10 @@ def _of_arrow(file: File, column: str, content: Any, what: str = "texts") -> Ite
 
 
 def _batches(pa: Any, file: File, opened: Any, column: str, what: str) -> Iterator[Any]:
-    """Yield the record batches of an open file. Raise ValueError if ``column`` is missing or does not hold ``what``."""
+    """Yield the record batches of an open file. Raise ValueError if ``column`` is missing or does not hold ``what``.
+
+    ``pa``: the package pyarrow. ``what``: as in ``_of_arrow``.
+    """
     if file.name.endswith(PARQUET):
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 

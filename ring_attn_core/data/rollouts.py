@@ -38,7 +38,7 @@ class Rollouts:
     ids: Any
     """int [rows, tokens]: token ids."""
     labels: Any
-    """int [rows, tokens]: the next token of each, so do not shift them again; -100 if no rollout counts it in the loss."""
+    """int [rows, tokens]: the target of each token, already shifted; -100 if no rollout counts it in the loss."""
     label_weights: Any
     """float32 [rows, tokens]: the sum of the weights that the rollouts give the label; 0 without a label."""
     positions: Any
@@ -81,9 +81,9 @@ class _Row:
         self.path = np.zeros(0, np.int64)
         """The slot of each token of the last rollout."""
         self.last = np.zeros(0, np.int64)
-        """The last rollout."""
+        """The tokens of the last rollout."""
         self.parents: list[np.ndarray] = []
-        """The slot of the token before each slot's token, -1 for a root: one array for each rollout."""
+        """The parent slot of each new slot, -1 for a root: one array for each rollout."""
 
     def shared(self, tokens: np.ndarray) -> int:
         """Return the number of slots that a rollout with these tokens would share with the last added rollout."""
@@ -171,7 +171,8 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int)
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
     """Assign each rollout to a row. Return the row and the slots of each rollout, and all rows.
 
-    A rollout goes to the row with enough room to which it adds the fewest tokens, or to a new row; the first row wins a tie.
+    A rollout goes to the row to which it adds the fewest tokens, if the row then holds at most ``length`` tokens, else to a new
+    row. The first row wins a tie.
     """
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)

@@ -15,7 +15,7 @@ from ..validation import in_words, is_integer
 from .chat import CHOICES
 
 BALANCED = "balanced"
-"""The layout that deals the documents of each batch to ranks."""
+"""The name of the layout that assigns the documents of each batch to ranks."""
 
 BYTES = 256
 """Number of ids without a tokenizer, one for each byte value. An ``end`` id is then at least this number."""

@@ -21,7 +21,7 @@ LONGEST = 10_000
 
 
 def described(files: Sequence[File]) -> TokenizedDocuments:
-    """Return the documents of these files. Raise ValueError if a file is not an array of token ids."""
+    """Return the documents of ``files``, one for each file. Raise ValueError if a file is not an array of token ids."""
     documents, digest, former = [], sha256(), sha256()
     for file in files:
         try:
@@ -73,7 +73,7 @@ def _array(file: File, opened: BinaryIO) -> Document:
 
 
 def _short(error: Exception) -> str:
-    """Return an error's message, cut to 100 characters, because Python may quote the whole header."""
+    """Return an error's message, cut after 99 characters, because Python may quote the whole header."""
     text = str(error) if not isinstance(error, RecursionError | MemoryError) else "its header is nested too deeply"
     return text if len(text) <= 99 else text[:99] + "..."
 

@@ -5,8 +5,8 @@ Instead each rank describes its shard by spans, and every rank joins the spans o
 if and only if the end of each subtree lies inside the subtree of its parent, and the positions count the ancestors:
 
     token      0 1   2 3   4 5   6         a prompt of 2 tokens, and completions of 2 and 3
-    rank       0 0   1 1   0 0   1         a span: tokens at equal distances whose subtrees end at the same place, as
-    end        7 7   4 4   7 7   7         (row, first token, distance, number of tokens, end, position of the first token)
+    rank       0 0   1 1   0 0   1         a span: tokens ``step`` apart whose subtrees end at the same token, as
+    end        7 7   4 4   7 7   7         (row, first token, step, number of tokens, end, position of the first token)
     position   0 1   2 3   2 3   4         rank 0: (0, 0, 1, 2, 7, 0), (0, 4, 1, 2, 7, 2)
 
 numpy is imported on first use.
@@ -73,7 +73,11 @@ def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool)
 
 
 def _check_row(row: int, tokens: Any, ends: Any, positions: Any, ranks: Any, longest: int) -> None:
-    """Raise ValueError if a row is not a tree. All arrays are sorted by ``tokens``. ``positions`` None: do not check them."""
+    """Raise ValueError if a row is not a tree, or has a path of more than ``longest`` tokens.
+
+    ``tokens``: the indices of the row's tokens, sorted. ``ends``, ``positions``, ``ranks``: for each token its subtree's end,
+    its path position and its rank. ``positions`` None: do not check them.
+    """
     import numpy as np
 
     breaks = (np.diff(tokens) != 1) | (np.diff(ends) != 0)

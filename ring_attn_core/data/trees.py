@@ -64,7 +64,7 @@ class Tree(NamedTuple):
 def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeExtents:
     """Return the key extents and path positions of prefix trees as numpy arrays; arguments as in :func:`trees_of`.
 
-    ``tokens``: the width of the arrays, by default the tokens of the longest row. Raise ValueError if a row has more.
+    ``tokens``: the width of the arrays, by default the tokens of the longest row. Raise ValueError if a row has more tokens.
     """
     import numpy as np
 
