@@ -85,9 +85,10 @@ class TransformerConfig(AttentionFields):
     """The config of a RingTransformer, with a field for each argument; the same in both frameworks and in JSON.
 
     If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are as in :class:`AttentionConfig`. ``windows`` and
-    ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names of dtypes. ``mlp_chunk``: number of a rank's
-    tokens that the MLP processes at a time, None for all. ``published``: metadata of a published model; it affects neither the
-    computation nor comparisons of configs. Raise ValueError if sizes do not fit or a number is outside its range.
+    ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names of dtypes; a ``compute_dtype`` of None means
+    ``param_dtype``. ``mlp_chunk``: number of a rank's tokens that the MLP processes at a time, None for all. ``published``:
+    metadata of a published model; it affects neither the computation nor comparisons of configs. Raise ValueError if sizes do
+    not fit or a number is outside its range.
     """
 
     vocab: int
@@ -152,9 +153,10 @@ class TransformerConfig(AttentionFields):
 
     @classmethod
     def from_json(cls, text: str) -> TransformerConfig:
-        """Read a config from the JSON that ``to_json`` wrote. A field that is missing in the text gets its default.
+        """Read a config from the JSON that ``to_json`` wrote. A missing field gets its default.
 
-        Raise ValueError if ``text`` is not a JSON object, a key is not a field (the message names it), or values do not fit.
+        Raise ValueError if ``text`` is not a JSON object, a key is not a field, a field without default is missing (the message
+        names the key), or values do not fit.
         """
         return read_record(cls, text)
 

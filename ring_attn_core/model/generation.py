@@ -116,7 +116,7 @@ class Generation:
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
 
     def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
-        """Return the number of slots that a request needs on the rank with most of its tokens."""
+        """Return the number of slots that request number ``row`` needs on the rank with most of its tokens."""
         counts = [0] * ranks
         for (_, lengths), local in zip(self.chunks(), shards, strict=True):
             counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]

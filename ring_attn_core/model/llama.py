@@ -1,7 +1,6 @@
 """Conversion between Hugging Face configs of Llama, Mistral, Qwen2 and Qwen3 and the equivalent TransformerConfig.
 
-A Hugging Face config is a dict, as in config.json. If the layers of this package do not support a setting, the conversion raises
-an error that names it; no setting is ignored.
+A Hugging Face config is a dict, as in config.json. A setting that this package does not support raises an error that names it.
 """
 
 from __future__ import annotations
@@ -79,14 +78,13 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "eos_token_id": ((int, list), "an int or a list of ints"),
     "pad_token_id": (int, "an int"),
 }
-"""The type of each key that is neither absent nor null, and the name of the type in messages."""
+"""The type that a key must have if it is present and not null, and the name of the type in messages."""
 
 
 def config_of(theirs: Theirs) -> TransformerConfig:
     """Return the TransformerConfig of a Hugging Face config, the contents of a config.json.
 
-    Raise ValueError if the architecture is unknown, or if the layers of this package do not support a setting; the message names
-    it.
+    Raise ValueError if the architecture is unknown or a setting is not supported; the message names the setting.
     """
     kind = theirs.get("model_type")
     if kind is None and "vocab" in theirs:
@@ -130,7 +128,7 @@ def config_of(theirs: Theirs) -> TransformerConfig:
 
 
 def _published(theirs: Theirs) -> Published | None:
-    """Return the metadata of a Hugging Face config, which the computation does not use; None if it has none."""
+    """Return the metadata of a Hugging Face config, which the computation does not use, or None if all are missing."""
     said = {name: theirs[name] for name in PUBLISHED if theirs.get(name) is not None}
     return Published(**said) if said else None
 
@@ -155,8 +153,7 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
     """Return the Hugging Face config of a model equivalent to ``config``.
 
-    ``length``: the longest sequence that transformers should allow, in tokens; None: the config's value, or 131072. Raise
-    ValueError if none of the four architectures supports the config; the message names the settings.
+    ``length``: max_position_embeddings; None: the config's value, or 131072. Raise ValueError if no architecture fits.
     """
     windows = _checked_windows(config)
     if length is not None:
@@ -198,7 +195,7 @@ def their_config(config: TransformerConfig, length: int | None = None) -> dict[s
 
 
 def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
-    """Return the architecture with the norms, biases and windows of ``config``. Raise ValueError if none has them all."""
+    """Return the ``model_type`` with the norms, biases and windows of ``config``. Raise ValueError if no architecture fits."""
     biases = config.qkv_bias, config.o_bias, config.mlp_bias
     if config.qk_norm:
         kind, known = "qwen3", biases in ((False, False, False), (True, True, False))
@@ -217,7 +214,10 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 
 
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
-    """Return each layer's window; None if no layer has any. ``window``: the dict's. ``first``: first layer with it, for Qwen."""
+    """Return the number of tokens before a query that each layer sees, None for all. Return None if no layer has a window.
+
+    ``window``: the config's window in tokens, the query included. ``first``: for Qwen, the first layer with a window.
+    """
     depth = theirs["num_hidden_layers"]
     if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):
         return None

@@ -33,9 +33,10 @@ def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) ->
 
 
 def layer_offset(offset: Any, layer: int, heads: int) -> Any:
-    """Return the ``dropout_offset`` of a layer, whose heads are numbered after the heads of all earlier layers.
+    """Return the ``dropout_offset`` (first batch row, first head) of a layer.
 
-    If ``offset`` is not a pair, return it unchanged, so that ring_attention raises the error.
+    A layer's heads are numbered after the heads of all earlier layers. If ``offset`` is not a pair, return it unchanged, so that
+    ring_attention raises the error.
     """
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         return offset

@@ -102,7 +102,7 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the activations of a block that every setting stores. With "recompute" and "offload" a block stores no others."""
+    """Return the activations of a block that are stored with any of ACTIVATIONS. "recompute" and "offload" store no others."""
     c = compute_bytes(config)
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),
@@ -114,8 +114,8 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
     """Return the activations that autograd saves in a block in addition to ``block_kept``.
 
-    Every block has them; with recomputation, only one block at a time has them. Norms are counted as on a GPU, where each saves
-    its input; on a CPU PyTorch saves two float32 arrays instead.
+    With "keep" all blocks hold them until their backward; otherwise only one block at a time holds them. Norms are counted as on
+    a GPU, where each saves its input; on a CPU PyTorch saves two float32 arrays instead.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 4

@@ -126,7 +126,7 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
     """Raise ValueError if replicas of an entry differ or a table lacks an entry.
 
     The message names each such entry and the owners of each content, and is the same for the same tables. ``tables``: one for
-    each ``unit`` ("rank" or "process"), in order.
+    each ``unit`` ("rank" or "process"), in order. ``remedy``: the end of the message.
     """
     wrong, entries = differences(tables, unit), len({name for table in tables for name in table})
     if wrong:

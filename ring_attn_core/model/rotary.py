@@ -192,7 +192,7 @@ def check_rotary(head_dim: int, rotary: Rotary) -> None:
 
 
 def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
-    """Return the frequency of each pair of features (``freq_i`` above), as floats in radians a token.
+    """Return the frequency of each pair of features (``freq_i`` in the module), as floats in radians a token.
 
     ``pair``: None, or an array of any framework that holds 0, 1, ... head_dim / 2 - 1 in float64; the frequencies are then such
     an array.

@@ -198,7 +198,10 @@ def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[A
 
 
 def own_config(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a folder that save_weights wrote. Raise ValueError if it is Hugging Face's or has an unknown key."""
+    """Return the config of a folder that save_weights wrote.
+
+    Raise ValueError if the config is Hugging Face's or has an unknown key.
+    """
     file = held.folder / CONFIG
     if "model_type" in held.config:
         raise ValueError(f"{file} is one of Hugging Face's, of a {held.config['model_type']} model: read it with load_llama")
@@ -222,7 +225,7 @@ def to_disk(path: Path) -> None:
 
 
 def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> WeightFolder:
-    """Open all files of a folder. Raise ValueError if config.json or the index was written to meanwhile."""
+    """Open all files of a folder; ``stack`` closes them. Raise ValueError if config.json or the index was written to."""
     texts = {place / name: identity(place / name) for name in (CONFIG, INDEX) if (place / name).exists()}
     config = read_json(place / CONFIG)
     files = {}
