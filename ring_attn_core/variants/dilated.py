@@ -241,7 +241,7 @@ class FoldedBatches:
     def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
         """Return (holds, first, end): whether a slot holds a true token, and the slots ``first .. end - 1`` that its query sees.
 
-        ``first`` and ``end`` count slots over all ranks, ``slots`` for each. The interval may include slots that ``band`` masks.
+        ``first`` and ``end`` count slots over all ranks (``slots`` per rank). The interval may include slots that ``band`` masks.
         An empty interval is (0, 0).
         """
         p = self.position(rank, slot, of_group)
@@ -260,7 +260,7 @@ class FoldedBatches:
         return holds, only_where(some, self.slot_of(first)), only_where(some, self.slot_of(last) + 1)
 
     def position(self, rank: Any, slot: Any, of_group: Any) -> Any:
-        """Return the token position of a slot. The slot is empty if the position lies outside the rank's shard."""
+        """Return the token position of a slot of group ``of_group``. Outside of the rank's shard the slot is empty."""
         return rank * self.local - self.front(rank) + slot * self.dilation + of_group
 
     def slot_of(self, position: Any) -> Any:
@@ -270,7 +270,7 @@ class FoldedBatches:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The shifts at which any rank sees keys. Only the first and last segment of a shard reach beyond the shard."""
+        """The shifts at which some rank sees a key. Only the first and last segment of a shard reach beyond the shard."""
         shifts = {0}
         for rank in range(self.ranks):
             start, end = rank * self.local, min((rank + 1) * self.local, self.length)

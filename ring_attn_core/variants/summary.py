@@ -91,7 +91,7 @@ class SummaryOptions:
 
     @property
     def width(self) -> int:
-        """Number of tokens pooled into one summary: a whole block, or with ``"mean"`` an equal part of the block."""
+        """Number of tokens pooled into one summary: a whole block, or with mean pooling an equal part of the block."""
         return self.block // self.summaries if self.pooling == "mean" else self.block
 
     @property
@@ -159,7 +159,7 @@ class SummaryPlan:
 
     @property
     def exact_options(self) -> Options:
-        """The options of the local attention: its window limits how far keys travel, and extents cut it at block starts."""
+        """The options of the local attention. Its window limits how far keys travel; extents cut the window at block starts."""
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
