@@ -44,8 +44,7 @@ class SequenceShardedDataset:
     With ``layout="balanced"`` the documents of each batch are distributed over the ranks for equal work, and its shards carry the
     balanced layout as ``layout``.
 
-    The content of a batch depends on data, seed and batch number only. So a run may be resumed with other ranks, layout or
-    workers.
+    A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
     Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
     there is less data than one batch.

@@ -29,7 +29,7 @@ class Shard(NamedTuple):
     labels: Tensor
     """int [batch, tokens]: the target of each token; ``ignore_index`` without a target and in padded slots."""
     positions: Tensor
-    """int32 [batch, tokens]: positions for rotary embeddings, global or counted from the first token of the document."""
+    """int32 [batch, tokens]: positions for rotary embeddings: global, within the document, or along a tree's path."""
     extents: Tensor | None
     """int32 [batch, tokens, 2]: start and end of each query's document; [0, 0) in padded slots. None without documents."""
     key_mask: Tensor | None
@@ -37,7 +37,7 @@ class Shard(NamedTuple):
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: Tensor | None = None
-    """int32 [batch, tokens, 2]: queries that may see each key of a prefix tree; [0, 0) in padded slots. None without trees."""
+    """int32 [batch, tokens, 2]: first and end of the queries that see each key; [0, 0) in padded slots. None without trees."""
     layout: BalancedLayout | None = None
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
     longest_path: int | None = None
@@ -65,10 +65,10 @@ def shard_batch(
     stay within segments, and positions count along the path from the root. ``key_mask`` [batch, length]: True if queries may
     attend to the key.
 
-    A token is padding if its document is negative or its key_mask False. Padding has no label, even if one was passed, and is not
-    the default label of another token. Labels passed for other tokens stay. ``restart_positions``: count positions from 0 in each
-    document. Tokens of negative documents and padded slots keep their global position. Positions are [batch, tokens], since rows
-    may differ, while :func:`positions` returns [tokens].
+    A token is padding if its document is negative or its key_mask False. Padding has the label ``ignore_index``, even if another
+    label was passed, and is not the default label of another token. Labels passed for other tokens stay. ``restart_positions``:
+    count positions from 0 in each document. Tokens of negative documents and padded slots keep their global position. Positions
+    are [batch, tokens], since rows may differ, while :func:`positions` returns [tokens].
 
     ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree``. All
     ranks then have equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass it on, as in
@@ -125,7 +125,10 @@ def shard_batch(
 
 
 def _balanced(owner: Tensor, ranks: int) -> BalancedLayout:
-    """Return the balanced layout of a batch's documents. Raise ValueError if their values cannot be read."""
+    """Return the balanced layout of a batch. Raise ValueError if the values of ``owner`` cannot be read.
+
+    ``owner`` [batch, length]: the document id of each token.
+    """
     ids = on_host(owner)
     if ids is None:
         raise ValueError(

@@ -43,8 +43,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     With ``layout="balanced"`` the documents of each batch are distributed over the ranks for equal work, and its shards carry the
     balanced layout as ``layout``.
 
-    The content of a batch depends on data, seed and batch number only. So a run may be resumed with other ranks, layout or
-    workers.
+    A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
     Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
     there is less data than one batch.
@@ -101,7 +100,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         self._elsewhere = torch.zeros(1, dtype=torch.bool, device="cpu").share_memory_()  # True once a worker reads
 
     def __iter__(self) -> Iterator[Shard]:
-        """Yield shards: ids and labels int64 [batch, tokens], positions int32 [batch, tokens], extents int32 [..., 2]."""
+        """Yield shards: ids and labels int64, positions int32 [batch, tokens], extents int32 [batch, tokens, 2]."""
         worker = get_worker_info()
         if worker is not None:
             self._elsewhere.fill_(True)

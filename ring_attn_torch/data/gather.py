@@ -102,7 +102,7 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError on all ranks if an argument is invalid. Ranks compare the arguments of each new kind of call."""
+    """Raise ValueError on all ranks if an argument is invalid. Ranks compare arguments that are new to some rank."""
 
     def check() -> None:
         check_along(x, isinstance(x, Tensor), "a torch.Tensor", 0)
