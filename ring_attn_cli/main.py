@@ -239,7 +239,7 @@ app.command()(generate)
 
 
 def console(plain: bool = False) -> Console:
-    """Return a console with the width of COLUMNS, else of the terminal at stdout, else of 80 columns."""
+    """Return a console as wide as COLUMNS, else as the terminal at stdout, else 80 columns; ``plain``: without markup."""
     return Console(width=shutil.get_terminal_size().columns, highlight=not plain, markup=not plain)
 
 

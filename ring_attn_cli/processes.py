@@ -30,7 +30,10 @@ Report = Callable[[str, Any], None]
 
 
 class Parent(NamedTuple):
-    """A spawned process's connection to its parent: call it to send a message, as a ``Report``; ``recv`` waits for an order."""
+    """A spawned process's connection to its parent: call it to send a message, as a ``Report``; ``recv`` waits for an order.
+
+    An order is the object that the parent passes to ``Crews.send``.
+    """
 
     pipe: Connection
 
@@ -50,7 +53,7 @@ def check_installed(packages: Iterable[str]) -> None:
 
 
 def check_count(ranks: int, option: str) -> None:
-    """Raise ValueError if ``ranks`` exceeds ``MOST``."""
+    """Raise ValueError, which names ``option``, if ``ranks`` exceeds ``MOST``."""
     if ranks > MOST:
         raise ValueError(f"{option} {ranks} ranks are more than one machine runs: pass at most {MOST}")
 
@@ -62,7 +65,7 @@ class Message(NamedTuple):
 
 
 class Failure(Exception):
-    """A failure of the processes: one raised an error or died, or none reported in time. The message names it and the cause."""
+    """A failure of the processes: one raised an error or died, or none reported in time. The message names process and cause."""
 
 
 class Terminated(SystemExit):
@@ -154,7 +157,7 @@ class Crews:
         return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
 
     def logs(self) -> dict[str, str]:
-        """Return the last 200 printed lines of each running process, by the label that a Failure gives it."""
+        """Return the last 200 printed lines of each running process, by its label, such as "PyTorch, process 0"."""
         return {member.label: member.last_words(200) for member in self._members.values()}
 
     def _receive(self, pipe: Connection) -> Iterator[Message]:

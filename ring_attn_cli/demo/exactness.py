@@ -36,7 +36,10 @@ CLOSE = 1e-6
 
 
 class DemoInputs(NamedTuple):
-    """q [1 s h d], k, v [1 s g d] and the cotangents of out and lse: float32 global sequences in natural order."""
+    """q and dout [1 s h d], k and v [1 s g d] and dlse [1 s h]: float32 global sequences in natural order.
+
+    ``dout`` and ``dlse`` are the cotangents of out and lse; h and g are the numbers of query heads and key heads.
+    """
 
     q: np.ndarray
     k: np.ndarray
@@ -57,7 +60,10 @@ class DemoResult(NamedTuple):
 
     @classmethod
     def of(cls, order: Order, outcomes: list[Outcome], began: float) -> DemoResult:
-        """Join the shards of all ranks. ``began``: ``time.perf_counter()`` at the start of the computation."""
+        """Join the shards in ``outcomes``, the answers of all processes to ``order``.
+
+        ``began``: ``time.perf_counter()`` at the start of the computation.
+        """
         shards = {name: [x for outcome in outcomes for x in outcome.shards[name]] for name in COMPARED}
         whole = in_order(shards, ORACLES[order.oracle].sharded, order.case.plan(order.ranks))
         return cls(Attention(**whole), time.perf_counter() - began)
@@ -91,7 +97,10 @@ def inputs(tokens: int) -> DemoInputs:
 
 
 def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
-    """Return the order of each computation in ``PARTS``, as ``ring-attn compare`` sends it. ``framework``: "torch" or "jax"."""
+    """Return an ``Order``, a request for a computation, for each name in ``PARTS``.
+
+    The processes of ``ring-attn compare`` get the same requests. ``framework``: "torch" or "jax".
+    """
     case = Case(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, length=settings.tokens, layout=settings.layout)
     call, rings = both("ring")[framework], zip(PARTS, (settings.ranks, 1), strict=True)
     return {part: Order("prepare", call, case, ranks, "attention") for part, ranks in rings}

@@ -48,7 +48,7 @@ def _started(settings: DemoSettings, frameworks: list[str], board: _Board) -> It
 
 
 class _Board(Progress):
-    """Progress bars, one for each crew, with its current stage."""
+    """Progress bars with the current stage, one for each crew, which is a named group of processes."""
 
     def __init__(self, settings: DemoSettings, console: Console) -> None:
         name, words = TextColumn("{task.fields[crew]:7}"), TextColumn("{task.description}")

@@ -16,7 +16,7 @@ EXACT = "exact"
 
 @dataclass
 class Gathered:
-    """The results so far, by framework.
+    """The results so far: ``truth`` by key head, ``results`` by part and framework, ``steps`` by framework.
 
     ``rows``: one for each of out, lse, dq, dk and dv, filled once ``truth`` and ``results`` are complete.
     """

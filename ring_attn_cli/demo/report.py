@@ -77,7 +77,7 @@ def exactness(rows: list[CheckRow], frameworks: list[str]) -> Group:
 
 
 def losses(by_framework: Mapping[str, list[float]]) -> Group:
-    """Return the table of losses: one row per step, one column per framework."""
+    """Return the table of losses: a row for each step, a column for each framework, and one for the difference of two."""
     title = "Do both frameworks learn alike?" if len(by_framework) == 2 else "Does it learn?"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left", title_style="bold")
     table.add_column("step", justify="right")

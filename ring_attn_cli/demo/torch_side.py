@@ -20,7 +20,10 @@ from .settings import DemoSettings
 
 
 def work(report: Report, rank: int, settings: DemoSettings, inputs: DemoInputs, store: str) -> None:
-    """Compute the attention and the training of one rank; rank 0 reports for all."""
+    """Compute the attention and the training of one rank; rank 0 reports for all.
+
+    ``store``: path of the file through which the ranks find each other.
+    """
     tell = report if rank == 0 else lambda kind, data: None
     with member(CPU, rank, settings.ranks, store, settings.patience):
         world: Any = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""The run of ``ring-attn generate``: start the processes of the framework and show text and progress as they arrive."""
+"""The run of ``ring-attn generate``: start the generation and show text and progress as they arrive."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ PATIENCE = 1800.0
 def run(settings: GenerateSettings) -> None:
     """Generate, and write the new text to stdout and the progress to stderr.
 
-    Raise ValueError if the settings are invalid, :class:`processes.Failure` if a process fails, and ModuleNotFoundError if a
-    package is missing.
+    Raise ValueError if the prompt, the tokenizer or the weights cannot be used, :class:`processes.Failure` if a process fails,
+    and ModuleNotFoundError if a package is missing.
     """
     check_installed(NEEDS[settings.framework])
     text = Text(settings)
@@ -65,7 +65,7 @@ class GenerateWatch:
                 self._console.print(speed(self._began, self._came))
 
     def __call__(self, kind: str, what: Any) -> None:
-        """Show a reported message."""
+        """Show a message of the kind "loaded", "prefilled" or "token", with its data ``what``."""
         if kind == "loaded":
             self._console.print(escape(what))
             self._began = time.monotonic()

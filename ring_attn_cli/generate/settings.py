@@ -95,7 +95,10 @@ class GenerateSettings:
         return read_json(self.weights / "config.json")
 
     def check_ids(self, ids: list[int], whose: str) -> None:
-        """Raise ValueError, before weights are loaded, if config.json has a vocabulary size and an id is not below it."""
+        """Raise ValueError if an id is outside the vocabulary, before weights are loaded.
+
+        There is no check if config.json has no vocabulary size. ``whose``: the source of the ids, in words for the message.
+        """
         vocab = self.config.get("vocab_size" if self.llama else "vocab")
         if isinstance(vocab, int):
             check_ids(ids, vocab, f"{whose} holds")
@@ -107,7 +110,7 @@ class GenerateSettings:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the stop token ids."""
+        """Return the stop token ids: ``stop``, or else ``eos_token_id`` of a config.json in Hugging Face's format, or none."""
         if self.stop is not None:
             return self.stop
         ids = self.config.get("eos_token_id") if self.llama else None

@@ -15,9 +15,9 @@ BYTES = 256
 class Text:
     """The prompt's token ids in ``ids``, and an incremental decoder of the new ids.
 
-    Uses the tokenizer of ``--tokenizer`` or the tokenizer.json beside the weights; without one, ids are bytes. Special tokens,
-    such as a beginning of sequence, are added only for folders in Hugging Face's format, because ``ring-attn train`` trains
-    without them.
+    The tokenizer is that of ``--tokenizer``, or else the tokenizer.json beside the weights; without either, ids are bytes.
+    Special tokens, such as a beginning of sequence, are added only for folders in Hugging Face's format, because ``ring-attn
+    train`` trains without them.
     """
 
     def __init__(self, settings: GenerateSettings) -> None:
@@ -35,7 +35,7 @@ class Text:
         self._shown = 0
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that it completes, or "" inside a character of several tokens."""
+        """Add a token and return the text that it completes, or "" if the last character still lacks bytes."""
         if self._tokenizer is None:
             return self._bytes.decode(bytes([token])) if token < BYTES else ""
         self._new.append(token)
@@ -47,7 +47,7 @@ class Text:
         return after[len(before) :]
 
     def end(self) -> str:
-        """Return the replacement character U+FFFD if the bytes of the last character are incomplete, else ""."""
+        """Return the replacement character U+FFFD if ids are bytes and those of the last character are incomplete, else ""."""
         return self._bytes.decode(b"", final=True) if self._tokenizer is None else ""
 
 
@@ -56,7 +56,7 @@ STEERS = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u20
 
 
 def harmless(text: str) -> str:
-    """Escape control characters, except line breaks and tabs, because a terminal would obey them."""
+    """Escape the characters that control a terminal or the writing direction, except line breaks and tabs."""
     steers = lambda c: c not in "\n\t" and (unicodedata.category(c) == "Cc" or c in STEERS)
     return "".join(c.encode("unicode_escape").decode() if steers(c) else c for c in text)
 

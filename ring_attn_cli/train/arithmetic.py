@@ -26,7 +26,7 @@ PEAKS = {
     "L4": 121.0,
     "A10": 125.0,
 }
-"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by a part of the device's name; the first match counts."""
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by words that all occur in the device's name; the first match counts."""
 
 
 def peak(device: str) -> float | None:
@@ -39,8 +39,7 @@ def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> 
 
     Each of the N weights takes 2 FLOPs in the forward and 4 in the backward. Causal attention takes 2 x length x heads x head_dim
     FLOPs in the forward, for q . k and p . v over half of the pairs, and 2.5 times as many in the backward, which recomputes the
-    scores.
-    Recomputation by activation checkpointing does not count.
+    scores. Recomputation by activation checkpointing does not count.
     """
     return 6 * parameters + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
 
@@ -82,7 +81,10 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def edges(length: int, buckets: int) -> list[int]:
-    """Return the exclusive ends of the position buckets, ascending: the last is ``length``, each other one half of the next."""
+    """Return the exclusive ends of the position buckets, ascending: the last is ``length``, each other one half of the next.
+
+    Halves are rounded down. There are fewer than ``buckets`` if the first end would be 0.
+    """
     ends = [length]
     while len(ends) < buckets and ends[-1] > 1:
         ends.append(ends[-1] // 2)

@@ -30,9 +30,10 @@ DTYPES = "param_dtype", "compute_dtype"
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The arguments of ``SequenceShardedDataset``. ``held_out``: the pattern of the evaluation's files.
+    """The data: the arguments of ``SequenceShardedDataset``, the held-out files, and the number of microbatches in a step.
 
-    The default folder is the source of Python's standard library: its top-level modules, and asyncio held out.
+    ``held_out``: the pattern of the files for evaluation. ``accumulate``: microbatches in a step. ``batch_size``: packed rows of
+    a replica in a microbatch. The default data are the top-level modules of Python's standard library, with asyncio held out.
     """
 
     folder: str = field(default_factory=lambda: sysconfig.get_paths()["stdlib"])
@@ -88,13 +89,13 @@ class RingConfig:
 
     @property
     def model_layout(self) -> str:
-        """Return the layout to construct the model with: contiguous if ``layout`` is balanced. Each call then passes its own."""
+        """Return the layout for the model's constructor: contiguous if ``layout`` is balanced, as each call then passes one."""
         return "contiguous" if self.layout == BALANCED else self.layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluation: steps between evaluations, batches per evaluation, and number of position ``buckets``."""
+    """The evaluation: steps between evaluations, batches in each, and the number of position ranges, the ``buckets``."""
 
     every: int = 50
     batches: int = 4
@@ -119,9 +120,9 @@ class Passkeys:
 class Config:
     """The config of a run.
 
-    ``out``: its folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, instead of ``model``.
-    ``save_every``: steps between checkpoints, of which the last ``keep`` stay. Raise ValueError if a number is out of its range
-    or values do not fit together.
+    ``out``: its folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, in place of a model made from the
+    table ``model``. ``save_every``: steps between checkpoints, of which the last ``keep`` stay. Raise ValueError if a number is
+    out of its range or values do not fit together.
     """
 
     out: str = "train-output"
@@ -191,12 +192,12 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Return the packed rows of a microbatch, over all replicas."""
+        """Return the number of packed rows in a microbatch, over all replicas."""
         return self.data.batch_size * self.ring.replicas
 
     @property
     def tokens(self) -> int:
-        """Return the tokens of a step, over all ranks."""
+        """Return the number of tokens in a step, over all ranks."""
         return self.rows * self.data.length * self.data.accumulate
 
     def described(self) -> dict[str, Any]:
@@ -247,8 +248,8 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
 class ValueType(NamedTuple):
     """A type of config values.
 
-    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: a function that converts this value to
-    the record's. ``most``: the largest absolute value of an integer.
+    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: a function that converts such a value to
+    the value of the record's field. ``most``: the largest absolute value of an integer.
     """
 
     words: str
@@ -273,7 +274,7 @@ FORMS: dict[str, ValueType] = {
     "str": ValueType("a text", lambda x: isinstance(x, str), str),
     "int": ValueType("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
 }
-"""Value types by a part of an annotation. A field has the type of the first key that occurs in its annotation."""
+"""Value types by a part of a field's annotation; the first key that occurs in the annotation counts."""
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:

@@ -45,8 +45,8 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
 def check(config: Config) -> str:
     """Check the data, passkeys and ``init_from`` of a run, and write the token cache, once for all ranks.
 
-    Return a description of the documents that are both in the training data and held out, or "". Raise ValueError if the run
-    cannot start.
+    Return the name of a document that is both in the training data and held out, with the number of the others, or "" if there is
+    none. Raise ValueError if the run cannot start.
     """
     from ring_attn_core.data.batches import documents_of
     from ring_attn_core.data.index import Index

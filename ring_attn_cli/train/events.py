@@ -18,7 +18,7 @@ from typing import Any
 
 FOLDER = "tensorboard"
 VERSION = b"brain.Event:2"
-"""The first record of a file. From version 2 on, a START at a step makes readers drop earlier files' events from that step on."""
+"""The file_version in a file's first event. From version 2 on, START at a step makes readers drop older events from there on."""
 START = 1
 """tensorflow.SessionLog.START."""
 
@@ -109,8 +109,8 @@ def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 class Events:
     """A new file of events in the folder of a run, for ``tensorboard --logdir``.
 
-    Each start of a run adds a file. Its first event holds the step from which the run resumes, so that readers drop later steps
-    of earlier files.
+    Each start of a run adds a file. Its second event, START, holds the first step of this start, so that readers drop that step
+    and later ones of earlier files.
     """
 
     def __init__(self, out: Path, begin: int) -> None:

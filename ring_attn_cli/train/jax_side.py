@@ -63,12 +63,12 @@ def run(config: Config, tell: Tell) -> None:
 
 
 def joined(coordinator: str, processes: int | None, process: int | None) -> None:
-    """Join the program of several processes; "auto" detects them from Slurm, Open MPI or Kubernetes."""
+    """Join the program as ``process`` of ``processes``; ``coordinator`` "auto" takes both from Slurm, Open MPI or Kubernetes."""
     jax.distributed.initialize(None if coordinator == "auto" else coordinator, processes, process)
 
 
 def on_cpus(config: Config, processes: int | None) -> None:
-    """Split JAX's CPU into as many devices as this process holds of the config's ranks x replicas.
+    """Split JAX's CPU into this process's share of the devices: ranks x replicas / ``processes``, at least 1.
 
     If ``processes`` is None, change nothing, because only the launcher knows the number of processes.
     """
@@ -143,7 +143,7 @@ class JaxTrainer:
             return model
 
     def _place(self, module: nnx.Pytree) -> None:
-        """Put the arrays on the mesh, placed as after an update, so that step 2 does not recompile."""
+        """Put the arrays on the mesh with the shardings that a step returns, so that step 2 does not recompile."""
         state = nnx.state(module)
         nnx.update(module, jax.device_put(state, weight_shardings(state, self._mesh, self._sharded)))
 
@@ -241,7 +241,7 @@ def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
 def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArguments) -> tuple[Any, Any, Any]:
     """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
 
-    Uses ``jax.jit`` because ``nnx.jit`` does not take compiler options.
+    It is compiled by ``jax.jit``, because ``nnx.jit`` does not take compiler options.
     """
     model, optimizer = nnx.merge(graph, state)
     structure, weights = nnx.split(model, nnx.Param)
@@ -286,7 +286,7 @@ def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: Sta
 
 
 def _hidden(model: RingTransformer, batch: Batch, how: StaticArguments, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
-    """Return the input of the head. With a ``seed``, apply dropout with it and with the row index within the step."""
+    """Return the last hidden states. With a ``seed``, apply dropout; ``row``: the batch's first row among all of the step."""
     inputs, masks = (batch.ids, batch.positions, how.length), {"extents": batch.extents, "layout": batch.layout}
     return model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 

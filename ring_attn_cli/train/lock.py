@@ -17,10 +17,10 @@ LOCK = ".lock"
 
 @contextmanager
 def held(config: Config, first: bool = True, of_first: Callable[[str], str] = str) -> Iterator[None]:
-    """Lock the folder of a run until the block ends. Raise ValueError in all its processes if another run holds the lock.
+    """Lock the folder of a run until the block ends. Raise ValueError in all processes of the run if another run holds the lock.
 
-    ``first``: True in the one process that locks. ``of_first``: a function that broadcasts that process's message to all. The
-    system releases the lock when the process ends, even if it is killed; the file stays, which does not keep a new run out. A
+    ``first``: True in the one process that locks. ``of_first``: a function that broadcasts the message of this process to all.
+    The system releases the lock when the process ends, even if it is killed; the file stays, which does not keep a new run out. A
     file system without locks, such as some network ones, does not keep other runs out.
     """
     # filelock's fallback for such file systems is a file that outlives a kill and would block the next run

@@ -89,7 +89,11 @@ def accuracy(config: Config, side: Side, length: int) -> float:
 
 
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
-    """Return the loss on held-out files, overall and by the number of preceding tokens in the document."""
+    """Return the mean loss in nats on held-out files as a line of the log: ``loss`` overall, ``by_position`` for each bucket.
+
+    A bucket holds the labels with fewer preceding tokens in their document than its end in ``ends``, and not fewer than the end
+    of the bucket before; ``labels`` counts them. A bucket without labels has the loss None.
+    """
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)
     for microbatch in itertools.islice(side.held_out, config.evaluation.batches):
@@ -115,7 +119,7 @@ def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
 class Log:
     """The file ``log.jsonl`` of a run, the same numbers as events of TensorBoard, and the function that shows its lines.
 
-    A resumed run drops the lines after its checkpoint: write a new file, then rename it over the log.
+    A resumed run drops the lines after its checkpoint by writing a new file, which it then renames over the log.
     """
 
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:

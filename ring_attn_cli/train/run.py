@@ -23,7 +23,10 @@ PATIENCE = 1800.0
 
 @dataclass(frozen=True)
 class Program:
-    """This process's place in a JAX program of several processes. ``coordinator``: "auto", or the address of process 0."""
+    """This process's place in a JAX program of several processes.
+
+    ``coordinator``: "auto", or the address of process 0. ``processes``: their number. ``process``: the index of this one.
+    """
 
     coordinator: str
     processes: int | None = None
@@ -31,9 +34,9 @@ class Program:
 
     @classmethod
     def of(cls, coordinator: str | None, process: str | None) -> Program:
-        """Parse ``--coordinator`` and ``--process``, the process's index and their number, such as "0/4".
+        """Parse ``--coordinator`` and ``--process``, which is an index and the number of processes, such as "0/4".
 
-        Without ``process`` the coordinator must be "auto". Raise ValueError if they are invalid.
+        ``coordinator`` must be "auto" without ``process``, and HOST:PORT with it. Raise ValueError otherwise.
         """
         if coordinator == "auto" and process is None:
             return cls(coordinator)

@@ -54,7 +54,7 @@ BEGIN = Kind("a step, at least 0", lambda x: _count(x, 0))
 SWITCH = Kind("true or false", lambda x: isinstance(x, bool))
 
 NEEDED, PEAK, ALL, NONE = object(), object(), object(), None
-"""Defaults of arguments. NEEDED: no default. PEAK: ``optimizer.learning_rate``. ALL: this schedule's steps. NONE: unset."""
+"""Defaults of a schedule's arguments. NEEDED: none. PEAK: ``optimizer.learning_rate``. ALL: its number of steps. NONE: unset."""
 
 Rate = Callable[[SimpleNamespace, int], float]
 """A function of a schedule's arguments and a step, which returns the learning rate."""
@@ -218,7 +218,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Callable[[int], float]:
-    """Return the rate of each step, from 0, of schedules that follow each other.
+    """Return a function from a step, counted from 0, to the learning rate, for schedules that follow each other.
 
     Each table has a ``name`` and the schedule's arguments. All but the last also have ``until``, the step at which the next
     schedule begins. Each schedule counts its own steps from 0, as in ``optax.join_schedules`` and torch's ``SequentialLR``.
@@ -248,7 +248,7 @@ def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Ca
 
 
 def _part(table: Mapping[str, Any], peak: float, steps: int) -> Callable[[int], float]:
-    """Return one schedule as a function of its own steps."""
+    """Return one schedule as a function from its step, counted from 0, to the learning rate."""
     arguments = {key: value for key, value in table.items() if key not in ("name", "until")}
     name = table.get("name")
     if not isinstance(name, str) or name not in SCHEDULES:

@@ -1,4 +1,4 @@
-"""The ranks of PyTorch that a command starts on one machine: their devices, and their group. Imported only if PyTorch is used."""
+"""Devices and default process group of PyTorch ranks that a command or torchrun starts. Imported only if PyTorch is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def device_of(rank: int, ranks: int) -> torch.device:
-    """Return this rank's GPU if the machine has at least ``ranks`` GPUs, else the CPU."""
+    """Select and return this rank's GPU if the machine has at least ``ranks`` GPUs, else return the CPU."""
     if torch.cuda.is_available() and torch.cuda.device_count() >= ranks:
         torch.cuda.set_device(rank)
         return torch.device("cuda", rank)
@@ -45,9 +45,9 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
 
-    The agent of torchrun keeps one store for all restarts. A restarted process may find the addresses of ended processes there,
-    and then waits for them. So the keys get the number of the restart as a prefix. Each host's agent counts its own restarts, so
-    raise ValueError if the processes run on several hosts.
+    With ``--max-restarts``, the agent of torchrun keeps one store for all restarts, in which a restarted process may find the
+    addresses of ended processes and wait for them. So the keys get the number of the restart as a prefix. Each host's agent
+    counts its own restarts, so raise ValueError if the processes of such a run are on several hosts.
     """
     timeout = timedelta(minutes=30)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":

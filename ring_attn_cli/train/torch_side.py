@@ -43,7 +43,10 @@ from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
-    """Train as one rank, in a process that the command started; rank 0 reports for all."""
+    """Train as one rank, in a process that the command started; rank 0 reports for all.
+
+    ``store``: path of the file through which the ranks find each other.
+    """
     ranks = config.ring.ranks * config.ring.replicas
     device = device_of(rank, ranks)
     if device.type == "cpu":
@@ -217,7 +220,7 @@ class TorchTrainer:
         return RunDevices("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
-        """Return the last hidden states, from which the head computes logits. Apply dropout only with a ``step``.
+        """Return the last hidden states, from which the language-model head computes logits. Apply dropout only with a ``step``.
 
         The dropout seed is the run's seed plus ``step``. The offset is the index of this rank's first row among all rows of the
         step, so that no two rows of a step share a dropout mask.
