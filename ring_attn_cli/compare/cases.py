@@ -1,4 +1,4 @@
-"""One case as plain data that every process receives, and the inputs that both frameworks draw from its seed."""
+"""A case, which is one attention problem as plain data, and the inputs that both frameworks draw from its seed."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Case:
         )
 
     def problem(self, ranks: int) -> Problem:
-        """Return the problem of one rank of a CPU ring, without the optional arrays."""
+        """Return the problem of one rank of a CPU ring, without the optional arrays and without dropout."""
         local = self.plan(ranks).seq_local
         q, k = ((self.batch, local, heads, self.head_dim) for heads in (self.heads, self.kv_heads))
         options = replace(self.options, dropout_rate=0.0)  # a problem with dropout needs a seed

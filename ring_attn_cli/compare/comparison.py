@@ -158,7 +158,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
 
 
 def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
-    """Compute all results of one case, ``cell``. Return them, and the variants that were refused while they ran."""
+    """Return the results of ``cell``, the contestants of one case, and the variants that were refused while they ran."""
     outcomes: dict[_Contestant, Outcome] = {}
     refused = []
     for each in cell:
@@ -193,7 +193,8 @@ def _judged(
 ) -> VariantResult:
     """Compare one result with the truth, with the same variant on one device, and with the other framework.
 
-    ``whole``: the global arrays of each result. ``truths``: a cache, to which a new truth is added.
+    ``cotangents``: names of the cotangents that its gradients were computed from. ``whole``: the global arrays of each result.
+    ``truths``: a cache, to which a new truth is added.
     """
     oracle = ORACLES[one.variant.oracle]
     inputs = oracle.inputs(one.case)

@@ -105,7 +105,7 @@ WEIGHTS = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
 def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:
-    """Load the weights in ``arrays``, named as by ``to_numpy``, into ``module``. Return it and the remaining arrays."""
+    """Return a copy of ``module`` with its weights taken from ``arrays``, named as by ``to_numpy``, and the remaining arrays."""
     graph, state = nnx.split(module, nnx.Param)
     others, flat = dict(arrays), []
     for path, p in nnx.to_flat_state(state):

@@ -25,9 +25,10 @@ VOCAB, DEPTH = 61, 2
 
 @dataclass(frozen=True)
 class GlobalArrays:
-    """Global arrays in the natural order of tokens, by the function's argument names.
+    """Global arrays in the natural order of tokens, by the argument names of a variant's function.
 
-    ``leaves``: names of the differentiated arrays; the gradient of x is named dx. ``cotangents``: those of the results, by name.
+    ``leaves``: names of the differentiated arrays; the gradient of x is named dx. ``cotangents``: cotangents of the results, by
+    name.
     """
 
     arrays: Arrays
@@ -58,6 +59,7 @@ class Oracle:
 
     ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in the layout's order of runs. All other
     inputs and results are replicated. A rank's gradient of a replicated input is a partial sum; the ranks' sum is the gradient.
+    ``paddings``: values that fill the padding of an input, 0 for other inputs.
     """
 
     inputs: Callable[[Case], GlobalArrays]

@@ -23,8 +23,9 @@ from .cases import Arrays, Case
 class Order:
     """A request to the processes of a framework.
 
-    ``kind``: "prepare" builds the call and runs it once; "time", "memory" and "forget" act on the prepared call. ``call``,
-    ``user``: the functions to call, as ``module:function``. ``oracle``: the key in ``ORACLES`` that says how to draw the inputs.
+    ``kind``: "prepare" builds the call and runs it once; "time", "memory" and "forget" act on the prepared call. ``call``: the
+    function that builds a variant's function, as ``module:function``. ``user``: a user's own function, in the same form.
+    ``oracle``: the key in ``ORACLES`` that says how to draw the inputs.
     """
 
     kind: str
@@ -53,7 +54,11 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The settings of each process at its start. ``rings``: all ring sizes that will run. ``patience``: timeout in seconds."""
+    """The settings of each process at its start.
+
+    ``rings``: all ring sizes that will run. ``patience``: timeout in seconds. ``store``: path of the file through which PyTorch's
+    ranks find each other. ``folder``: the working folder of the command, from which a user's function is imported.
+    """
 
     rings: tuple[int, ...]
     device: str
@@ -103,7 +108,7 @@ def where_at(log: str) -> str | None:
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "can't allocate memory", "CUDA out of memory"
-"""Parts of the messages of JAX, of PyTorch on a CPU and of PyTorch on a GPU, whose types are not MemoryError."""
+"""Parts of out-of-memory messages whose error is not a MemoryError: of JAX, PyTorch on a CPU, and PyTorch on a GPU."""
 
 
 def in_words(error: BaseException) -> str:

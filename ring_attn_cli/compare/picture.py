@@ -24,7 +24,10 @@ def check(path: Path) -> None:
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Save the plot. If an argument is swept, draw lines over it, one for each combination of the others; else draw bars."""
+    """Save the plot: bars, or, if an argument is swept, lines over it.
+
+    There is one line for each variant, framework and combination of the other arguments.
+    """
     from matplotlib.figure import Figure
 
     check(path)

@@ -14,7 +14,7 @@ GRACE = 1.0
 
 
 START = 120.0
-"""Seconds that processes have at least to start and import their frameworks."""
+"""Least timeout, in seconds, for processes to start and import their frameworks."""
 
 
 class VariantError(ValueError):

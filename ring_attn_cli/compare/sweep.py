@@ -22,7 +22,7 @@ SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
 class Sweep:
     """The checked request of a comparison. ``cases``: one for each combination of values.
 
-    ``axis``: the argument with the most values, "" if each has only one.
+    ``named``: the variants as the user named them. ``axis``: the argument with the most values, "" if each has only one.
     """
 
     variants: tuple[Variant, ...]

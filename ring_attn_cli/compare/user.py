@@ -18,7 +18,7 @@ Offered = dict[str, Any]
 """Arguments of ring_attention by name."""
 
 ONE_FRAMEWORK = {"group": ("torch", "PyTorch"), "axis_name": ("jax", "JAX")}
-"""Arguments of ring_attention that exist in one framework only: its name and its title."""
+"""Arguments that ring_attention has in one framework only, with the name and the title of this framework."""
 
 
 def load(text: str) -> Callable[..., Any]:

@@ -45,7 +45,7 @@ class BackendFitness:
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of a framework. ``words``: its devices, or why it does not start; then ``choices`` is empty."""
+    """The state of a framework. ``words``: its devices, or the reason why it does not start, with empty ``choices``."""
 
     name: str
     words: tuple[str, ...]

@@ -50,13 +50,13 @@ def work(report: Report, ranks: int, gpus: bool) -> None:
 
 
 class JaxClock:
-    """A timer of JAX's devices. It waits for each result. ``gpus``: True if the host launches the work of GPUs."""
+    """A timer of JAX's devices, which waits for each result. ``gpus``: True if the devices are GPUs."""
 
     def __init__(self, gpus: bool) -> None:
         self.gpus, self.repeats = gpus, Repeats(SPARE if gpus else 0.0)
 
     def seconds(self, *runs: Callable[[], Any]) -> list[float]:
-        """Return the median seconds of each run. The runs take turns; of several series the quietest counts."""
+        """Return the median seconds of each run, from the least noisy of several series in which the runs take turns."""
         return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], Any]) -> float:

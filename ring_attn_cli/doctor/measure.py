@@ -78,7 +78,7 @@ def ranks_of(ranks: int | None, gpus: int) -> int:
 
 
 def measured(framework: str, ranks: int, gpus: bool) -> list[Timings]:
-    """Measure all ranks, in processes of their own, and return their times."""
+    """Measure all ranks in new processes, one for each rank in PyTorch, one for all in JAX. Return the times of each rank."""
     package = __name__.rpartition(".")[0]
     with Crews(PATIENCE) as crews:
         if framework == "torch":

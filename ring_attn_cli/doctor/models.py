@@ -23,7 +23,7 @@ RANKS, TOKENS, VOCAB, SEED = 2, 37, 99, 0
 EXACT = 1e-4
 """Bound of the relative error of logits and of each weight's gradient. It allows float32 rounding; one wrong key gives 1e-2."""
 LARGEST = 50_000_000
-"""Most weights of a tiny model. A larger model has a size whose name is not in SIZES."""
+"""Largest number of weights in a tiny model. A larger model has a size whose name is not in SIZES."""
 STARTUP = 300.0
 OWN_CODE = "computes attention in its own code"
 VERDICTS = {

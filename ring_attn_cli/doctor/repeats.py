@@ -16,17 +16,20 @@ SERIES = 4
 """Largest number of series in a measurement."""
 
 WARM_UP = 6
-"""Largest number of untimed rounds before a series; they end when two in a row agree to ``NOISE``."""
+"""Largest number of untimed rounds before the first series; they end when two in a row agree to ``NOISE``."""
 
 WORST = 10.0
-"""The largest value of a noise, also returned if a time is not above 0."""
+"""Upper bound of a noise, and the noise if a time is not above 0."""
 
 SPARE = 60.0
 """Seconds that all measurements together may spend on series after their first."""
 
 
 class Series(NamedTuple):
-    """The median seconds of each run, and their noise."""
+    """The median seconds of each run, and their noise.
+
+    The noise is the largest relative difference of a run's median over the even rounds from that over the odd rounds.
+    """
 
     noise: float
     seconds: list[float]
@@ -47,7 +50,7 @@ class Repeats:
         """Return the median seconds of each run, from the quietest of up to ``SERIES`` series, and update ``noise``.
 
         The runs take turns, so that a slow change of the clock rate cancels in differences between them. A further series starts
-        if all before it differ by more than ``NOISE`` and spare seconds are left.
+        if the noise of each one before it exceeds ``NOISE`` and spare seconds are left.
         """
         self._warm_up(runs)
         quietest = self._series(runs)

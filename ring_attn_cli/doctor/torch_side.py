@@ -37,7 +37,10 @@ SHORT = 128
 
 
 def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience: float) -> None:
-    """Measure attention and copies on all ranks at once, then transfers between them; report them as ``Timings``."""
+    """Measure attention and copies on all ranks at once, then transfers between them; report them as ``Timings``.
+
+    ``store``: path of the file through which the ranks find each other. ``patience``: timeout of the process group in seconds.
+    """
     device = device_of(rank, ranks) if gpus else CPU
     if device.type == "cpu":
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
@@ -57,8 +60,8 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
 class Clock:
     """A timer of a device.
 
-    A GPU is timed by its own events. Products of large matrices and a first, untimed run keep it busy while the host launches
-    the timed runs, so the times do not include the host's, which a record holds separately.
+    A GPU is timed by its own events. Products of large matrices and a first, untimed run keep it busy while the host launches the
+    timed runs. So the times exclude the launches by the host, which a record holds separately.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -71,7 +74,7 @@ class Clock:
             self.products = max(1, math.ceil(AHEAD / self._between(self._occupy)))
 
     def seconds(self, *runs: Callable[[], object]) -> list[float]:
-        """Return the median seconds of each run. The runs take turns; of several series the quietest counts."""
+        """Return the median seconds of each run, from the least noisy of several series in which the runs take turns."""
         return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], object]) -> float:

@@ -68,7 +68,10 @@ class PackedPlan(NamedTuple):
 
 
 def runs_of(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int, list[tuple[Run, ...]]]:
-    """Return the tokens of a shard and the runs of each rank, without padding. Raise ValueError if the layout is unknown."""
+    """Return the number of tokens in a shard, padding included, and the runs of each rank, without padding.
+
+    Raise ValueError if the layout is unknown.
+    """
     if isinstance(layout, BalancedLayout):
         return layout.seq_local, [layout.held(rank) for rank in range(ranks)]
     local = layouts.padded_local(layout, ranks, length)

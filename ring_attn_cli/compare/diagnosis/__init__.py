@@ -288,7 +288,7 @@ def lost_gradient(e: Evidence, name: str, attention: bool) -> Iterator[str]:
 
 
 def _reason(e: Evidence, name: str, factor: float, attention: bool) -> str:
-    """Return the end of a sentence: ", on one device too" if the factor is the same there, then known mistakes with it."""
+    """Return the end of a sentence: ", on one device too" if the factor is the same there, then mistakes that would give it."""
     ranks, known, right, beside = e.plan.ranks, [], e.truth.exact[name], {} if e.alone is None else e.alone
     same = name in beside and relative_error(e.part(name, right, beside), factor * right) < 1e-2
     where = ", on one device too" if same else ""

@@ -30,10 +30,10 @@ class Forward(NamedTuple):
 
 
 class Backward(NamedTuple):
-    """A variant of the backward, right by default.
+    """A variant of the backward, by default the correct one.
 
-    ``delta``, ``dlse``: factors of rowsum(dout * out) and of dlse in delta. ``of_shards``: each shard of
-    keys uses its own out and lse.
+    ``delta``, ``dlse``: factors of rowsum(dout * out) and of dlse in delta. ``of_shards``: True if each shard of keys uses the
+    out and lse over its keys alone.
     """
 
     delta: float = 1.0

@@ -26,8 +26,8 @@ ROWS = 96
 class Evidence:
     """The result of one variant, as global arrays in natural order, beside the truth.
 
-    ``missed``: names of the arrays whose error exceeds its bound. ``alone``: the result on one device, if this ring has several
-    ranks and the variant ran there too.
+    ``missed``: names of the arrays whose error exceeds its bound. ``cotangents``: names of the cotangents that the gradients were
+    computed from. ``alone``: the result on one device, if this ring has several ranks and the variant ran there too.
     """
 
     case: Case
@@ -119,9 +119,10 @@ class Evidence:
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
 
     def counted_parts(self, name: str) -> np.ndarray | None:
-        """Return the weight of each rank's part (second axis) in the gradient of each rank's tokens (first axis).
+        """Return counts [rank, giver]: the factor of rank ``giver``'s summand in the gradient of ``rank``'s tokens; 1 is right.
 
-        Fit the weights by least squares; NaN if a part is zero. Return None if the fit does not explain the gradient.
+        ``name``: "dq", "dk" or "dv". The summands are those of :meth:`parts`, and the counts their least-squares fit, NaN if a
+        summand is zero. Return None if the fit does not explain the gradient.
         """
         ranks, parts = range(self.plan.ranks), self.parts()[name]
         got = self.got[name][0, :, : parts.shape[2]] if name == "dq" else self.got[name][0, :, 0]
