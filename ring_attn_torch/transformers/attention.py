@@ -150,7 +150,11 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
-    """Return the mask of a layer whose model passes none, on one device. Raise ValueError on several ranks."""
+    """Return the mask of a layer whose model passes none, on one device. Raise ValueError on several ranks.
+
+    The mask is full unless ``causes``. ``window``: the number of tokens that a causal mask shows, the query's own included, or
+    None for all. ``name``: the layer's class, for an error.
+    """
     try:
         check_alone()
     except ValueError as error:

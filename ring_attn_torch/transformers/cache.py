@@ -191,7 +191,7 @@ class CachedCall(RunningCall):
     def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], window: int | None, score: dict[str, Any]) -> Tensor:
         """Append a layer's keys and values to the cache, and compute its attention [batch, tokens, heads, v_dim].
 
-        ``qkv``: [batch, tokens, heads, dim] each; ``window``: the number of visible tokens before a token's own, None: all;
+        ``qkv``: [batch, tokens, heads, dim] each; ``window``: the number of earlier tokens that a token sees, None for all;
         ``score``: scale, softcap and sinks. The first layer's call creates ``step`` and, in a new cache, the KVCache.
         """
         (q, k, v), ring, kv = qkv, self.cache.ring, self.cache.kv

@@ -210,7 +210,7 @@ def check_alone() -> None:
 def _on_one_device(
     function: MaskFunction, attention_mask: Tensor | None, tried: list[Pattern], size: int | None, shape: tuple[int, int]
 ) -> LayerMask:
-    """Return the mask outside of ``sequence_parallel``, where one device holds the global sequence."""
+    """Return the mask outside of ``sequence_parallel``, where one device holds the sequences of ``shape`` [batch, tokens]."""
     check_alone()
     (batch, tokens), ring = shape, CallRing(group_of(group_name(None)), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device
@@ -226,7 +226,7 @@ def _on_one_device(
 
 
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """Return the patterns that a mask with ``local_size=size`` may have, the most likely first."""
+    """Return the patterns that a mask with ``local_size=size`` may have, the most likely first; ``both_sides``: not causal."""
     if size is None:
         return [Pattern(full() if both_sides else causal())]
     if both_sides:
@@ -278,7 +278,7 @@ def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.dev
 
 
 class AccelerateHooks:
-    """accelerate's hooks that replace the masks of a model's layers. ``removed``: each hook with its module and its key there."""
+    """accelerate's hooks that replace the masks of a model's layers. ``removed``: (module, key, hook) of each."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

@@ -46,11 +46,11 @@ DENSE = {"gemma2", "gemma3_text", "llama", "mistral", "modernbert", "phi3", "qwe
 """Models, by config.model_type, whose weights all have a gradient after every backward."""
 
 ROW_HEADS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
-"""A pattern of the names of model classes. Their head reads one token of a row, or their loss is a softmax over its tokens."""
+"""A pattern of the names of model classes whose head reads one token of a row, or whose loss is a softmax over a row's tokens."""
 
 
 def hugging_face_model(model: nn.Module) -> PreTrainedModel:
-    """Return the outermost transformers model in ``model``: itself, or the one inside PEFT, DDP, FSDP or torch.compile."""
+    """Return ``model`` or the outermost transformers model in it, as inside PEFT or DDP. Raise ValueError if it has none."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -88,7 +88,7 @@ def _check_stack(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError, naming the modules, if the model cannot run over a ring."""
+    """Raise ValueError, with the reason, if the model cannot run over a ring."""
     warn_if_untried("transformers", not dist.is_initialized() or dist.get_rank() == 0)
     inside = hugging_face_model(model)
     _check_stack(inside.config)

@@ -226,7 +226,7 @@ def enable(
     config stores all but ``group``, which belongs to one process. Only text tokens are sharded: image and audio parts keep their
     own attention.
 
-    Raise ValueError, naming the modules, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
+    Raise ValueError, with the reason, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
     attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if a backend does not exist
     or, for a model on a host without GPUs, has no CPU kernels. The first call checks all else that a backend needs.
     """

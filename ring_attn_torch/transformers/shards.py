@@ -105,7 +105,7 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
 
 
 def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the mask of this rank's image tokens [batch, local], and the rows of each layer's features for these tokens."""
+    """Return this rank's ``VISUAL`` arguments: the mask of its image tokens [batch, local], and each layer's features of them."""
     mask = call_arguments[VISUAL[0]].to(global_batch.device).bool()
     number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)
     mine = global_batch.filled(mask, 0)
@@ -145,7 +145,7 @@ class GlobalBatch(RunningCall):
     label_weights: Tensor | None = None
     """The factor of each label's loss [batch, local]; None: 1."""
     shifted: bool = False
-    """True if this call has shifted the labels; False if the caller had, or if the model labels each token itself."""
+    """True if this call has shifted the labels; False if the caller had, or if a token predicts its own label."""
     fused: bool = False
     """True if trl's head returns log-probabilities in place of logits."""
     ignore_index: int = -100

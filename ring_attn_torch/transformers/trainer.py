@@ -274,7 +274,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_group(ring: CallRing, config: Any) -> None:
-    """Raise ValueError if a ring crosses the axes of accelerate's mesh, or if its ranks are not consecutive."""
+    """Raise ValueError if accelerate's parallelism_config does not fit the ring, or if the ring's ranks are not consecutive."""
     ranks = ring.ranks
     if config is not None and (config.tp_size > 1 or config.sp_size > 1):
         raise ValueError(
