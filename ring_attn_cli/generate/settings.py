@@ -97,7 +97,7 @@ class GenerateSettings:
     def check_ids(self, ids: list[int], whose: str) -> None:
         """Raise ValueError if an id is outside the vocabulary, before weights are loaded.
 
-        There is no check if config.json has no vocabulary size. ``whose``: the source of the ids, in words for the message.
+        All ids pass if config.json lacks a vocabulary size. ``whose``: the source of the ids, in words for the message.
         """
         vocab = self.config.get("vocab_size" if self.llama else "vocab")
         if isinstance(vocab, int):

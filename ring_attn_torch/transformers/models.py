@@ -46,7 +46,7 @@ DENSE = {"gemma2", "gemma3_text", "llama", "mistral", "modernbert", "phi3", "qwe
 """Models, by config.model_type, whose weights all have a gradient after every backward."""
 
 ROW_HEADS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
-"""A pattern of the names of model classes whose head reads one token of a row, or whose loss is a softmax over a row's tokens."""
+"""A pattern of names of model classes whose head reads one token of a row, or whose loss is a softmax over a row's tokens."""
 
 
 def hugging_face_model(model: nn.Module) -> PreTrainedModel:
