@@ -27,12 +27,12 @@ LARGEST = 50_000_000
 STARTUP = 300.0
 OWN_CODE = "computes attention in its own code"
 VERDICTS = {
-    "exact": "equal to eager attention on one process, forward and gradients",
-    "refused": "refused by name",
-    "own": "refused, because it has attention code of its own",
-    "differs": "neither equal nor refused",
-    "failed": "an error of another kind, or no result in time",
-    "untried": "not compared: its tiny model fails with eager attention",
+    "exact": "equal to eager attention in one process, forward and gradients",
+    "refused": "refused with an error that says why",
+    "own": "refused, because its attention code does not read attn_implementation",
+    "differs": "runs over a ring, but is not equal to eager attention",
+    "failed": "another error, or no result in time",
+    "untried": "not compared, because its tiny model fails with eager attention",
 }
 SIZES = {
     64: "hidden_size d_model n_embd emb_dim dim intermediate_size moe_intermediate_size shared_expert_intermediate_size ffn_dim "
@@ -121,17 +121,18 @@ def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
     lines = [
         "# Tested models",
         "",
-        "`ring-attn doctor --model all --table docs/tested_models.md` writes this page. It makes a tiny random model of each",
-        f"causal and masked class of transformers, and runs {record['tokens']} tokens forward and backward in float32: on",
-        f"{record['ranks']} CPU ranks inside `sequence_parallel`, and with eager attention on one process. A class is exact if",
-        f"the largest relative error, of logits or of a weight's gradient, is at most {EXACT:.0e}. This page is of",
-        f"transformers {record['transformers']}, on {record['date']}.",
+        "`ring-attn doctor --model all --table docs/tested_models.md` writes this page. For each class of causal or masked",
+        "language models in transformers it makes a tiny model with random weights. The model runs forward and backward on",
+        f"{record['tokens']} tokens in float32: with eager attention in one process, then inside `sequence_parallel` on",
+        f"{record['ranks']} CPU ranks. A class is exact if the relative errors of the logits and of each weight's gradient are",
+        f"at most {EXACT:.0e}; the second table shows the largest. The page was written with transformers",
+        f"{record['transformers']} on {record['date']}.",
         "",
-        f"| verdict | {len(found)} of {record['classes']} classes |",
+        f"| verdict | classes, {len(found)} of {record['classes']} |",
         "|---|---|",
         *(f"| {verdict}: {words} | {counts[verdict]} |" for verdict, words in VERDICTS.items()),
         "",
-        "| class | verdict | |",
+        "| class | verdict | largest error, or reason |",
         "|---|---|---|",
     ]
     for each in found:
