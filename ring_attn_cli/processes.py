@@ -115,7 +115,7 @@ class Crews:
         """An unused path for the file store by which the ranks of a PyTorch process group find each other."""
 
     def start(self, crew: str, module: str, members: list[tuple[Any, ...]]) -> None:
-        """Start one process for each tuple of arguments in ``members``."""
+        """Start the processes of a crew: each calls ``work`` of ``module`` with one tuple of arguments in ``members``."""
         context = multiprocessing.get_context("spawn")
         for number, arguments in enumerate(members):
             ours, theirs = context.Pipe()

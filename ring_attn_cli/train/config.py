@@ -229,7 +229,7 @@ def read(path: Path | None, *, out: str | None = None, steps: int | None = None,
 
 
 def made(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
-    """Build the record ``kind`` of a TOML table. Raise ValueError if a key is unknown or a value has the wrong type."""
+    """Build a record of class ``kind`` from the ``values`` of the TOML table ``table``. Raise ValueError if they are invalid."""
     hints = get_type_hints(kind)
     check_keys(table, values, [x.name for x in fields(kind)])
     return kind(**{name: _value(hints[name], value, f"{table}.{name}".lstrip(".")) for name, value in values.items()})

@@ -25,7 +25,10 @@ class DatasetArguments(TypedDict):
 
 
 def arguments(config: Config, held_out: bool) -> DatasetArguments:
-    """Return the dataset arguments. The token cache lies in the run's folder, because the data's folder may be read-only."""
+    """Return the dataset arguments, of the files for evaluation if ``held_out``.
+
+    The token cache lies in the run's folder, because the data's folder may be read-only.
+    """
     of = config.data
     return {
         "folder": of.folder,

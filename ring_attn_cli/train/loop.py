@@ -131,7 +131,7 @@ class Log:
         self._path, self._tell, self._events = path, tell, Events(path.parent, begin)
 
     def __call__(self, kind: str, **values: object) -> None:
-        """Append ``kind`` and ``values`` to the file as a line of JSON, and pass them to ``tell``."""
+        """Append ``kind`` and ``values`` to the file as a line of JSON, write them as an event, and pass them to ``tell``."""
         line = {"kind": kind, **values}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")

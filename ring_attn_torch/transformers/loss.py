@@ -119,7 +119,10 @@ class ChunkedHead:
 
     @contextmanager
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
-        """Make the head return the summed loss of ``labels``, [1, 1, 1], inside this ``with``. The model must not change it."""
+        """Make the head return the summed loss of ``labels``, shaped [1, 1, 1], inside this ``with``.
+
+        The model must not change this output.
+        """
         made: list[Tensor] = []
         batch.head_sums = True
 

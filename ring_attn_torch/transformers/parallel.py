@@ -251,7 +251,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> CallRing:
-    """Return the ring that ``enable`` set for a model, or the default. ``group`` and ``layout`` override it if not None."""
+    """Return the ring that ``enable`` set for a model, else that of the default group. ``group`` and ``layout`` override it."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
     if group is not None:

@@ -207,7 +207,7 @@ class RingTrainer(RingTraining, Trainer):
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError if TrainingArguments are not supported, or if this transformers would count labels once per rank."""
+    """Raise ValueError if TrainingArguments are not supported, or if this release of transformers counts labels once per rank."""
     if Version(transformers.__version__) < OLDEST:
         raise ValueError(
             f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "

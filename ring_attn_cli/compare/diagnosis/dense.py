@@ -17,9 +17,10 @@ from ..cases import Arrays, Case
 
 
 class Forward(NamedTuple):
-    """The forward of the queries: ``out`` [s h e], ``lse`` [s h] and the probabilities ``p`` [h s t].
+    """The forward of s queries over t keys in h query heads; e is the width of v.
 
-    ``dropout_factor``: the factors by which dropout multiplies the probabilities. ``steepness``: the derivative of softcap.
+    ``out`` [s h e], ``lse`` [s h]. ``p`` [h s t]: the probabilities. ``dropout_factor``: the factors by which dropout multiplies
+    them. ``steepness``: the derivative of softcap. Both broadcast to the shape of ``p``.
     """
 
     out: np.ndarray
