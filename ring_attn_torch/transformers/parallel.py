@@ -67,7 +67,7 @@ def sequence_parallel(
     """Make ``model(...)`` take global sequences, the same on every rank, and compute one shard per rank, inside this ``with``.
 
     ``model``: a model of transformers, or one inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring. ``layout``: a
-    name, or "balanced", which assigns each call's documents to ranks. None: that of ``enable``, else default group and "zigzag".
+    name, or "balanced", which assigns each call's documents to ranks. None: as ``enable`` set, else default group and "zigzag".
 
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
@@ -78,7 +78,7 @@ def sequence_parallel(
             None: 0, 1, 2, ... Where they restart, a new document begins, which sees no other document. Without an
             attention_mask a document also begins where they skip, as in transformers. A batch of one row may pass cu_seq_lens_q.
         visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
-            and [tokens of images, dim] for each of the first layers.
+            and features [tokens of images, dim] for each of the first layers.
         token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image, which see their whole image.
         tree (parents, lengths), from :func:`pack_rollouts`: the prefix trees of the rows. It sets position_ids and takes
             shift_labels in place of labels; ``label_weights`` [batch, length] weigh their losses.
@@ -107,9 +107,9 @@ def sequence_parallel(
     context parallelism, which remove masks, are removed meanwhile. Attention's dropout is the same for any number of ranks. Other
     dropout uses each rank's own generator; seed the ranks differently. Leaving restores the model.
 
-    Raise ValueError, the same on every rank and before anything is sent round the ring, in these cases: a model or an argument,
-    which the error names, cannot be sharded, such as a head with one result per row; a GPU backend is set for a model on a CPU;
-    torchrun has started several processes without a process group; ranks hold different weights or pass different batches.
+    Raise ValueError, the same on every rank, before anything is sent round the ring: if a model or an argument cannot be sharded,
+    such as a head with one result per row; if a GPU backend is set for a model on a CPU; if torchrun started processes without a
+    process group; if ranks hold different weights or batches. A layer that mixes tokens without the ring raises after a forward.
     """
     ring = ring_of_model(hugging_face_model(model), group, layout)
     _check_launched()
