@@ -14,6 +14,7 @@ from ring_attn_core.data.trees import tree_extents
 from ring_attn_core.kernels.portable import extent_launches
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Row
+from ring_attn_torch.attend import kernels
 
 from ..support.compilation import PLAIN
 from ..support.selection import first
@@ -135,6 +136,32 @@ def test_the_ranges_of_extents_hold_the_keys_of_a_run_that_each_query_sees(inter
         j = np.arange(slot // rows.shape[1])
         of_run = (found[:, :, 0, :, None] <= j) & (j < found[:, :, 1, :, None])
         np.testing.assert_array_equal(np.concatenate(list(of_run.swapaxes(0, 1)), -1), pairs)
+
+
+def test_lists_are_computed_once_for_the_same_extents_and_anew_after_a_change(monkeypatch):
+    started = []
+
+    def counted(launch: Any, arrays: Any) -> tuple[torch.Tensor, ...]:
+        started.append(launch.kernel)
+        return (torch.zeros(1),)
+
+    monkeypatch.setattr(kernels, "launch", counted)
+    call = replace(PLAIN, array_names=frozenset({"extents"}))
+    arrays = {name: torch.zeros(2, 3, dtype=torch.int32) for name in ("rows", "extents", "kv", "k", "v")}
+    add = lambda: kernels._add_lists({**arrays}, (extent_launches.key_ranges(call), extent_launches.not_finite(call, True)))
+    add()
+    add()
+    assert started == ["key_ranges", "not_finite", "not_finite"], "a layer that finds lists again, or no NaN in new values"
+    arrays["extents"][0, 0] = 1
+    add()
+    arrays["extents"] = arrays["extents"].clone()
+    add()
+    assert started[3:] == ["key_ranges", "not_finite"] * 2
+    with torch.inference_mode():
+        arrays["extents"] = torch.zeros(2, 3, dtype=torch.int32)
+        add()
+        add()
+    assert started[7:] == ["key_ranges", "not_finite"] * 2, "arrays of inference mode count no changes"
 
 
 def positions(rows: np.ndarray, slot: int, queries: bool) -> np.ndarray:

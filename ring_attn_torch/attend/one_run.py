@@ -19,6 +19,7 @@ from ring_attn_core.kernels.call import BEYOND
 from ring_attn_core.runs import Band, Row
 
 from .keys import Keys, clipped
+from .recent import Unchanged, reusable, stream_of
 from .score import Score
 from .tiles import Rows
 
@@ -48,10 +49,10 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device
     one = Row(-tokens, queries, 0, sum(run[1] for run in q_runs), 0, 0, sum(run[1] for run in k_runs), 0, 1, 0)
     given, shards = (score.extents, keys.extents), StepShards(q_runs, k_runs, queries, tokens, batch, band, device)
-    if any(x is not None and x.is_inference() for x in given) or (device.type == "cuda" and _capturing()):
-        extents, of_keys = _converted(*given, shards)
+    if reusable(given, device):
+        extents, of_keys = _recent(*map(Unchanged, given), shards, stream_of(device))
     else:
-        extents, of_keys = _recent(*map(Unchanged, given), shards, _stream(device))
+        extents, of_keys = _converted(*given, shards)
     return ((one,),), keys._replace(extents=of_keys), score._replace(extents=extents)
 
 
@@ -66,34 +67,10 @@ def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShard
     return _local(_positions(of.k_runs, of.keys, of.device), extents), of_keys
 
 
-class Unchanged:
-    """A cache key made of a tensor or None. Two keys are equal if they hold one tensor that was not modified in between."""
-
-    __slots__ = "tensor", "version"
-
-    def __init__(self, tensor: Tensor | None) -> None:
-        self.tensor, self.version = tensor, None if tensor is None else tensor._version
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unchanged) and self.tensor is other.tensor and self.version == other.version
-
-    def __hash__(self) -> int:
-        return id(self.tensor)
-
-
 @lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it
 def _recent(extents: Unchanged, key_extents: Unchanged, shards: StepShards, stream: int) -> tuple[Tensor, Tensor | None]:
     """Return the result of ``_converted``, cached. ``stream``: the CUDA stream that computes and reads it, a part of the key."""
     return _converted(extents.tensor, key_extents.tensor, shards)
-
-
-def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-
-
-def _capturing() -> bool:
-    """Return True during CUDA graph capture. Then no cached result is used: a replay must convert the extents anew."""
-    return torch._C._cuda_isCurrentStreamCapturing()
 
 
 def _local(positions: Tensor, intervals: Tensor) -> Tensor:

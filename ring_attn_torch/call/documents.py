@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import add_newest
 
-from ..attend.one_run import Unchanged
+from ..attend.recent import Unchanged
 from ..ring.agreement import agree, same_error
 from ..ring.groups import Group, capturing, rank_in, ranks_of
 from .prepare import Arrays, checked

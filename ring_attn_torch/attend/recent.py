@@ -1,0 +1,39 @@
+"""Cache keys for results computed from extents: all layers of a model, and both passes of a layer, reuse the same results."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Unchanged:
+    """A cache key made of a tensor or None. Two keys are equal if they hold one tensor that was not modified in between."""
+
+    __slots__ = "tensor", "version"
+
+    def __init__(self, tensor: Tensor | None) -> None:
+        self.tensor, self.version = tensor, None if tensor is None else tensor._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unchanged) and self.tensor is other.tensor and self.version == other.version
+
+    def __hash__(self) -> int:
+        return id(self.tensor)
+
+
+def reusable(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
+    """Return whether results computed from the ``tensors`` may be cached.
+
+    They may not for tensors of inference mode, whose changes PyTorch does not count, and during CUDA graph capture: a replay
+    must compute the results anew.
+    """
+    if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
+        return False
+    return not any(x is not None and x.is_inference() for x in tensors)
+
+
+def stream_of(device: torch.device) -> int:
+    """Return the current CUDA stream of a device, 0 on CPUs. It belongs to the cache key of what it computes and reads."""
+    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
