@@ -84,7 +84,7 @@ class Unshared(peers.Peers):
 
 @contextmanager
 def silent_transport() -> Iterator[None]:
-    """Replace torch.distributed's batched sends and receives, its all-gather and shared memory by ones that send nothing."""
+    """Replace torch.distributed's batched sends and receives, its collectives and shared memory by ones that send nothing."""
     works = [Sent()]
     with (
         patch.dict(peers.MAKERS, {"cpu": Unshared}),
@@ -92,6 +92,7 @@ def silent_transport() -> Iterator[None]:
         patch.object(peers, "check_access", lambda *_: None),
         patch.object(dist, "batch_isend_irecv", lambda operations: works),
         patch.object(dist, "all_gather_into_tensor", lambda *_, **__: works[0]),
+        patch.object(dist, "all_to_all_single", lambda *_, **__: works[0]),
     ):
         yield
 

@@ -73,7 +73,7 @@ def test_messages_and_bytes_are_the_plans(gloo, case):
 def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
     """The messages and bytes that this rank hands to torch.distributed in a forward and in a backward."""
     sent: list[Traffic] = []
-    batch, gather = dist.batch_isend_irecv, dist.all_gather_into_tensor
+    batch, gather, all_to_all = dist.batch_isend_irecv, dist.all_gather_into_tensor, dist.all_to_all_single
     size = lambda x: x.numel() * x.element_size()
 
     def batched(operations: list[Any]) -> Any:
@@ -86,8 +86,14 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
         sent.append(Traffic(others, others * size(x)))
         return gather(out, x, group=group, async_op=async_op)
 
+    def to_all(out: torch.Tensor, x: torch.Tensor, sizes: list[int], counts: list[int], *rest: Any, async_op: bool) -> Any:
+        messages = sum(map(bool, counts)) if x.is_floating_point() else 0  # one message holds keys, their mask and extents
+        sent.append(Traffic(messages, size(x)))
+        return all_to_all(out, x, sizes, counts, *rest, async_op=async_op)
+
     total = lambda: sum(sent, Traffic(0, 0))
-    with patch.object(dist, "batch_isend_irecv", batched), patch.object(dist, "all_gather_into_tensor", gathered):
+    replaced = {"batch_isend_irecv": batched, "all_gather_into_tensor": gathered, "all_to_all_single": to_all}
+    with patch.multiple(dist, **replaced):
         dtype, names = getattr(torch, case.dtype), [*case.features]
         q, k, v = (torch.from_numpy(x).to(dtype).requires_grad_() for x in shards[:3])
         features = dict(zip(names, map(torch.from_numpy, shards[5:]), strict=True))
@@ -111,7 +117,7 @@ def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, strategy, de
 def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
     """``on_rank``, with a random delay before every transfer."""
     draw = random.Random(1000 * seed + dist.get_rank(group))
-    batch, gather = dist.batch_isend_irecv, dist.all_gather_into_tensor
+    names = "batch_isend_irecv", "all_gather_into_tensor", "all_to_all_single"
 
     def late(function: Any) -> Any:
         def call(*arguments: Any, **keywords: Any) -> Any:
@@ -120,7 +126,7 @@ def delayed(seed: int, group: Any, case: Case, *shards: Any) -> Any:
 
         return call
 
-    with patch.object(dist, "batch_isend_irecv", late(batch)), patch.object(dist, "all_gather_into_tensor", late(gather)):
+    with patch.multiple(dist, **{name: late(getattr(dist, name)) for name in names}):
         return on_rank(group, case, *shards)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 from weakref import WeakSet
 
@@ -145,17 +144,16 @@ def send_parts(sent: Arrays, counts: Sequence[int], arriving: Arrays, sizes: Seq
 
     ``arriving``: receive buffers, whose first ``sizes[0]`` rows come from rank 0, and so on. This rank's count and size are 0.
     """
-    operations = []
-    places = [list(accumulate(rows, initial=0)) for rows in (counts, sizes)]
-    for peer in range(len(counts)):
-        (first, end), (there, there_end) = (place[peer : peer + 2] for place in places)
-        for x, y in zip(sent, arriving, strict=True):
-            if x is not None and first < end:
-                operations.append(dist.P2POp(dist.isend, x[first:end], group=group, group_peer=peer))
-            if y is not None and there < there_end:
-                operations.append(dist.P2POp(dist.irecv, y[there:there_end], group=group, group_peer=peer))
     meets = [peer for peer in range(len(counts)) if counts[peer] or sizes[peer]]
-    return _started(operations, Transfer(arriving, sent, lambda: _others(meets, group), group))
+    transfer = Transfer(arriving, sent, lambda: _others(meets, group), group)
+    try:
+        for x, there in zip(sent, arriving, strict=True):
+            if x is not None:
+                work = dist.all_to_all_single(there[: sum(sizes)], x, [*sizes], [*counts], group, async_op=True)
+                transfer.works.append(work)
+    except RuntimeError as error:  # gloo detects a lost connection here
+        raise transfer.lost(error) from error
+    return transfer
 
 
 def all_gather(arrays: Arrays, group: Group) -> Transfer:

@@ -21,7 +21,7 @@ from ...attend.keys import Keys, bits_of, unpack
 from ...attend.state import Gradients
 from ..groups import rank_in, ranks_of
 from ..step import Ring, Step, T
-from ..transfer import Arrays, connect, send_parts
+from ..transfer import Arrays, send_parts
 from .ring import rows
 
 
@@ -30,7 +30,6 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
     if not plan.hops:
         yield NeededStep(keys, ring, None, 0)
         return
-    connect(ring.group, keys.kv.device)  # because a rank may have nothing to send
     places = _places(plan, rank_in(ring.group), keys.kv.device)
     arriving = ArrivingKeys(keys, places, ring)
     own = NeededStep(keys, ring, places, 0)
