@@ -40,7 +40,10 @@ class Candidate:
 
 
 def _balanced(problem: Problem) -> str | None:
-    """Return why kernels, which take each shard of a balanced layout as one run, cannot run a problem, or None if they can."""
+    """Return why kernels cannot run a problem in a balanced layout; None if they can, or in any other layout.
+
+    Kernels take each shard of a balanced layout as one run.
+    """
     layout = problem.options.layout
     if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
         return None
@@ -208,9 +211,10 @@ PASSES = "forward", "backward"
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
     """Select a backend, compile its kernels, and return the launch parameters; None for "blockwise" or a vendor's backend.
 
-    ``anywhere``: runs may start at any position. ``passes``: the passes whose kernels are compiled. If a kernel cannot run, or
-    spills far more registers than when it was measured, "auto" warns and takes the next backend. For Hopper's kernels "auto"
-    decides about forward and backward separately. Raise ValueError if a backend requested by name cannot run.
+    ``anywhere``: the runs may start at any position, as in ``attend_block``. ``passes``: the passes whose kernels are compiled.
+    If a kernel cannot run, or spills far more registers than when it was measured, "auto" warns and takes the next backend. For
+    Hopper's kernels "auto" decides about forward and backward separately. Raise ValueError if a backend requested by name cannot
+    run.
     """
     from .call import call_of
 

@@ -102,7 +102,7 @@ def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorF
 
 
 def layout(ptx: str, tensor_maps: list[bool]) -> tuple[struct.Struct, list[int]]:
-    """Return the ``struct`` packing of a kernel's parameters, and the offset of each.
+    """Return the ``struct`` packing of a kernel's parameters, and the offset of each in bytes.
 
     The packing follows the ".param" declarations of the PTX (PTX ISA). ``tensor_maps``: whether each parameter is a TMA
     descriptor. The last parameters, pointers to scratch memory, are 0. Raise RuntimeError if the declarations do not match

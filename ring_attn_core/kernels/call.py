@@ -115,7 +115,11 @@ class RingCall:
 
 
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> RingCall:
-    """Return the parameters that the launches of a problem share. ``anywhere``: runs may start at any position."""
+    """Return the parameters that the launches of a problem share.
+
+    ``anywhere``: the runs may start at any position, as in ``attend_block``. ``portable``: the passes that the portable kernels
+    run although ``backend`` is "hopper".
+    """
     plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
     head_split = plan.head_split or HeadSplit(h, g, 1)
     names = {array.name for array in problem.arrays}

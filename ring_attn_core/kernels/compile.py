@@ -213,7 +213,7 @@ def broken_triton() -> str | None:
 
 
 def triton_release() -> tuple[int, ...]:
-    """Return the major and minor version of Triton: (0, 0) without Triton, ``sys.maxsize`` for a version without numbers."""
+    """Return (major, minor) of Triton's version: (0, 0) without Triton, (sys.maxsize, 0) for a version without numbers."""
     version = triton_version()
     number = re.match(r"(\d+)\.(\d+)", version)
     return (int(number[1]), int(number[2])) if number else (sys.maxsize, 0) if version else (0, 0)

@@ -1,8 +1,7 @@
 """Bindings of the CUDA driver by ctypes: load a binary, encode a TMA descriptor, start a launch, write and await flags.
 
-Functions have their names in the CUDA driver API. Triton's own launcher needs a C compiler, and at each launch it queries the
-driver about each pointer and encodes each descriptor. In PyTorch ``attend/launch.py`` starts launches through
-``bound_launch.py``, which caches the encoded descriptors.
+Triton's own launcher needs a C compiler, and at each launch it queries the driver about each pointer and encodes each descriptor.
+In PyTorch ``attend/launch.py`` starts launches through ``bound_launch.py``, which caches the encoded descriptors.
 """
 
 from __future__ import annotations
@@ -125,7 +124,7 @@ def encode(address: int, of: DescriptorFormat) -> bytes:
 
 
 def write_value(stream: int, address: int, value: int) -> None:
-    """Write a 32-bit value to device memory, by no kernel, once all earlier work of the stream is done."""
+    """Write a 32-bit value to device memory, without a kernel, once all earlier work of the stream is done."""
     check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0), "cuStreamWriteValue32")
 
 

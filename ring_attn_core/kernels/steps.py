@@ -68,14 +68,17 @@ def zeroes_queries(call: RingCall) -> bool:
 
 @lru_cache(maxsize=4096)
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that merges one shard of keys into (out, lse), at the ``first`` step, the ``last`` or another."""
+    """Return the launch that merges one shard of keys into (out, lse). ``first``, ``last``: the step's place in the ring."""
     launch = portable.forward(call, first, last)
     return hopper.forward(call, launch) if _takes(call, "forward") else launch
 
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that adds the contribution of one shard of keys to dq, in a backward of two launches."""
+    """Return the launch that adds the contribution of one shard of keys to dq, in a backward of two launches.
+
+    ``first``: dq starts at 0. ``last``: dq gets the input's dtype.
+    """
     launch = portable.dq(call, first, last)
     return wide.dq(call, launch) if _takes(call, "backward") else launch
 
@@ -117,7 +120,7 @@ def _intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> tuple
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: RingCall) -> Launch:
-    """Return the launch that computes the bounds of the extents of the backward's query tiles."""
+    """Return the launch that computes, for each query tile of the backward, the bounds of its extents."""
     if in_one_pass(call):
         return extent_launches.extent_bounds(call, hopper.queries(call))
     return extent_launches.extent_bounds(

@@ -63,8 +63,8 @@ def choose_tiles(
 
     ``features``: optional arrays of the call and "softcap"; "softcap" and "dropout_seed" (dropout) take registers. The comments
     beside the numbers give milliseconds on one H200 with bf16, a causal mask, 16,384 tokens, and 16 heads of 128 or 32 heads of
-    64; the second-best choice is in brackets. GPUs with TMA read tiles by TMA. Products in float32 are unrolled, so larger tiles
-    would take minutes to compile.
+    64; the second-best choice is in brackets. Datacenter GPUs from sm_90 on read 16-bit tiles by TMA; with padded dimensions over
+    256 only the forward does. Products in float32 are unrolled, so larger tiles would take minutes to compile.
     """
     width = max(head_dim, v_dim)
     tma = capability >= 90

@@ -12,8 +12,8 @@ Program    one for each (tile of 128 keys, key head, batch row). It visits the q
            the group. Two warpgroups of 64 keys form one partition of 8 warps, which computes. It is the first partition, because
            the others get shared-memory addresses as numbers, which take registers. Three single warps serve it: the scout
            and the producer load q, dout, lse2 and delta (backward_producer.py), the adder adds dq by TMA to float32 sums
-Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumulators' registers, then one word for each query
-           tile, its turn (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
+Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumulators' registers, then the turn of each query
+           tile: how many key tiles have added to it (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
 Order      key tiles add to a query tile in ascending order, each when its turn comes, so two runs give the same bits. Programs
            start in the same order, so none waits for a later one. All programs walk from the last queries to the first, so each
            follows the one before, and only the adder warps ever wait
@@ -63,7 +63,7 @@ from .register_layouts import accumulator, here, matrix
 
 
 class BackwardConstants(NamedTuple):
-    """The compile-time constants of the kernel."""
+    """The compile-time constants of the kernel. STAGES: tiles of q in flight. OUT_STAGES: tiles of dout in flight."""
 
     H: Any
     G: Any
@@ -118,7 +118,7 @@ class BackwardArguments(NamedTuple):
 
 
 class BackwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and mbarriers that signal a full tile: ``own_full`` to the producer, others to consumers."""
+    """The tiles in shared memory, and mbarriers of full tiles: ``own_full`` signals the producer, all others the consumers."""
 
     q: Any
     dout: Any
@@ -264,7 +264,7 @@ def consumer(args, shared, work, sizes: gl.constexpr):
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
                     whole_last = gl.where(some_unseen, tiles.whole_first, tiles.whole_last)
-                    for part in range(2):  # from last to first: tiles that need a mask, tiles that need none, tiles that need one
+                    for part in range(2):  # from the last tile to the first: tiles with a mask, without a mask, with a mask
                         above = gl.where(part == 0, tiles.last, tiles.whole_first)
                         for t in range(above - gl.where(part == 0, whole_last, tiles.first)):
                             m0 = (above - 1 - t) * BLOCK_Q
@@ -414,7 +414,7 @@ def visit_queries(
 
 @gluon.jit
 def visible(m0, run, shared, number, args, sizes: gl.constexpr):
-    """Return the mask of visible pairs, bool [keys, queries], of step ``number`` in ``Steps`` with the queries from ``m0`` on."""
+    """Return the mask of visible pairs, bool [keys, queries], of the queries from ``m0`` on, at index ``number`` of ``Steps``."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)

@@ -4,7 +4,7 @@
 
 Shapes     a tile of 128 keys in 8 warps, or of 64 in 4; dk_BTGD, dv_BTGE, or both packed in one array
 State      FIRST: dk and dv start at 0; else dk_in and dv_in in f32, which dk and dv may overwrite in place
-Precision  f32; 16 bits if the keys do not travel: they have one step (FIRST), so its gradients are complete
+Precision  f32; dk and dv are rounded to 16 bits if the keys do not travel, because their only step (FIRST) completes them
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients ``before`` of earlier steps to ``x``, and store WIDTH columns in ``to``, 16-bit ones through ``tile``."""
+    """Add the gradients ``before`` of earlier steps to ``x``, and store the sum in WIDTH columns of ``to``, from COLUMN on.
+
+    Results in 16 bits pass through the shared-memory ``tile``.
+    """
     COLUMNS: gl.constexpr = x.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
     DTYPE: gl.constexpr = to.dtype.element_ty

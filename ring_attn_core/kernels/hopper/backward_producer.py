@@ -45,7 +45,7 @@ class Steps(NamedTuple):
 
     ``first_query``: index of a tile's first query, with flags. ``lse2``, ``delta``: f32, one for each query. ``seen``: a word
     for each query with its visible keys, see ``seen_of_tile``; a placeholder without extents. ``full``: mbarriers on which the
-    scout signals that it has stored a step. ``free``: mbarriers on which the consumers signal that they have read the step.
+    scout signals that it has stored a step. ``free``: mbarriers on which the producer signals that consumers have read the step.
     """
 
     first_query: Any

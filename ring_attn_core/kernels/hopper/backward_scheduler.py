@@ -142,7 +142,7 @@ def queries_of_keys(j, args, work, row):
 def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
     """Count the key tiles of a run that a query tile visits.
 
-    Return (the number of all, the number before the program's tile, whether the query tile visits the program's tile).
+    Return (number of these key tiles, number of them before the program's key tile, whether that key tile is among them).
 
     ``adder`` calls this function one tile ahead, so ``tile`` may be -1; that result is not used. Each lane reads one interval.
     """

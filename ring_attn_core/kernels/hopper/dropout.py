@@ -2,8 +2,8 @@
 
     keep_mask_of_tile, keep_mask_of_keys = portable.dropout.keep_mask     the same mask, in the forward's and backward's layout
 
-A thread computes the random words of the elements that it holds (``keep_mask_of_tile``), or of its own and a neighbour lane's
-(``keep_mask_of_keys``).
+A thread computes the random words of the elements that it holds (``keep_mask_of_tile``), or of some of these elements and some of
+a neighbour lane's (``keep_mask_of_keys``).
 
 Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [KEYS, WIDTH queries], 16 keys to a warp
 Units      positions are token positions of the global sequence
@@ -34,7 +34,7 @@ def counters_of_keys(width, keys):
     """Return the layout of Philox counters [keys / 4, width / 2], 16 keys to a warp: a thread also serves a neighbour lane.
 
     A counter serves keys k and k + 1, which an ``accumulator`` holds in two lanes, four apart. The lane of key k computes the
-    words of query q for both keys, the lane of key k + 1 those of query q + 1. Then the lanes exchange words
+    words of query q for both keys, and the lane of key k + 1 the words of query q + 1. Then the lanes exchange words
     (``keep_exchanged``).
     """
     queries = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
@@ -57,7 +57,7 @@ The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other
 def keep_mask_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
     """Return the dropout mask, bool [64, WIDTH keys]; True keeps a probability.
 
-    ``i``: local indices of the 64 queries, from ``m0`` on. ``n0``: local index of the first key.
+    ``stream``: the Philox key. ``i``: local indices of the 64 queries, from ``m0`` on. ``n0``: local index of the first key.
     """
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
@@ -80,7 +80,7 @@ def keep_mask_of_keys(
 ):  # fmt: skip
     """Return the dropout mask, bool [KEYS, WIDTH queries]; True keeps a probability.
 
-    ``m0``, ``n0``: local index of the first query and of the first key.
+    ``stream``: the Philox key. ``m0``, ``n0``: local index of the first query and of the first key.
     """
     LAYOUT: gl.constexpr = accumulator(WIDTH, KEYS // 16)
     if ALIGNED:

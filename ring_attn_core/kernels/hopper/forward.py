@@ -52,7 +52,7 @@ from .scheduler import NUMBERS, announced, run_of, tile_at
 
 
 class ForwardConstants(NamedTuple):
-    """The compile-time constants of the kernel."""
+    """The compile-time constants of the kernel. GROUPS: consumer warpgroups. STAGES: tiles of k, and of v, in flight."""
 
     H: Any
     G: Any
@@ -76,7 +76,10 @@ class ForwardConstants(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None."""
+    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None.
+
+    ``tickets``: counter of the query tiles taken so far. ``total``: number of query tiles. ``together``: heads taken at a time.
+    """
 
     rows: Any
     extents: Any
@@ -105,7 +108,7 @@ class ForwardArguments(NamedTuple):
 
 
 class ForwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers that signal that a tile is full."""
+    """Shared memory: tiles (``q`` to ``out``), data of steps and queries (``key_mask`` to ``work``), mbarriers (``*_full``)."""
 
     q: Any
     k: Any
@@ -346,7 +349,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store out and lse of 64 queries that see no key of this shard; do nothing unless the step is the first or the last."""
+    """Store out and lse of 64 queries that see no key of this shard, but only at the first and last step of the ring."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     if sizes.FIRST or sizes.LAST:
         i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))

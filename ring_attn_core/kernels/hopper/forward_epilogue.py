@@ -20,9 +20,10 @@ from .register_layouts import accumulator, by_eights, column, matrix, rows_and_c
 
 @gluon.jit
 def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Load out and lse of the earlier shards, out in the layout ``by_eights``. At the first step lse is the sink.
+    """Load out, in the layout ``by_eights``, and lse of the earlier shards.
 
-    At the first step out is a placeholder, and without sinks lse is one too. ``finish`` does not read placeholders.
+    At the first step out is a placeholder, and lse is the sink, or a placeholder without sinks. ``finish`` does not read
+    placeholders.
     """
     out, lse = 0.0, 0.0
     if not sizes.FIRST:

@@ -11,7 +11,7 @@ from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
 from .supports import TileColumns, columns, in_parts
 
 L2_SHARE = 8 * 2**20
-"""Most bytes of keys and values of the heads that are processed at a time, so that they stay in the L2 cache.
+"""Upper bound of the bytes of k and v of the key heads processed at a time, so that both stay in the L2 cache.
 
 TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tokens, 32/8 heads of 128 627 / 630 / 627 / 623 /
 625, 32/32 heads of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 heads of 128 513 / 535 / 530 / 537 / 528.
@@ -19,7 +19,7 @@ TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tok
 
 
 PROGRAMS = 132
-"""Number of programs of a forward: one for each multiprocessor of an H100 SXM or an H200.
+"""Largest number of programs of a forward or a pass of dq: one for each multiprocessor of an H100 SXM or an H200.
 
 If a GPU has fewer, or other kernels occupy some, then programs that start late find no tile left.
 """
@@ -97,7 +97,7 @@ def _widths(call: RingCall) -> tuple[TileColumns, int]:
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
     """Return the arguments for the arrays ``names`` of portable/extent_lists.py, by parameter, if the call needs them.
 
-    Calls without extents or key extents need none. ``intervals`` needs key extents; ``key_tiles`` excludes them.
+    Calls without extents or key extents need none. ``intervals`` is only for calls with key extents, ``key_tiles`` for others.
     """
     left_out = "key_tiles" if "key_extents" in call.array_names else "intervals"
     return {f"{name}_ptr": Array(name, "int32") for name in names if call.by_extents and name != left_out}
@@ -121,7 +121,7 @@ def parts(
 ) -> dict[str, Argument]:
     """Return TMA descriptors for tiles of ``rows`` rows, one descriptor for each part of the columns.
 
-    The result maps kernel parameters, such as ``q_tail_BSHD``, to descriptors.
+    The result maps kernel parameters, such as ``q_tail_BSHD`` (``of`` q, ``axes`` BSHD), to descriptors. ``name``: the array.
     """
     made: dict[str, Argument] = {}
     for part, width in (("", columns_of.main), ("_tail", columns_of.tail)):
@@ -131,7 +131,7 @@ def parts(
 
 
 def heads_together(call: RingCall) -> int:
-    """Return the number of query heads processed at a time: those of as many key heads as fit into L2_SHARE with k and v."""
+    """Return the number of query heads processed at a time: all that use the key heads whose k and v fit into L2_SHARE."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
@@ -148,7 +148,7 @@ TURN_SPACING = 8
 def sums_of_dq(call: RingCall) -> tuple[int, int]:
     """Return the shape of the array of dq sums: the sums of every query tile, then one turn counter per tile.
 
-    The array must start at 0; see hopper/backward_dq.py.
+    The array must be all 0 before the first step; see hopper/backward_dq.py.
     """
     tiles = call.batch * call.heads * call.q_tiles(queries(call))
     return tiles * SUM_ROWS + -(-tiles * TURN_SPACING // SUM_COLUMNS), SUM_COLUMNS

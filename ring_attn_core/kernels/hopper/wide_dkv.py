@@ -11,7 +11,7 @@ Shapes     as in portable/backward_dkv.py; q, dout, k and v are read through TMA
 Program    one for each (tile of 64 keys, key head, batch row). It visits the queries that see these keys, in every query head of
            the group
 Pipeline   q and dout have STAGES stages. The next tile's score product is in flight beside dv, its product dp beside dk
-Extents    as in backward.py
+Extents    as in backward.py, but a tile in which each query sees each key (flag WHOLE) needs no mask
 ALiBi      as in backward.py
 Dropout    as in backward.py: the sign of p holds the mask
 Tiles      BLOCK_Q, BLOCK_K, STAGES and IN_REGISTERS (products take k and v from registers) come from wide_launches.py
@@ -232,7 +232,7 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
                 else:
                     tiles = query_tiles(args.rows, q_run, work.k_run, work.k_tile, sizes)
                     whole_last = gl.where(some_unseen, tiles.whole_first, tiles.whole_last)
-                    for part in range(2):  # from last to first: tiles that need a mask, tiles that need none, tiles that need one
+                    for part in range(2):  # from the last tile to the first: tiles with a mask, without a mask, with a mask
                         above = gl.where(part == 0, tiles.last, tiles.whole_first)
                         for t in range(above - gl.where(part == 0, whole_last, tiles.first)):
                             m0 = (above - 1 - t) * BLOCK_Q
@@ -255,7 +255,7 @@ def visit_queries(
 ):  # fmt: skip
     """Add one query tile to dv and send its p to ``sum_keys``; return the next step, the next tile's k q^T, and dv.
 
-    ``s`` is this tile's k q^T. The last tile has no next one: it returns its own k q^T again, which is not used.
+    ``s`` is this tile's k q^T. At the last tile, k q^T of this tile is computed again in place of the next, and not used.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES

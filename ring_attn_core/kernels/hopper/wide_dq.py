@@ -11,7 +11,7 @@ Program    one per multiprocessor, persistent: it takes tiles of 128 queries by 
 Pipeline   k and v have STAGES and V_STAGES stages. While one warpgroup computes ds, the products of the other fill the tensor
            cores
 K tiles    as in forward.py
-State      FIRST: dq starts at 0, else at dq_in f32, which dq may overwrite in place. LAST: dq gets its dtype
+State      FIRST: dq starts at 0, else at dq_in f32, which dq may overwrite in place. At the last step dq gets the input's dtype
 Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
 """
 
@@ -81,7 +81,10 @@ class DqConstants(NamedTuple):
 
 
 class DqArguments(NamedTuple):
-    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None."""
+    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None.
+
+    ``tickets``: counter of the query tiles taken so far. ``total``: number of query tiles. ``together``: heads taken at a time.
+    """
 
     rows: Any
     extents: Any
@@ -110,7 +113,7 @@ class DqArguments(NamedTuple):
 
 
 class DqSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers that signal that a tile is full."""
+    """Shared memory: data of queries (``q`` to ``extents``), tiles of k, v and dq, data of steps, mbarriers (``*_full``)."""
 
     q: Any
     dout: Any
@@ -256,8 +259,7 @@ def hopper_wide_dq(
 class DqQueries(NamedTuple):
     """The 64 queries of a warpgroup, with local indices ``i``, and lse in base 2.
 
-    With IN_REGISTERS all fields are in registers. Else q and dout are in shared memory, and ``lse2`` and ``delta`` are
-    placeholders.
+    Without IN_REGISTERS q and dout are in shared memory, not registers, and ``lse2`` and ``delta`` are placeholders.
     """
 
     q: Any

@@ -1,6 +1,6 @@
 """The gradient of one rank's queries over one k/v shard, in Triton (sm_80 and later).
 
-    p_ij  = exp2(s_ij - lse2_i)                                    s_ij: scores in base 2, as in forward.py
+    p_ij  = exp2(s_ij - lse2_i)                                    s_ij, lse2_i: score and lse of forward.py in base 2
     dp_ij = z_ij dout_i . v_j                                      z_ij = kept / (1 - dropout_rate)
     ds_ij = p_ij (dp_ij - delta_i) (1 - t_ij^2)                    t_ij: the tanh of softcap; without it the last factor is 1
     dq_i  = scale sum_j ds_ij k_j                                  delta_i = out_i . dout_i - dlse_i

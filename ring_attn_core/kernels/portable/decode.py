@@ -43,7 +43,8 @@ LOWER = tl.constexpr(2.0**-15)
 class DecodeConstants(NamedTuple):
     """The constants of ``decode`` that its helpers read.
 
-    FP8: 0 for none, 1 for conversion by an instruction, 2 for conversion by bit operations (sm_80).
+    G: kv heads. SCAN: slots that ``skip_unseen`` tests at once. FP8: 0 for none, 1 for conversion by an instruction, 2 for
+    conversion by bit operations (sm_80).
     """
 
     G: Any
@@ -53,9 +54,11 @@ class DecodeConstants(NamedTuple):
 
 
 class RowVisibility(NamedTuple):
-    """The visibility of a program's rows: positions from ``lowest`` to ``highest``, window and tree mask.
+    """The slots that a program's rows may see: positions from ``lowest`` to ``highest``, limited by window and tree mask.
 
-    ``first``: position of the first node of a tree.
+    ``q_position``: position of each row's query, in a tree by its depth. ``first``: position of the first node of a tree.
+    ``tree_rows``: pointers to the rows of the tree mask. ``depths``: pointer to the positions of the nodes by depth. ``N``:
+    number of queries.
     """
 
     q_position: Any
@@ -192,7 +195,7 @@ def decode(
 
 @triton.jit
 def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sizes: tl.constexpr):
-    """Load the tile [BLOCK_K, COLUMNS] of k or v at ``slot``, counted over all batch rows; slots outside ``read`` are 0."""
+    """Load the tile [BLOCK_K, COLUMNS] of k or v at ``slot``, counted over all batch rows; slots not in mask ``read`` are 0."""
     j = tl.arange(0, sizes.BLOCK_K)
     column = tl.arange(0, COLUMNS)
     at = source + (slot * sizes.G + group) * WIDTH + j[:, None] * (sizes.G * WIDTH) + column[None, :]
@@ -233,7 +236,11 @@ def from_bits(tile):
 
 @triton.jit
 def who_sees_whom(position, read, valid, seen):
-    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags; with a tree mask, lags count node depths."""
+    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags; with a tree mask, lags count node depths.
+
+    ``position``: positions of the slots. ``read``: mask of the slots to read. ``valid``: mask of the rows that hold a query.
+    ``seen``: the ``RowVisibility``.
+    """
     if seen.tree_rows is None:
         lag = seen.q_position[:, None] - position[None, :]
         visible = read[None, :] & (lag >= 0)
@@ -251,9 +258,9 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return the first visible slot in first .. last - 1; without FORWARD, return the index after the last visible slot.
+    """Return ``first`` moved past groups of SCAN slots whose positions no row sees; without FORWARD, ``last`` moved before them.
 
-    Only whole groups of SCAN slots are skipped, so the range may keep up to SCAN - 1 invisible slots at its edge.
+    Up to SCAN - 1 such slots may remain at the edge of the range first .. last - 1.
     """
     at = first if FORWARD else last
     unseen = first < last

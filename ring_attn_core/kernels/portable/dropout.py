@@ -1,8 +1,8 @@
 """The dropout mask, computed by Philox from global positions (formulas in ring_attn_core.dropout).
 
-    dropout_BH[b, h] = philox4x32((0, 0, head, batch), seed)[0]     the stream of a batch row and head, global indices
+    dropout_BH[b, h] = philox4x32((0, 0, head, batch), seed)[0]     ``stream``: the Philox key of a global batch row and head
     words            = philox2x32((of_q, of_k), stream)             one counter serves eight probabilities
-    kept if a word's 16 bits >= threshold                           the share ``dropout_rate`` of all 16-bit numbers is below it
+    kept if the upper 16 bits of a rotated word >= threshold        below the threshold: the share ``dropout_rate`` of all numbers
 
 Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
            -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS
@@ -24,7 +24,7 @@ WEYL = tl.constexpr(dropout.WEYL[0])
 
 @triton.jit
 def philox_keys(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
-    """Compute and store the dropout stream (Philox key) of every batch row and head."""
+    """Compute and store dropout's Philox key of every batch row and head."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     seed = tl.load(dropout_seed_ptr).to(tl.uint64) | (tl.load(dropout_seed_ptr + 1).to(tl.uint64) << 32)
     batch = (tl.load(dropout_seed_ptr + 2) + at // H).to(tl.uint32)
@@ -62,9 +62,9 @@ def keep_mask(
 ):
     """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] if BY_KEYS; True keeps a probability.
 
-    Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``. ALIGNED: the positions are
-    consecutive and start at multiples of 16. One counter then serves a thread's adjacent probabilities: eight, or with BY_KEYS
-    four of the eight. Otherwise each probability takes a separate counter.
+    ``stream``: the Philox key. Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``.
+    ALIGNED: the positions are consecutive and start at multiples of 16. One counter then serves a thread's adjacent
+    probabilities: eight, or with BY_KEYS four of the eight. Otherwise each probability takes a separate counter.
     """
     if ALIGNED and BY_KEYS:
         j = tl.arange(0, KEYS // 2)[:, None]

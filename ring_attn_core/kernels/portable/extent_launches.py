@@ -19,7 +19,7 @@ INTERVALS = 14
 def extent_bounds(call: RingCall, block_q: int) -> Launch:
     """Return the launch that computes the bounds of the extents in each tile of ``block_q`` queries.
 
-    The output ``bounds`` is int32 [batch, q tiles, 4].
+    The output ``bounds`` is int32 [batch, q tiles, 4]: least first, greatest end, greatest first, least end.
     """
     arguments = {
         "extents_ptr": Array("extents", "int32"),
@@ -35,7 +35,10 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys within its extents."""
+    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys within its extents.
+
+    The output ``key_tiles`` is int32 [batch, q tiles, k_runs, 4]: the fields of ``rows.Tiles``.
+    """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
         "extents_ptr": Array("extents", "int32"),
@@ -50,9 +53,9 @@ def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_bounds(call: RingCall, block_k: int) -> Launch:
-    """Return the launch that computes the bounds of the extents in each tile of ``block_k`` keys.
+    """Return the launch that computes the bounds of the key extents in each tile of ``block_k`` keys.
 
-    The output ``key_bounds`` is int32 [batch, k tiles, 4].
+    The output ``key_bounds`` is int32 [batch, k tiles, 4]: least first, greatest end, greatest first, least end.
     """
     arguments = {
         "extents_ptr": Array("key_extents", "int32"),
@@ -70,7 +73,8 @@ def key_bounds(call: RingCall, block_k: int) -> Launch:
 def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch:
     """Return the launch that lists, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys that key extents allow.
 
-    The list holds intervals of key tiles. ``whole``: mark the intervals whose tiles need no mask.
+    The output ``intervals`` is int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]: counts, then first and end (exclusive) of
+    each interval of key tiles. ``whole``: distinguish the intervals whose tiles need no mask.
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -90,7 +94,7 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 def key_ranges(call: RingCall) -> Launch:
     """Return the launch that finds the keys that each query sees in each run of keys.
 
-    The output ``key_ranges`` is int32 [batch, k_runs, 2, queries].
+    The output ``key_ranges`` is int32 [batch, k_runs, 2, queries]: begin and end (exclusive).
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -108,7 +112,8 @@ def key_ranges(call: RingCall) -> Launch:
 def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
     """Return the launch that computes, for each tile of ``block_k`` keys, the tiles of ``block_q`` queries to visit.
 
-    With key extents it inverts the ``intervals`` of the query tiles; else it uses the bounds of their extents.
+    With key extents it inverts the ``intervals`` of the query tiles; else it uses the bounds of their extents. The output
+    ``query_tiles`` is int32 [batch, k tiles, q_runs, 4]: first, last (exclusive), number of tiles to visit, 0.
     """
     of_keys = "key_extents" in call.array_names
     arguments = {
@@ -129,7 +134,7 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 def not_finite(call: RingCall, of_values: bool) -> Launch:
     """Return the launch that flags the spans in which some element of the keys, or of the values, is not finite.
 
-    ``of_values``: True for the values, False for the keys.
+    ``of_values``: True for the values, False for the keys. The output ``not_finite`` is int32 [batch, kv_heads, spans].
     """
     both = call.head_dim + call.v_dim
     width = call.v_dim if of_values else call.head_dim

@@ -13,7 +13,7 @@ from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
 
 LEAST_FOLDED = 1e-20
-"""Lower bound (exclusive) of a scale that is folded into the exponential's multiply-add; float32 can divide by such a scale."""
+"""Scales above this bound are folded into the exponential's multiply-add; dividing by them in float32 does not overflow."""
 
 SCAN = 2048
 """Number of slots of a cache that a program of ``decode`` tests at once when it skips slots that no query sees."""
@@ -26,7 +26,7 @@ MERGED_AT_ONCE = 32
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that merges one shard of keys into ``out``, ``lse`` and, for float32 inputs, ``rest``.
 
-    After the first step the outputs overwrite ``out_in``, if out is float32, ``lse_in`` and ``rest_in``.
+    After the first step ``lse`` and ``rest`` overwrite ``lse_in`` and ``rest_in``, and a float32 ``out`` overwrites ``out_in``.
     """
     tiles = call.tiles("forward")
     out = Output("out", (call.batch, call.seq_local, call.heads, call.v_dim), call.dtype if last else "float32")
@@ -130,9 +130,9 @@ def philox_keys(batch: int, heads: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that adds the gradient from one shard of keys to ``dq``.
+    """Return the launch that adds the gradient from one shard of keys to ``dq``, which starts at 0 in the ``first`` step.
 
-    If ``dq`` stays in float32, it overwrites ``dq_in``.
+    At the ``last`` step ``dq`` gets the input's dtype. After the first step a float32 ``dq`` overwrites ``dq_in``.
     """
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")

@@ -24,7 +24,7 @@ SPANS = tl.constexpr(tile_sizes.MASK_BLOCK // tile_sizes.MASK_SPAN)
 def load_tile(
     source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr, LIMITED: tl.constexpr
 ):  # fmt: skip
-    """Load the tile [ROWS, COLUMNS] of an array [batch, tokens, ...] that begins at a token.
+    """Load the tile [ROWS, COLUMNS] of an array [batch, tokens, ...] that begins at a token. ``columns``: ``records.Columns``.
 
     The tile is 0 beyond WIDTH columns, and with LIMITED from row ``limit`` on. With TMA, WIDTH is COLUMNS, and rows beyond the
     limit hold the array's next rows, or 0.
@@ -65,7 +65,7 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
     """Return total + a b.
 
     In float32 the product is summed separately before it is added, because one long chain of additions loses half a digit. The
-    condition in the code is true for every tile, but it keeps the compiler from merging the two sums.
+    condition ``tokens > 0`` is true for every tile, but it keeps the compiler from merging the two sums.
     """
     if a.dtype == tl.float32:
         total += tl.where(tokens > 0, tl.dot(a, b, input_precision=PRECISION), 0.0)

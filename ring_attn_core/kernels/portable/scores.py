@@ -26,8 +26,7 @@ def tanh(x, ACCURATE: tl.constexpr):
     """Return tanh with an absolute error of at most 1e-7, or with ACCURATE a relative error of a few roundings, also near 0.
 
     A multiprocessor computes only 16 special functions per cycle. If eight scores are at most 0.625 in magnitude, as usual under
-    a softcap, a polynomial computes their tanh; else an exponential and a reciprocal do. With ACCURATE the error is relative,
-    so values near 0 are exact to a rounding too.
+    a softcap, a polynomial computes their tanh; else an exponential and a reciprocal do.
     """
     if ACCURATE:
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)
