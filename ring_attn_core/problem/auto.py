@@ -20,7 +20,7 @@ GAIN = 1.02
 """The least predicted ratio of the ring's time to another strategy's time for which "auto" takes that strategy."""
 
 MARGIN = 1.005
-"""The least ratio of times for which "auto" prefers one candidate other than the ring to an earlier one of ``candidates``."""
+"""The least ratio of times, earlier to later candidate, for which "auto" takes the later. Neither of them is the ring."""
 
 ROOM = 1 / 16
 """The share of a rank's memory that a strategy may take in addition to the memory that the ring takes."""
@@ -34,13 +34,13 @@ a constant of the model, which ``ring-attn doctor`` does not measure."""
 
 
 HALF = 0.5
-"""The largest number of keys that "auto" lets a rank receive or send by "direct" in a balanced layout, as a share of a ring's."""
+"""Limit of "direct" in a balanced layout: keys that the busiest rank receives or sends, divided by those that a ring brings."""
 
 
 class Choice(NamedTuple):
     """A strategy and the reason for it.
 
-    ``predicted``: seconds of each candidate, by ``str(strategy)``; empty without predictions.
+    ``predicted``: times of each candidate that fits into memory, by ``str(strategy)``; empty without predictions.
     """
 
     strategy: Strategy
@@ -49,12 +49,12 @@ class Choice(NamedTuple):
 
 
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
-    """Choose the strategy that "auto" takes for a call. ``load``: the sizes of the call.
+    """Choose the strategy that "auto" takes for a call of the sizes ``load``.
 
-    The choice is "ring" if no keys travel, and if ``_unpredictable`` says why no times are predicted. Otherwise the choice is the
-    fastest candidate within the limits ROOM (memory), GAIN, JOINED_GAIN and MARGIN (time). In a balanced layout "direct" is the
-    only other candidate, within the limit HALF, and it is the choice without predictions too. ``backend``: the call's option.
-    ``device``: kind of the device.
+    The choice is "ring" if no keys travel or no times are predicted (``_unpredictable``). Otherwise it is the fastest candidate
+    within the limits ROOM (memory), GAIN, JOINED_GAIN and MARGIN (time). In a balanced layout the only other candidate is
+    "direct": it must stay within the limit HALF, and is then the choice without predictions too. ``machine``: the measurements
+    of the machine, None if it was not measured. ``backend``: the option of the call. ``device``: kind of the device.
     """
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:
@@ -81,10 +81,10 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 
 
 def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
-    """Yield the strategies that "auto" compares for a call, "ring" first. In a record the ranks of a host form a group.
+    """Yield the strategies that "auto" compares for a call, "ring" first. In a balanced layout only "direct" follows.
 
     Strategies that cannot run the call are left out, and with extents those in JOINED. "push" and "pull" are left out if
-    ``without_peers`` gives a reason.
+    ``without_peers`` gives a reason. The records Ulysses and TwoLevel group the ranks of each host.
     """
     if load.needed is not None:
         yield from ("ring", "direct")

@@ -143,8 +143,8 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
     A run of None means the whole block, from position 0.
 
-    Raise ValueError if an argument is not a Run or the strides differ. If start and length are not traced, raise ValueError also
-    if the start is negative, the end is beyond 2^30, or the block is shorter than the run.
+    Raise ValueError if an argument is not a Run, a stride is below 1, or the strides differ. If start and length are not traced,
+    raise ValueError also if the start is negative, the end is beyond 2^30, or the block is shorter than the run.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
@@ -246,7 +246,7 @@ def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) ->
 
 
 FARTHEST = 2**30
-"""Upper bound (exclusive) of positions in blocks; their lags then fit int32 if JAX traces them."""
+"""Upper bound (exclusive) of the positions of ``attend_block`` and of a decode window, so that every lag fits int32."""
 
 
 _HINTS = {

@@ -10,7 +10,7 @@ from ..validation import hold_numbers, in_words, is_integer, number_in_words
 from .checks import DTYPES, FARTHEST, INTEGERS, OptionalArray, check_scale, check_softcap
 
 FP8 = "float8_e4m3fn"
-"""The dtype of one-byte keys and values; they are converted to a wider dtype for the products, and sums are in float32."""
+"""The dtype of one-byte keys and values; they are converted to a wider dtype for the products. Sums are in at least float32."""
 
 SCALES = "k_scale", "v_scale"
 
@@ -149,7 +149,7 @@ class Decode:
 
 
 def check_positions(name: str, farthest: int) -> None:
-    """Raise ValueError if the largest position does not fit int32, the dtype in which kernels compare positions."""
+    """Raise ValueError if the largest position, ``farthest``, does not fit int32, in which kernels compare positions."""
     if farthest >= 2**31:
         raise ValueError(f"{name} holds position {farthest}: positions must be below 2^31")
 

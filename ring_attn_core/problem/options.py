@@ -23,11 +23,11 @@ NO_COUNT = 2**62
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one call of ``ring_attention`` or ``attend_block``, with a field for each public argument.
+    """The options of one call of ``ring_attention`` or ``attend_block``: its arguments other than arrays and ring.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
     ``dropout_offset``: global index of the first batch row and of the first head; -1 stands for an index that is an array on a
-    device. Only PyTorch compares it between ranks.
+    device. Only PyTorch compares this offset between ranks.
     Raise ValueError if a value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
     """
 

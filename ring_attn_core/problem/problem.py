@@ -65,7 +65,7 @@ class Problem:
 
     @cached_property
     def within(self) -> Problem | None:
-        """Return this problem with ``within_documents`` set, if "auto" then takes another strategy, else None.
+        """Return a copy with ``within_documents`` set if "auto" takes another strategy for the copy, else None.
 
         Raise ValueError as ``check`` does.
         """
@@ -77,7 +77,7 @@ class Problem:
 
     @property
     def strategy(self) -> str:
-        """Return the name of the strategy that runs this problem."""
+        """Return the name of the strategy that runs this problem: "ring" if no keys travel, else the name of ``travel``."""
         return chosen(self.travel, self.plan)
 
     @property
@@ -105,7 +105,7 @@ class Problem:
 
     @property
     def _needed(self) -> NeededPlan | None:
-        """Return the plan of "direct" in a balanced layout if it sends all visible keys, else None."""
+        """Return the plan of "direct" in a balanced layout if it is known to send every visible key, else None."""
         layout, limited = self.options.layout, self._has("extents")
         if not isinstance(layout, BalancedLayout) or self.traced_layout or self.options.steps is not None:
             return None
@@ -149,7 +149,7 @@ class Problem:
     def fingerprint(self) -> dict[str, Any]:
         """Return the values that must be equal on all ranks of a ring, by name, ready for JSON."""
         own = asdict(self)
-        del own["within_documents"]  # the ranks find out together
+        del own["within_documents"]  # not a property of the call: ranks agree on it afterwards
         options: dict[str, Any] = own.pop("options") | {"layout": str(self.options.layout)}
         lengths = {"length": self.plan.length, "kv_length": self.plan.kv_length}
         own["machine"] = None if self.machine is None else self.machine.to_json()
