@@ -13,7 +13,8 @@ from .oracle import Array, rounding
 class DecodeFeatures(NamedTuple):
     """The optional arguments of ``tree_attention_decode`` that change scores or visibility.
 
-    ``tree_mask``: bool [b n n]. ``sinks``, ``alibi_slopes``: [h]. ``k_scale``, ``v_scale``: [g], factors of k and of v.
+    ``tree_mask``: bool [batch, queries, queries]. ``window``: in positions. ``sinks``, ``alibi_slopes``: [heads]. ``k_scale``,
+    ``v_scale``: [kv_heads], factors of k and of v.
     """
 
     tree_mask: Array | None = None

@@ -45,7 +45,7 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
 
 def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures, dtype: str) -> Attention:
-    """Compute the results of ``exact`` as a single device does in ``dtype``, rounded as in ``oracle.plain``.
+    """Compute the results of ``exact`` with the rounding of a single device that computes in ``dtype``.
 
     Compute one attention for each pattern, round its out, and weight the outs by their softmax denominators.
     """

@@ -4,8 +4,8 @@
     transformer  x = embed[ids]; x += layer(norm x), x += down(silu(gate norm x) * up(norm x)) for every block;
                  logits = (norm x) embed^T; loss = mean of -log softmax(logits)[label]
 
-Arrays are global, in the natural order of tokens; weights have the names of ``to_numpy``. A computation in a dtype rounds after
-every product.
+Arrays are global, in the natural order of tokens; weights have the names that ``to_numpy`` of both packages uses. A computation
+in a dtype rounds after every product.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LayerSettings(NamedTuple):
 
 
 class Layers:
-    """Layers that compute in ``dtype``, or in float64 if it is None. ``features``: options of attention except sinks."""
+    """Layers that compute in ``dtype``, or in float64 if it is None. ``features``: options; sinks are among the weights."""
 
     def __init__(self, sizes: LayerSettings, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features

@@ -1,7 +1,8 @@
 """Reference attention in numpy: ``exact`` in float64, ``plain`` with the rounding of a single device in a given dtype.
 
 Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` computes products in the dtype,
-sums and softmax in float32, and rounds probabilities and results once. ``exact`` is in extended precision if q is float64.
+sums and softmax in float32 (float64 for float64), and rounds probabilities and results once. ``exact`` is in extended precision
+if q is float64.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ class Features(NamedTuple):
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
     """Return attention and its gradients in float64, or in extended precision if q is float64.
 
-    Shapes: q [b s h d], k [b t g d], v [b t g e], with b batch, s/t queries/keys, h/g query/kv heads, d/e head dim of q and k /
-    of v. Query head h reads kv head h // (heads / kv_heads). ``features``: see Features.
+    Shapes: q [b s h d], k [b t g d], v [b t g e], dout [b s h e], dlse [b s h] (None: 0), with b batch, s/t queries/keys, h/g
+    query/kv heads, d/e head dim of q and k / of v. Query head h reads kv head h // (heads / kv_heads). ``features``: fields of
+    Features.
 
     s_ij = scale q_i . k_j, then s = softcap tanh(s / softcap), then s + slope (k_pos - q_pos), if i sees j;
     lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j over the j that dropout keeps,
@@ -99,7 +101,7 @@ def visible(
 
 
 def rounding(dtype: str) -> Callable[[Array], Array]:
-    """Return a function that rounds a float32 array to ``dtype`` and returns float32. For "float64" it is the identity."""
+    """Return a function that rounds a float32 array to a 16-bit ``dtype`` and returns float32; the identity for wider dtypes."""
     if dtype == "bfloat16":
         return _to_bfloat16
     if dtype == "float16":

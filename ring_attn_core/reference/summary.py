@@ -46,7 +46,8 @@ class SummaryFeatures(NamedTuple):
 def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures) -> SummaryAttended:
     """Return summary attention and its gradients in float64, or in extended precision if q is float64.
 
-    Arrays are global, in the natural order of tokens.
+    Arrays are global, in the natural order of tokens: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b
+    batch, s tokens, h/g query/kv heads, d/e head dim of q and k / of v.
     """
     return _attention((q, k, v, dout, dlse), features, np.longdouble if q.dtype.itemsize >= 8 else np.float64, lambda x: x)
 
@@ -54,9 +55,9 @@ def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, featur
 def plain_summary(
     q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures, dtype: str
 ) -> SummaryAttended:
-    """Compute the results of ``exact_summary`` as a single device does in ``dtype``.
+    """Compute the results of ``exact_summary`` with the rounding of a single device that computes in ``dtype``.
 
-    Sums and softmax are in float32 (in float64 for "float64"); results and summaries are rounded.
+    Sums and softmax are in float32 (in float64 for "float64"); probabilities, summaries and results are rounded.
     """
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), features, working, rounding(dtype))
