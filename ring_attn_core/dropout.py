@@ -5,8 +5,8 @@ section 3.3). Nothing is stored, and the mask is the same for every layout, ring
 
     of_q, which = place_of_query(q_pos)                                     which: 0 or 1
     of_k, turn  = place_of_key(k_pos)                                       turn: 0 to 3
-    stream = philox4x32(counter = (0, 0, head, batch), key = seed)[0]       the Philox key of a batch row and head
-    words  = philox2x32(counter = (of_q, of_k), key = stream)               two words of 32 bits
+    key    = philox4x32(counter = (0, 0, head, batch), key = seed)[0]       the Philox key of a batch row and head
+    words  = philox2x32(counter = (of_q, of_k), key = key)                  two words of 32 bits
     n      = the upper 16 bits of (words[which] rotated left by turn bytes)
     kept if n >= rate 2^16
 
@@ -20,7 +20,7 @@ byte of the next. Therefore the drops of two neighbouring numbers are correlated
 a multiple of 1/256. The correlation matters only at rates below 1/256: if a number is dropped, the next one is dropped with
 probability 1/256 instead of the rate.
 
-Seven rounds of philox2x32 are the fewest that pass BigCrush (table 2 of the paper). A stream has 32 bits, so the probability
+Seven rounds of philox2x32 are the fewest that pass BigCrush (table 2 of the paper). A key has 32 bits, so the probability
 that any two of n (batch row, head) pairs share a key is about n^2 / 2^33.
 
 The functions on words use only Python's integer operators, so they work on arrays of NumPy, PyTorch and JAX. Each framework
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 SPAN = 16
-"""Number of positions in a span. Spans begin at multiples of it, and each Philox counter serves positions of one span only."""
+"""Number of positions in a span. Spans begin at multiples of 16, and each Philox counter serves positions of one span only."""
 
 ROUNDS = 7
 KEY_ROUNDS = 10

@@ -1,4 +1,4 @@
-"""Readers of files that may be damaged, replaced or not regular. Each ValueError names the file.
+"""Readers of files that may be damaged, replaced or not regular. Their ValueErrors name the file, except in ``parse_json``.
 
 Files are checked by ``stat``, opened without blocking, and checked again by ``fstat``.
 """
@@ -92,8 +92,8 @@ class OpenFile(Protocol):
 def read_at(file: OpenFile, offset: int, count: int) -> bytes:
     """Return ``count`` bytes from ``offset``, or fewer at the end of the file.
 
-    Threads and forked processes may share ``file``, because ``pread`` does not move the file offset. Windows has no ``pread``, so
-    there they may not.
+    Threads and forked processes may share ``file``, because ``pread`` does not move the file offset. On Windows, which has no
+    ``pread``, they must not share it.
     """
     parts = []
     while count > 0:
@@ -110,9 +110,9 @@ def read_at(file: OpenFile, offset: int, count: int) -> bytes:
 
 
 def sample(file: OpenFile, samples: int = SAMPLES) -> str:
-    """Return 32 hex digits of the SHA-256 of a file's size and of ``samples`` blocks of BLOCK bytes, spread evenly over it.
+    """Return 32 hex digits of the SHA-256 over a file's size and ``samples`` blocks of BLOCK bytes, spread evenly over the file.
 
-    A file that is not larger than these blocks is read whole.
+    A file that is not larger than these blocks together is read whole.
     """
     size = os.fstat(file.fileno()).st_size
     last = max(size - BLOCK, 0)
@@ -134,7 +134,7 @@ def parse_json(text: str | bytes) -> Any:
 def read_json(path: str | Path) -> dict[str, Any]:
     """Return the object in a UTF-8 JSON file.
 
-    Raise ValueError, naming the file, if it is missing, is not a regular file, or does not hold a JSON object.
+    Raise ValueError, naming the file, if it is missing, not a regular file or not readable, or does not hold a JSON object.
     """
     try:
         found = parse_json(read_bytes(path).decode("utf-8"))

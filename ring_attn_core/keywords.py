@@ -30,7 +30,7 @@ ELSEWHERE = {
 
 
 def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Make ``function`` raise TypeError for an unknown keyword and suggest the closest keyword it takes."""
+    """Wrap ``function`` so that an unknown keyword raises a TypeError that suggests the equivalent or closest known keyword."""
     known = list(inspect.signature(function).parameters)
 
     @wraps(function)

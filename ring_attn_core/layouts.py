@@ -6,7 +6,7 @@ With 16 tokens over 4 ranks:
     striped      rank 0:  0  4  8 12    rank 1:  1  5  9 13    rank 2:  2  6 10 14    rank 3:  3  7 11 15
     zigzag       rank 0:  0  1 14 15    rank 1:  2  3 12 13    rank 2:  4  5 10 11    rank 3:  6  7  8  9
 
-Under a causal mask contiguous gives the last rank twice the mean work; striped and zigzag balance it. Striped is
+Under a causal mask contiguous gives the last rank almost twice the mean work; striped and zigzag balance it. Striped is
 from Brandon et al., "Striped Attention" (arXiv:2311.09431); zigzag is the order of Llama 3 training (arXiv:2407.21783,
 section 3.3.2).
 """
@@ -41,7 +41,7 @@ LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zig
 
 
 def slots(layout: object) -> int:
-    """Return the number of runs of a rank. A shard is divided into as many slots of equal size, one for each run."""
+    """Return the number of runs that ``layout`` gives a rank. A shard is divided into slots of equal size, one for each run."""
     return len(named(layout)(0, 1, 0))
 
 
@@ -82,7 +82,7 @@ def check_rank(rank: object, ranks: int) -> None:
 
 
 def named(layout: object) -> Layout:
-    """Return the layout function of the name ``layout``. Raise ValueError if the name is not in LAYOUTS."""
+    """Return the layout function that is named ``layout``. Raise ValueError if the name is not in LAYOUTS."""
     if layout == "balanced" or hasattr(layout, "runs"):
         raise ValueError(
             f"a balanced layout follows from documents, and this call takes one of {', '.join(LAYOUTS)}. ring_attention, "

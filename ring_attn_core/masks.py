@@ -41,7 +41,7 @@ def causal(offset: int = 0) -> Band:
 def sliding_window(before: int, after: int = 0, offset: int = 0) -> Band:
     """Return the mask in which a query sees keys ``q_pos + offset - before`` to ``q_pos + offset + after``.
 
-    All three count token positions; a query sees ``before + after + 1`` keys. A Hugging Face window of ``w`` is
+    All three count token positions; a query sees at most ``before + after + 1`` keys. A Hugging Face window of ``w`` is
     ``before = w - 1``. Raise ValueError if ``before`` or ``after`` is negative.
     """
     before, after, offset = _integer("before", before), _integer("after", after), _integer("offset", offset)

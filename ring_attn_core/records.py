@@ -31,7 +31,7 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def add_newest(known: dict[T, Any], record: T, value: Any = None, most: int | None = None) -> None:
-    """Add ``record`` to ``known``, an ordered dict. Remove the oldest record if there are more than ``most`` or MOST_KNOWN."""
+    """Map ``record`` to ``value`` in the dict ``known``. Remove the oldest of more than ``most`` records; None: MOST_KNOWN."""
     known[record] = value
     if len(known) > (most or MOST_KNOWN):
         del known[next(iter(known))]

@@ -44,7 +44,7 @@ class Band:
         return (self.lo is None or lag >= self.lo) and (self.hi is None or lag <= self.hi)
 
     def onto(self, q: Run, k: Run) -> Band:
-        """Convert this band from positions to local indices: query ``i`` of run ``q`` and key ``j`` of run ``k``.
+        """Return this band between local indices: query ``i`` of run ``q`` and key ``j`` of run ``k``.
 
         With ``d = q.start - k.start`` and the common stride ``s``: ``ceil((lo - d) / s) <= i - j <= floor((hi - d) / s)``.
         Raise ValueError if the strides differ.
@@ -120,7 +120,7 @@ def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int
     """Return the :class:`Row` of a query run and a key run, each a tuple ``(base, length, start, stride)``.
 
     ``q_slot``, ``k_slot``: tokens of a query slot and of a key slot, to which the band is clamped. The numbers of a run may be
-    Python ints or arrays that broadcast (numpy, jnp, torch): in JAX the rank, and therefore every field, is traced.
+    Python ints or arrays that broadcast (numpy, jnp, torch). In JAX the rank is traced, and so is each field that depends on it.
     """
     q_base, q_len, q_start, stride = q_run
     k_base, k_len, k_start, _ = k_run

@@ -20,7 +20,7 @@ from .dropout import WORD, Multiply, philox2x32, philox4x32, seed_words
 from .validation import as_number, hold_numbers, in_words, is_integer
 
 DOMAIN = 1
-"""The second Philox counter word of sampling. That of dropout is 0, so both draw different numbers from one seed."""
+"""The second word of sampling's Philox counter. Dropout's is 0, so sampling and dropout draw different numbers from one seed."""
 
 
 ALL_TOKENS, ALL = 2**31 - 1, 2.0
@@ -126,7 +126,7 @@ def _held(x: Any) -> Any:
 
 
 def _each(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Return a pair (name for errors, value) for each value of an option: one pair, or one for each request."""
+    """Return the values of an option as pairs (name for errors, value): a single pair, or a pair for each request."""
     return [(f"{name}[{i}]", x) for i, x in enumerate(value)] if isinstance(value, tuple) else [(name, value)]
 
 

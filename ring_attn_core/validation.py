@@ -28,7 +28,7 @@ def is_traced(x: Any) -> bool:
 
 
 def as_number(x: Any) -> Any:
-    """Convert a NumPy scalar or 0-d NumPy array to a Python number; return anything else unchanged."""
+    """Convert a NumPy scalar, 0-d NumPy array or other real number to an int, float or bool; return anything else unchanged."""
     if x is None or isinstance(x, bool) or type(x) in (int, float):
         return x
     if getattr(x, "shape", None) == () and type(x).__module__.partition(".")[0] == "numpy":
@@ -52,7 +52,7 @@ def hold_numbers(record: Any, names: Iterable[str]) -> None:
 
 
 def in_words(x: Any) -> str:
-    """Describe ``x`` for an error message: an array by type and shape, a number, string or class by itself, else its type."""
+    """Describe ``x`` for an error: an array by type and shape, a number or string by its repr, a class by name, else its type."""
     if isinstance(x, str | int | float | None):
         return repr(x)
     if isinstance(x, type):
