@@ -297,7 +297,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute out and lse of 64 queries; return the number of the step after their last step."""
+    """Compute and store out and lse of 64 queries; return the number of the step after their last key tile."""
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))

@@ -57,7 +57,7 @@ def load_row(rows_ptr, pair):
 
 @triton.jit
 def keys_seen(i, extents_ptr, batch, q_tokens, row):
-    """Return begin and end of the keys of a run that each query ``i`` sees, by the band and its extent (first, last).
+    """Return begin and end of the keys of a run that each query ``i`` sees, by the band and the query's extent (first, last).
 
         begin = max(0, i - hi, ceil((first - k_start) / stride))
         end   = min(k_len, i - lo + 1, ceil((last - k_start) / stride))        last: exclusive
@@ -89,7 +89,7 @@ def keys_between(i, first, last, row):
 
 @triton.jit
 def seen_from(j, key_extents_ptr, batch, k_tokens, row):
-    """Return begin and end of the queries of a run that may see each key ``j`` by its key extent (first, last).
+    """Return begin and end of the queries of a run that may see each key ``j``, by the key extent (first, last) of that key.
 
         begin = max(0, ceil((first - q_start) / stride))
         end   = min(q_len, ceil((last - q_start) / stride))        last: exclusive
