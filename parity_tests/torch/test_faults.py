@@ -11,6 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
 from multiprocessing.connection import Connection
@@ -125,14 +126,12 @@ def work(rank: int, store: str, strategy: Any, fault: tuple[Any, ...] | None, ti
         say(type(error).__name__, str(error))
 
 
-def ranks_with(folder: Path, strategy: Any, victim: int, fault: tuple[Any, ...], timeout: float) -> list[Said]:
+def ranks_with(folder: Path, strategy: Any, victim: int, fault: tuple[Any, ...], timeout: float, name: str = "") -> list[Said]:
     """Start the ranks, one of them with a fault, and return what each said last. Fail if one hangs."""
-    context = warm.context("torch")
+    context, store = warm.context("torch"), str(folder / f"{fault[0].__name__} {name}")
     pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
     ranks = [
-        context.Process(
-            target=work, args=(rank, str(folder / "store"), strategy, fault if rank == victim else None, timeout, end)
-        )
+        context.Process(target=work, args=(rank, store, strategy, fault if rank == victim else None, timeout, end))
         for rank, (_, end) in enumerate(pipes)
     ]
     for process in ranks:
@@ -187,21 +186,41 @@ def test_no_rank_hangs_wherever_another_is_killed(tmp_path, strategy):
     assert TIMES < 20 or {place.partition(",")[2] for place in places} == {" forward", " backward"}
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_that_stays_away_from_a_repeated_call_is_lost_after_the_timeout(tmp_path, strategy):
-    of, steps = STRATEGIES[strategy]
-    assert 3 <= check(ranks_with(tmp_path, of, 2, (stays_away,), 4), 2, steps) < 4 + SLACK
+TIMEOUT = 8
+"""Seconds that ranks wait for one that is away. Those of every strategy wait at once."""
+
+
+def under_each_strategy(folder: Path, fault: Callable[..., None]) -> dict[str, Future[list[Said]]]:
+    """Return what ranks with a fault of rank 2 said last, by strategy, or the failure of their test."""
+    with ThreadPoolExecutor(len(STRATEGIES)) as at_once:
+        return {
+            name: at_once.submit(ranks_with, folder, strategy, 2, (fault,), TIMEOUT, name)
+            for name, (strategy, _) in STRATEGIES.items()
+        }
+
+
+@pytest.fixture(scope="module")
+def without_a_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Future[list[Said]]]]:
+    """What ranks said of one that stays away from a repeated call, and of one that never comes."""
+    folder = tmp_path_factory.mktemp("stores")
+    return {fault: under_each_strategy(folder, fault) for fault in (stays_away, never_comes)}
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_rank_that_never_comes_is_named_by_all_others_after_the_timeout(tmp_path, strategy):
-    said = ranks_with(tmp_path, STRATEGIES[strategy][0], 2, (never_comes,), 4)
+def test_a_rank_that_stays_away_from_a_repeated_call_is_lost_after_the_timeout(without_a_rank, strategy):
+    said = without_a_rank[stays_away][strategy].result()
+    assert TIMEOUT - 1 <= check(said, 2, STRATEGIES[strategy][1]) < TIMEOUT + SLACK
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_rank_that_never_comes_is_named_by_all_others_after_the_timeout(without_a_rank, strategy):
+    said = without_a_rank[never_comes][strategy].result()
     for words in said[:2] + said[3:]:
         assert words.error == "RuntimeError"
         assert "ring_attention was reached by 3 of 4 ranks: rank 2 did not come to the same call" in words.words
-        assert 3 <= words.at - said[2].at < 4 + SLACK
+        assert TIMEOUT - 1 <= words.at - said[2].at < TIMEOUT + SLACK
 
 
 @pytest.mark.parametrize("strategy", first(STRATEGIES))
