@@ -64,7 +64,14 @@ def run_program(name: str, folder: Path, processes: int = 4) -> str:
     (folder / name).write_text(PROGRAMS[name])
     if "quickstart" in name or name in STARTED:
         return run(name, framework, folder, processes)
-    return warm.run([name], framework, folder, environment({"XLA_FLAGS": warm.QUICK}), processes if framework == "torch" else 1)
+    return run_warm([name], framework, folder, processes)
+
+
+def run_warm(arguments: list[str], framework: str, folder: Path = ROOT, processes: int = 4) -> str:
+    """Run a program in processes that have made the imports, ``processes`` of them for PyTorch."""
+    return warm.run(
+        arguments, framework, folder, environment({"XLA_FLAGS": warm.QUICK}), processes if framework == "torch" else 1
+    )
 
 
 @pytest.mark.exhaustive
@@ -73,7 +80,7 @@ def test_an_example_trains(framework):
     """The last loss it prints is well below the first."""
     program = str(ROOT / "examples" / f"{framework}_train.py")
     pytest.importorskip(framework)
-    done = run(program, framework)
+    done = run_warm([program], framework)
     losses = [float(value) for value in re.findall(r"loss ([\d.]+)", done)]
     assert len(losses) == 10
     assert losses[-1] < losses[0] - 1
@@ -83,7 +90,7 @@ def test_an_example_trains(framework):
 @pytest.mark.parametrize("framework", ["jax", "torch"])
 def test_an_example_of_a_language_model_trains(framework, tmp_path):
     pytest.importorskip(framework)
-    done = run(str(ROOT / "examples" / f"{framework}_train_lm.py"), framework, tmp_path, 2, ("10",))
+    done = run_warm([str(ROOT / "examples" / f"{framework}_train_lm.py"), "10"], framework, tmp_path, 2)
     first, last = (float(value) for value in re.findall(r"loss ([\d.]+)", done))
     assert last < first - 0.5
 
@@ -91,7 +98,7 @@ def test_an_example_of_a_language_model_trains(framework, tmp_path):
 @pytest.mark.exhaustive
 def test_grpo_on_a_tree_is_grpo_on_its_rollouts_one_by_one():
     pytest.importorskip("torch")
-    done = run(str(ROOT / "examples" / "grpo_tree.py"), "torch", processes=2)
+    done = run_warm([str(ROOT / "examples" / "grpo_tree.py")], "torch", processes=2)
     found = re.findall(r"reward ([\d.]+), loss (\S+), one by one (\S+), gradients differ by (\S+),", done)
     rewards, losses, exact, errors = (list(map(float, column)) for column in zip(*found, strict=True))
     assert len(rewards) == 10
@@ -104,7 +111,7 @@ def test_grpo_on_a_tree_is_grpo_on_its_rollouts_one_by_one():
 def test_grpo_of_trl_learns_on_a_ring_as_on_one_process():
     pytest.importorskip("trl")
     program = str(ROOT / "examples" / "grpo_trl.py")
-    one, two = (re.findall(r"[\d.]+", run(program, "torch", processes=n).rpartition("rewards")[2]) for n in (1, 2))
+    one, two = (re.findall(r"[\d.]+", run_warm([program], "torch", processes=n).rpartition("rewards")[2]) for n in (1, 2))
     assert len(one) == 10
     assert one == two
     assert float(one[-1]) > float(one[0]) + 0.5
