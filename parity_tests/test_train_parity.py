@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,13 +129,32 @@ def test_steps_are_the_same_on_four_ranks_of_either_framework_and_on_one(gloo, t
         assert_close(weights(config), weights(one))
 
 
+def steady(folder: Path, name: str) -> Config:
+    """Six steps on two ranks, with the same rates in shorter runs."""
+    config = config_of(folder, name, 2, 6)
+    optimizer = Optimizer(clip=1.5, schedule=({"name": "constant_schedule", "value": 1e-2},))
+    return replace(config, optimizer=optimizer, evaluation=replace(config.evaluation, every=4))
+
+
+@pytest.fixture(scope="module")
+def whole(gloo, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Config]:
+    """A function that trains ``steady`` in a framework, once, and returns its config."""
+
+    @cache
+    def trained(framework: str) -> Config:
+        config = steady(tmp_path_factory.mktemp(framework), "whole")
+        in_jax(config) if framework == "jax" else gloo(2, on_ranks, config)
+        return config
+
+    return trained
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
-def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: str, gloo, tmp_path: Path):
-    zigzag, balanced = (config_of(tmp_path, name, 2, 6) for name in ("zigzag", "balanced"))
+def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: str, whole, gloo, tmp_path: Path):
+    zigzag, balanced = whole(framework), steady(tmp_path, "balanced")
     balanced = replace(balanced, ring=replace(balanced.ring, layout="balanced"))
-    for config in (zigzag, balanced):
-        in_jax(config) if framework == "jax" else gloo(2, on_ranks, config)
+    in_jax(balanced) if framework == "jax" else gloo(2, on_ranks, balanced)
     assert len(numbers(zigzag)["losses"]) == 6
     assert_close(numbers(balanced), numbers(zigzag))
     assert_close(weights(balanced), weights(zigzag))
@@ -141,21 +162,17 @@ def test_a_run_in_a_balanced_layout_takes_the_steps_of_one_in_zigzag(framework: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
-def test_a_run_with_sharded_weights_takes_the_steps_of_one_with_whole_weights(framework: str, gloo, tmp_path: Path):
+def test_a_run_with_sharded_weights_takes_the_steps_of_one_with_whole_weights(framework: str, whole, gloo, tmp_path: Path):
     """Its checkpoint, saved after an evaluation, resumes with sharded weights, and the next one with whole weights."""
-    constant = {"name": "constant_schedule", "value": 1e-2}  # the same rates in runs of 4, 5 and 6 steps
-    steady = Optimizer(clip=1.5, schedule=(constant,))
-    whole, sharded = (replace(config_of(tmp_path, name, 2, 6), optimizer=steady) for name in ("whole", "sharded"))
-    whole = replace(whole, evaluation=replace(whole.evaluation, every=4))
-    begun = replace(sharded, steps=4, evaluation=whole.evaluation, ring=replace(sharded.ring, weights="sharded"))
+    expected, resumed = whole(framework), steady(tmp_path, "sharded")
+    begun = replace(resumed, steps=4, ring=replace(resumed.ring, weights="sharded"))
     work = in_jax if framework == "jax" else lambda config: gloo(2, on_ranks, config)
-    for config in (whole, begun):
-        work(config)
+    work(begun)
     for name in ("losses", "norms", "held out"):
-        np.testing.assert_allclose(numbers(begun)[name], numbers(whole)[name][: len(numbers(begun)[name])], rtol=CLOSE)
+        np.testing.assert_allclose(numbers(begun)[name], numbers(expected)[name][: len(numbers(begun)[name])], rtol=CLOSE)
     work(replace(begun, steps=5))
-    work(sharded)
-    assert_close(weights(sharded), weights(whole))
+    work(resumed)
+    assert_close(weights(resumed), weights(expected))
 
 
 def share_in_torch(group: Any, config: Config) -> float:
