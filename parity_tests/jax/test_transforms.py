@@ -47,17 +47,20 @@ def drawn(*batch: int, tokens: int = 8) -> list[jax.Array]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SHARDED)
 def test_vmap_over_a_mesh_axis_gives_what_each_row_alone_gives(name):
-    arrays, call = drawn(4, 1), lambda *x: SHARDED[name](*x, FOUR)
+    arrays = drawn(4, 1)
     weights = jnp.cos(jnp.arange(arrays[0].size)).reshape(arrays[0].shape)
-    mapped = lambda *x: (jax.vmap(call, spmd_axis_name="data")(*x) * weights).sum()
-    alone = lambda *x: sum((call(*row) * weight).sum() for *row, weight in zip(*x, weights, strict=True))
-    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)), compiler_options=QUICK)(*arrays) for f in (mapped, alone))
+    call = lambda q, k, v, weight: SHARDED[name](q, k, v, FOUR) * weight
+    compiled = lambda f: jax.jit(jax.value_and_grad(lambda *x: f(*x).sum(), (0, 1, 2)), compiler_options=QUICK)
+    got = compiled(jax.vmap(call, spmd_axis_name="data"))(*arrays, weights)
+    alone = compiled(call)  # one program for all rows
+    sums, gradients = zip(*(alone(*row) for row in zip(*arrays, weights, strict=True)), strict=True)
+    want = sum(sums), tuple(map(jnp.stack, zip(*gradients, strict=True)))
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5), got, want)
 
 
 def test_vmap_over_a_mesh_axis_of_queries_alone():
     q, k, v = drawn(4, 1)
-    call = lambda q: sharded_ring_attention(q, k[0], v[0], mesh=FOUR)
+    call = jax.jit(lambda q: sharded_ring_attention(q, k[0], v[0], mesh=FOUR))
     got = jax.jit(jax.vmap(call, spmd_axis_name="data"))(q)
     np.testing.assert_allclose(got, jnp.stack([call(row) for row in q]), rtol=1e-5, atol=1e-5)
 
