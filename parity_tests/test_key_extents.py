@@ -18,8 +18,6 @@ from .support.rollouts import ancestors, drawn_tree
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 
-import jax.numpy as jnp  # noqa: E402
-
 import ring_attn_jax  # noqa: E402
 import ring_attn_torch  # noqa: E402
 
