@@ -56,7 +56,7 @@ IN_HALVES = [
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("case", IN_HALVES, ids=str)
+@pytest.mark.parametrize("case", IN_HALVES, ids=lambda case: case.dtype)
 def test_half_precision_error_does_not_grow_with_the_ring(case):
     """As it would if the state were rounded to the inputs' dtype at each hop."""
     errors = [check(each, run(each)) for each in (replace(case, ranks=1), case)]
