@@ -33,6 +33,7 @@ ONLY_IN_TORCH = {
     "tensor_plan": "in JAX head_axis and the weights' shardings say it",
     "layers/tensor_plan.py": "where tensor_plan lives",
     "layers/tensor_styles.py": "what tensor_plan is made of",
+    "attend/recent.py": "JAX traces extents, so it cannot tell that they are the same",
     "ring/agreement.py": "JAX is one program, checked when it is traced",
     "check_every_call": "in JAX all ranks run one program, so none can make another call",
     "ring/groups.py": "process groups and device meshes",
