@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +22,6 @@ from ring_attn_core.kernels import call as calls
 from ring_attn_core.kernels.tile_sizes import TileConfig
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_torch.attend import kernels as fused
-from ring_attn_torch.attend.score import Score
 from ring_attn_torch.call import prepare
 
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
@@ -181,8 +179,7 @@ def test_kernels_are_given_extents_of_any_integers_within_int32(dtype):
     """And not beyond 2**30, so that a stride added to an end in the kernels does not wrap."""
     high = min(np.iinfo(dtype).max, 2**40)
     extents = torch.tensor([[[3, high]]], dtype=getattr(torch, dtype))
-    score = Score(1.0, None, 0.0, extents=extents)
-    keys = SimpleNamespace(kv=torch.zeros(1, 1, 1, 2), v=None, bits=None, extents=None)
-    given = fused._arrays(torch.zeros(1, 1, 1, 1), keys, (((0,) * 10,),), score)["extents"]  # type: ignore[arg-type]
+    given = fused._clipped(extents)
+    assert given is fused._clipped(extents), "all layers share one copy"
     assert given.dtype == torch.int32
     assert given.tolist() == [[[3, min(high, 2**30)]]]
