@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any
 
 import jax
@@ -19,7 +19,8 @@ class LinearMap(nnx.Linear):
     """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the weight's dtype is: [..., in] -> [..., out].
 
     The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``. The bias is 0. ``param_dtype``: the
-    name of the weight's and bias' dtype. flax stores the weight transposed, as ``kernel`` [in, out].
+    name of the weight's and bias' dtype. ``adapter``: a function whose value for x is added to y, as in LoRA, or None. flax
+    stores the weight transposed, as ``kernel`` [in, out].
     """
 
     def __init__(
@@ -28,10 +29,12 @@ class LinearMap(nnx.Linear):
         init = nnx.initializers.normal(in_features**-0.5)
         dtype = jnp.dtype(param_dtype)
         super().__init__(in_features, out_features, use_bias=bias, kernel_init=init, param_dtype=dtype, rngs=rngs)
+        self.adapter: Callable[[jax.Array], jax.Array] | None = None
 
     def __call__(self, x: jax.Array) -> jax.Array:  # type: ignore[override]
         y = product(x, self.kernel[...].astype(x.dtype))
-        return y if self.bias is None else y + along_last(self.bias[...].astype(x.dtype), y)
+        y = y if self.bias is None else y + along_last(self.bias[...].astype(x.dtype), y)
+        return y if self.adapter is None else y + self.adapter(x)
 
 
 class RMSNorm(nnx.Module):

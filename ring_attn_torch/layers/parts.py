@@ -13,11 +13,12 @@ class LinearMap(nn.Linear):
     """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the weight's dtype is: [..., in] -> [..., out].
 
     The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``. The bias is 0. ``param_dtype``: the
-    name of the weight's and bias' dtype.
+    name of the weight's and bias' dtype. ``adapter``: a module whose output for x is added to y, as in LoRA, or None.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32") -> None:
         super().__init__(in_features, out_features, bias=bias, dtype=getattr(torch, param_dtype))
+        self.adapter: nn.Module | None = None
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.in_features**-0.5)
@@ -25,7 +26,8 @@ class LinearMap(nn.Linear):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        y = F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
+        return y if self.adapter is None else y + self.adapter(x)
 
 
 class RMSNorm(nn.Module):

@@ -1,0 +1,89 @@
+"""LoRA of a RingTransformer: add adapters, merge them into the weights, and save them for peft.
+
+The formula is in :mod:`ring_attn_core.model.lora`. Weights may be whole on each device or sharded over a mesh.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.experimental import multihost_utils
+
+from ring_attn_core.model.lora import LoRA, write_adapters
+
+from ..attend.tiles import accumulation_dtype
+from ..layers.parts import LinearMap, product
+from ..layers.transformer import RingTransformer
+from .ranks import agreed
+
+
+class Adapter(nnx.Module):
+    """``scale (x a^T) b^T``, computed in x's dtype: [..., in] -> [..., out], for a [rank, in] and b [out, rank].
+
+    ``a`` and ``b`` are variables of the type ``nnx.LoRAParam``, by which an optimizer selects them.
+    """
+
+    def __init__(self, a: jax.Array, b: jax.Array, scale: float) -> None:
+        self.a, self.b, self.scale = nnx.LoRAParam(a), nnx.LoRAParam(b), scale
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return product(product(x, self.a[...].astype(x.dtype).T) * self.scale, self.b[...].astype(x.dtype).T)
+
+
+def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
+    """Add adapters to ``model`` that begin with ``first``: (a, b) in numpy by projection.
+
+    Adapters are in at least float32, whatever the dtype of the weights. Differentiate and update ``nnx.LoRAParam`` only, so that
+    the weights of the model stay as they are.
+    """
+    linears = dict(_linears(model))
+    for name, arrays in first.items():
+        a, b = (jnp.asarray(x, accumulation_dtype(linears[name].kernel.dtype)) for x in arrays)
+        linears[name].adapter = nnx.data(Adapter(a, b, lora.scale))
+
+
+def merge_adapters(model: nnx.Module) -> None:
+    """Add ``scale b a`` to each weight with an adapter, and remove the adapters. Shardings stay as they are."""
+    for _, linear, adapter in _adapted(model):
+        kernel, scale = linear.kernel[...], adapter.scale
+
+        def merged(kernel: jax.Array, a: jax.Array, b: jax.Array, scale: float = scale) -> jax.Array:
+            return (kernel + scale * jnp.matmul(b, a, precision="highest").T).astype(kernel.dtype)
+
+        linear.kernel[...] = jax.jit(merged, out_shardings=kernel.sharding)(kernel, adapter.a[...], adapter.b[...])
+        linear.adapter = nnx.static(None)
+
+
+def save_adapters(model: nnx.Module, lora: LoRA, folder: str | Path, base: str | None) -> None:
+    """Save the adapters in the format of peft, as :func:`write_adapters` describes. Each process must call it.
+
+    Process 0 writes. An error is the same in every process.
+    """
+    from safetensors.numpy import save_file
+
+    whole = {name: (_whole(each.a[...]), _whole(each.b[...])) for name, _, each in _adapted(model)}
+    agreed(lambda: None if jax.process_index() else write_adapters(folder, lora, whole, base, save_file))  # type: ignore[arg-type]
+
+
+def _linears(model: nnx.Module) -> Iterator[tuple[str, LinearMap]]:
+    """Yield (name, linear map) of each linear map in ``model``, such as ``blocks.0.attention.q``."""
+    for path, module in nnx.iter_modules(model):
+        if isinstance(module, LinearMap):
+            yield ".".join(map(str, path)), module
+
+
+def _adapted(model: nnx.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
+    """Yield (name, linear map, adapter) of each linear map with an adapter, in the order of the names."""
+    for name, linear in sorted(_linears(model), key=lambda each: each[0]):
+        if isinstance(linear.adapter, Adapter):
+            yield name, linear, linear.adapter
+
+
+def _whole(x: jax.Array) -> np.ndarray:
+    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))

@@ -1,0 +1,82 @@
+"""LoRA of a RingTransformer: add adapters, merge them into the weights, and save them for peft.
+
+The formula is in :mod:`ring_attn_core.model.lora`. Weights may be whole on each rank or sharded by FSDP2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ring_attn_core.model.lora import LoRA, write_adapters
+
+from ..attend.tiles import accumulation_dtype
+from ..layers.parts import LinearMap
+from ..layers.transformer import RingTransformer
+from ..ring.groups import Group, is_dtensor, rank_in
+from .ranks import agreed
+from .weights import _placed
+
+
+class Adapter(nn.Module):
+    """``scale (x a^T) b^T``, computed in x's dtype: [..., in] -> [..., out], for a [rank, in] and b [out, rank]."""
+
+    def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
+        super().__init__()
+        self.a, self.b, self.scale = nn.Parameter(a), nn.Parameter(b), scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.a.to(x.dtype)) * self.scale, self.b.to(x.dtype))
+
+
+def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
+    """Freeze the weights of ``model``, and add adapters that begin with ``first``: (a, b) in numpy by projection.
+
+    Adapters are in at least float32, whatever the dtype of the weights. Call it before FSDP shards the model.
+    """
+    model.requires_grad_(False)
+    for name, arrays in first.items():
+        linear = model.get_submodule(name)
+        assert isinstance(linear, LinearMap)
+        of = {"dtype": accumulation_dtype(linear.weight.dtype), "device": linear.weight.device}
+        a, b = (torch.tensor(x, **of) for x in arrays)
+        linear.adapter = Adapter(a, b, lora.scale)
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Add ``scale b a`` to each weight with an adapter, and remove the adapters. Each rank that shards weights must call it."""
+    for _, linear, adapter in _adapted(model):
+        weight = _whole(linear.weight)
+        delta = adapter.scale * _whole(adapter.b) @ _whole(adapter.a)
+        linear.weight.copy_(_placed((weight.to(delta.dtype) + delta).to(weight.dtype), linear.weight))
+        linear.adapter = None
+
+
+def save_adapters(model: nn.Module, lora: LoRA, folder: str | Path, base: str | None, group: Group) -> None:
+    """Save the adapters in the format of peft, as :func:`write_adapters` describes. Each rank of ``group`` must call it.
+
+    Rank 0 writes. An error is the same on every rank.
+    """
+    from safetensors.torch import save_file
+
+    with torch.no_grad():
+        whole = {name: tuple(_whole(x).cpu() for x in (each.a, each.b)) for name, _, each in _adapted(model)}
+    first = group is None or rank_in(group) == 0
+    agreed("saving adapters", lambda: write_adapters(folder, lora, whole, base, save_file) if first else None, group)  # type: ignore[arg-type]
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
+    """Yield (name, linear map, adapter) of each linear map with an adapter."""
+    for name, module in model.named_modules():
+        if isinstance(module, LinearMap) and isinstance(module.adapter, Adapter):
+            yield name, module, module.adapter
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x.full_tensor() if is_dtensor(x) else x  # type: ignore[operator]
