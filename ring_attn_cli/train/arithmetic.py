@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ring_attn_core.model.config import TransformerConfig
+    from ring_attn_core.model.lora import LoRA
 
 PEAKS = {
     "H200": 989.4,
@@ -34,14 +35,14 @@ def peak(device: str) -> float | None:
     return next((tflops for name, tflops in PEAKS.items() if all(word in device for word in name.split())), None)
 
 
-def flops_per_token(parameters: int, length: int, config: TransformerConfig) -> float:
+def flops_per_token(parameters: int, length: int, config: TransformerConfig, frozen: int = 0) -> float:
     """Return the FLOPs of forward and backward per token: ``6 N + 3.5 x 2 x length x heads x head_dim x layers``.
 
-    Each of the N weights takes 2 FLOPs in the forward and 4 in the backward. Causal attention takes 2 x length x heads x head_dim
-    FLOPs in the forward, for q . k and p . v over half of the pairs, and 2.5 times as many in the backward, which recomputes the
-    scores. Recomputation by activation checkpointing does not count.
+    Each of the N weights takes 2 FLOPs in the forward and 4 in the backward; the backward of each ``frozen`` one takes 2. Causal
+    attention takes 2 x length x heads x head_dim FLOPs in the forward, for q . k and p . v over half of the pairs, and 2.5 times
+    as many in the backward, which recomputes the scores. Recomputation by activation checkpointing does not count.
     """
-    return 6 * parameters + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
+    return 6 * parameters - 2 * frozen + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
@@ -75,9 +76,29 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
         if x.ndim == 1:
             return np.zeros_like(x) if name.endswith(("bias", "sinks")) else np.ones_like(x)
         deviation = 0.02 if name.startswith("embed") else x.shape[1] ** -0.5
-        return (deviation * np.random.default_rng([seed, crc32(name.encode())]).standard_normal(x.shape)).astype(x.dtype)
+        return (deviation * _generator(name, seed).standard_normal(x.shape)).astype(x.dtype)
 
     return {name: drawn(name, x) for name, x in like.items()}
+
+
+def first_adapters(lora: LoRA, config: TransformerConfig, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Draw the first (A, B) of each adapter in float64, by projection, the same in both frameworks.
+
+    A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming's bound with a negative slope of 5^0.5), and
+    seeded like the weights of ``first_weights``. B [out, rank] is 0.
+    """
+    import numpy as np
+
+    def drawn(name: str, a: tuple[int, int], b: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+        return _generator(f"{name}.adapter.a", seed).uniform(-(a[1] ** -0.5), a[1] ** -0.5, a), np.zeros(b)
+
+    return {name: drawn(name, *shapes) for name, shapes in lora.shapes(config).items()}
+
+
+def _generator(name: str, seed: int) -> np.random.Generator:
+    import numpy as np
+
+    return np.random.default_rng([seed % 2**64, crc32(name.encode())])
 
 
 def edges(length: int, buckets: int) -> list[int]:

@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 from ring_attn_core import layouts
 from ring_attn_core.data.settings import BALANCED
 from ring_attn_core.model.checks import LARGEST
+from ring_attn_core.model.lora import LoRA
 
 from .schedules import schedule
 
@@ -121,8 +122,8 @@ class Config:
     """The config of a run.
 
     ``out``: its folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, in place of a model made from the
-    table ``model``. ``save_every``: steps between checkpoints, of which the last ``keep`` stay. Raise ValueError if a number is
-    out of its range or values do not fit together.
+    table ``model``. ``lora``: adapters that are trained in place of its weights. ``save_every``: steps between checkpoints, of
+    which the last ``keep`` stay. Raise ValueError if a number is out of its range or values do not fit together.
     """
 
     out: str = "train-output"
@@ -132,6 +133,7 @@ class Config:
     keep: int = 2
     init_from: str | None = None
     model: Mapping[str, Any] = field(default_factory=dict)
+    lora: LoRA | None = None
     data: Data = field(default_factory=Data)
     optimizer: Optimizer = field(default_factory=Optimizer)
     ring: RingConfig = field(default_factory=RingConfig)
@@ -168,6 +170,8 @@ class Config:
                 f"init_from = {self.init_from!r} says what the model is, and so does [model]: leave out one of them; "
                 f"beside init_from the table may have {' and '.join(DTYPES)}"
             )
+        if self.init_from is None and self.lora is not None:
+            raise ValueError("[lora] freezes the weights of init_from, and init_from is missing: pass a model, or no [lora]")
         if self.init_from is None:
             self.transformer()
 
@@ -268,6 +272,7 @@ def _are_tables(x: Any) -> bool:
 
 FORMS: dict[str, ValueType] = {
     "tuple[collections.abc.Mapping": ValueType("a table, or a list of tables", _are_tables, _tables),
+    "tuple[str": ValueType("a list of texts", lambda x: isinstance(x, list) and all(type(each) is str for each in x), tuple),
     "Mapping": ValueType("a table", lambda x: isinstance(x, dict), dict),
     "tuple": ValueType("a list of integers", lambda x: isinstance(x, list) and all(type(each) is int for each in x), tuple),
     "float": ValueType("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float, sys.float_info.max),
@@ -278,10 +283,11 @@ FORMS: dict[str, ValueType] = {
 
 
 def _value(hint: Any, value: Any, name: str) -> Any:
-    if hasattr(hint, "__dataclass_fields__"):
+    record = next((each for each in (hint, *get_args(hint)) if hasattr(each, "__dataclass_fields__")), None)
+    if record is not None:
         if not isinstance(value, dict):
             raise ValueError(f"{name} must be a table, [{name}], got {value!r}")
-        return made(hint, value, name)
+        return made(record, value, name)
     form = next(form for kind, form in FORMS.items() if kind in str(hint))
     if not form.fits(value):
         raise ValueError(f"{name} must be {form.words}, got {value!r}")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from .config import Config, Data
+
+if TYPE_CHECKING:
+    from ring_attn_core.model.config import TransformerConfig
 
 
 class DatasetArguments(TypedDict):
@@ -46,7 +49,7 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
 
 
 def check(config: Config) -> str:
-    """Check the data, passkeys and ``init_from`` of a run, and write the token cache, once for all ranks.
+    """Check the data, passkeys, ``init_from`` and ``lora`` of a run, and write the token cache, once for all ranks.
 
     Return the name of a document that is both in the training data and held out, with the number of the others, or "" if there is
     none. Raise ValueError if the run cannot start.
@@ -96,6 +99,8 @@ def check(config: Config) -> str:
             f"init_from = {config.init_from!r} is no folder with a config.json: {meant}pass one that save_weights or Hugging "
             "Face has written"
         )
+    if config.init_from is not None and config.lora is not None:
+        config.lora.check(config_in(config.init_from))
     both = sorted(names[0] & names[1])
     return "" if not both else both[0] if len(both) == 1 else f"{both[0]} and {len(both) - 1} more"
 
@@ -104,6 +109,16 @@ def check_vocab(data: int | None, model: int) -> None:
     """Raise ValueError if the data's vocabulary size exceeds the model's."""
     if data is not None and data > model:
         raise ValueError(f"the data have ids from 0 to {data - 1}, and the model {model}: make model.vocab at least {data}")
+
+
+def config_in(folder: str) -> TransformerConfig:
+    """Return the config of the model in a folder of ``save_weights`` or of Hugging Face. Raise ValueError if it is invalid."""
+    from ring_attn_core.files import read_json
+    from ring_attn_core.model.llama import THEIRS
+    from ring_attn_core.model.weight_files import OWN, WeightFolder
+
+    held = WeightFolder(Path(folder), read_json(Path(folder, "config.json")), {})
+    return (THEIRS if is_llama(folder) else OWN).config(held)
 
 
 def is_llama(folder: str) -> bool:

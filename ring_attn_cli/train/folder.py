@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ring_attn_core.files import read_json
 from ring_attn_core.model.checkpoint_folder import RUN, CheckpointFolder
 
 from .config import Config
 from .lock import LOCK
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS, LORA = "checkpoints", "lora"
 NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
 """Name patterns of a checkpoint, by the framework that writes it."""
 MARKS = RUN, "run/metadata"
@@ -19,14 +22,14 @@ MARKS = RUN, "run/metadata"
 
 def newest(config: Config, framework: str) -> int:
     """Return the step of the newest checkpoint of this framework, or 0."""
-    return max(CheckpointFolder(Path(config.out, CHECKPOINTS), NAMES[framework], MARKS).steps(), default=0)
+    return max(_checkpoints(config, framework).steps(), default=0)
 
 
 def check(config: Config, framework: str) -> None:
     """Make the folder of the run.
 
     Raise ValueError if it is a file, cannot be written, or holds checkpoints of the other framework, which ``framework`` cannot
-    resume.
+    resume, or of a run with another ``[lora]``.
     """
     if not config.out:
         raise ValueError("out is empty: pass the folder of the run, or leave it out for train-output")
@@ -38,11 +41,41 @@ def check(config: Config, framework: str) -> None:
                 f"{config.out} holds a run of {other}: go on with --framework {other}, or begin another with --out FOLDER, "
                 f"from its weights with init_from = {str(Path(config.out, 'weights'))!r} if need be"
             )
+    _check_lora(config, framework)
     try:
         Path(config.out).mkdir(parents=True, exist_ok=True)
         Path(config.out, LOCK).open("a").close()
     except OSError as error:
         raise ValueError(f"out = {config.out!r} cannot be written ({error.strerror}): pass another --out FOLDER") from error
+
+
+def _check_lora(config: Config, framework: str) -> None:
+    """Raise ValueError if the newest checkpoint belongs to a run with another ``[lora]``; the message says what changed.
+
+    A damaged checkpoint passes, because ``resume`` names what is damaged.
+    """
+    step = newest(config, framework)
+    if not step:
+        return
+    before = None
+    with suppress(OSError, ValueError, AttributeError):
+        before = read_json(_checkpoints(config, framework).where(step) / RUN).get("more", {}).get(LORA)
+    now = adapters_of(config)[LORA]
+    changed = differences({LORA: before}, {LORA: now})
+    if changed:
+        raise ValueError(
+            f"{config.out} holds a run with another [lora], which its weights depend on: {'; '.join(changed)}. Put it back, or "
+            "begin another run with --out FOLDER"
+        )
+
+
+def adapters_of(config: Config) -> dict[str, Any]:
+    """Return what a checkpoint says of ``[lora]``, in types of JSON."""
+    return {LORA: json.loads(json.dumps(config.described()[LORA]))}
+
+
+def _checkpoints(config: Config, framework: str) -> CheckpointFolder:
+    return CheckpointFolder(Path(config.out, CHECKPOINTS), NAMES[framework], MARKS)
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], table: str = "") -> list[str]:

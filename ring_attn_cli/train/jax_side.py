@@ -35,18 +35,19 @@ from ring_attn_jax import (
     shard_batch,
     to_numpy,
 )
+from ring_attn_jax.training.lora import add_adapters, merge_adapters, save_adapters
 
-from .arithmetic import first_weights, rates
-from .config import DTYPES, Config, Optimizer
+from .arithmetic import first_adapters, first_weights
+from .config import DTYPES, Config
 from .data import arguments, check_vocab, is_llama
+from .folder import adapters_of
 from .jax_mesh import AXES, mesh_of, weight_shardings
+from .jax_optimizer import adamw, compiler_options
 from .loop import Tell, train
 from .side import RunDevices, TrainStep
 
 MOST_BYTES = 4096
 """Size of the message that process 0 broadcasts."""
-SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
-"""With this scheduler, XLA keeps offloaded activations on the GPU: docs/checkpointing.md."""
 
 
 def run(config: Config, tell: Tell) -> None:
@@ -122,14 +123,16 @@ class JaxTrainer:
         self._model = self._made()
         self._place(self._model)
         self.config = self._model.config
-        self.parameters = sum(x.size for x in jax.tree.leaves(nnx.state(self._model, nnx.Param)))
-        self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=nnx.Param)
+        trained = nnx.Param if config.lora is None else nnx.LoRAParam  # a LoRAParam is a Param too
+        count = lambda kind: sum(x.size for x in jax.tree.leaves(nnx.state(self._model, kind)))
+        self.parameters, self.trained = count(nnx.Param), count(trained)
+        self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=trained)
         self._place(self._optimizer)
         options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
         self._step = jax.jit(_step, static_argnames=("graph", "how"), compiler_options=options)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with the same initial weights as in PyTorch."""
+        """Load the model of ``init_from``, or make one with the same initial weights as in PyTorch. Add the adapters of LoRA."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
@@ -137,9 +140,12 @@ class JaxTrainer:
             if folder is not None:
                 arguments = dict(self._config.model)
                 load = load_llama if is_llama(folder) else load_weights
-                return load(folder, dtype=arguments.get("param_dtype"), compute_dtype=arguments.get("compute_dtype"), **how)
-            model = RingTransformer.from_config(self._config.transformer(), **how, rngs=nnx.Rngs(0))
-            from_numpy(model, first_weights(to_numpy(model), self._config.seed))
+                model = load(folder, dtype=arguments.get("param_dtype"), compute_dtype=arguments.get("compute_dtype"), **how)
+            else:
+                model = RingTransformer.from_config(self._config.transformer(), **how, rngs=nnx.Rngs(0))
+                from_numpy(model, first_weights(to_numpy(model), self._config.seed))
+            if self._config.lora is not None:
+                add_adapters(model, self._config.lora, first_adapters(self._config.lora, model.config, self._config.seed))
             return model
 
     def _place(self, module: nnx.Pytree) -> None:
@@ -210,7 +216,7 @@ class JaxSide(JaxTrainer):
         return self._checkpoints.resume(self._model, self._optimizer)
 
     def save(self, step: int, data: str) -> None:
-        self._checkpoints.save(step, self._model, self._optimizer, data=data)
+        self._checkpoints.save(step, self._model, self._optimizer, data=data, more=adapters_of(self._config))
 
     def close(self) -> None:
         """Wait for a save in progress, before the folder is unlocked for another run."""
@@ -219,23 +225,11 @@ class JaxSide(JaxTrainer):
 
     def finish(self) -> None:
         self._checkpoints.close()
-        save_weights(self._model, Path(self._config.out, "weights"))
-
-
-def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
-    """Return AdamW with clipping by the global norm and without weight decay of vectors."""
-    table = np.array(rates(of, steps))
-    return optax.chain(
-        optax.clip_by_global_norm(of.clip),
-        optax.scale_by_adam(of.beta1, of.beta2, of.eps),
-        optax.add_decayed_weights(of.decay, mask=lambda weights: jax.tree.map(lambda x: x.ndim > 1, weights)),
-        optax.scale_by_learning_rate(lambda count: jnp.asarray(table)[count]),
-    )
-
-
-def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
-    """Return the XLA options for compiling a step, or None for the defaults."""
-    return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None
+        out, lora = Path(self._config.out), self._config.lora
+        if lora is not None:
+            save_adapters(self._model, lora, out / "adapters", self._config.init_from)
+            merge_adapters(self._model)
+        save_weights(self._model, out / "weights")
 
 
 def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArguments) -> tuple[Any, Any, Any]:
@@ -244,12 +238,12 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArgu
     It is compiled by ``jax.jit``, because ``nnx.jit`` does not take compiler options.
     """
     model, optimizer = nnx.merge(graph, state)
-    structure, weights = nnx.split(model, nnx.Param)
+    structure, weights, frozen = nnx.split(model, optimizer.wrt, ...)
     total = jnp.maximum(count_labels(batch.labels, axis_name=None), 1)
     kind = jnp.promote_types(model.config.param_dtype, jnp.float32)
 
     def objective(weights: Any, number: jax.Array, microbatch: Batch) -> jax.Array:
-        whole = nnx.merge(structure, weights)
+        whole = nnx.merge(structure, weights, frozen)
         hidden = _hidden(whole, microbatch, how, seed if model.config.dropout_rate else None, number * how.rows)
         return (_loss(whole, hidden, microbatch.labels, how) / total).astype(kind)
 

@@ -41,7 +41,8 @@ def train(config: Config, side: Side, tell: Tell) -> None:
     changed = differences(runs[-1]["config"], described) if runs else []
     log = Log(path, begin, tell) if side.first else lambda kind, **values: None
     machine = side.machine()._asdict()
-    log("run", step=begin, parameters=side.parameters, **machine, config=described, changed=changed)
+    weights = {"parameters": side.parameters, "trained": side.trained, "frozen": side.parameters - side.trained}
+    log("run", step=begin, **weights, **machine, config=described, changed=changed)
     batches, of_steps = iter(side.data), rates(config.optimizer, config.steps)
     for step in range(begin, config.steps):
         began = time.perf_counter()
@@ -110,7 +111,8 @@ def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
     MFU is the share of the devices' peak TFLOP/s, None if that is unknown. The memory is in bytes.
     """
     machine = side.machine()
-    tflops = config.tokens / seconds * flops_per_token(side.parameters, config.data.length, side.config) / 1e12
+    frozen = side.parameters - side.trained
+    tflops = config.tokens / seconds * flops_per_token(side.parameters, config.data.length, side.config, frozen) / 1e12
     most = peak(machine.device)
     mfu = None if most is None else tflops / (most * machine.devices)
     return {"tokens_per_second": config.tokens / seconds, "tflops": tflops, "mfu": mfu, "memory": machine.memory}

@@ -34,6 +34,9 @@ class Side(Protocol):
     first: bool
     config: TransformerConfig
     parameters: int
+    """Number of all weights."""
+    trained: int
+    """Number of the weights that the optimizer updates; with LoRA, those of the adapters."""
     data: Any
     """The ``SequenceShardedDataset`` of the training."""
     held_out: Any
@@ -43,7 +46,7 @@ class Side(Protocol):
     def save(self, step: int, data: str) -> None: ...
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress and save the weights."""
+        """Wait for the checkpoint in progress and save the weights; with LoRA, save the adapters and merge them into the weights."""
         ...
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Any:

@@ -31,12 +31,14 @@ from ring_attn_torch import (
     sum_gradients,
     to_numpy,
 )
+from ring_attn_torch.training.lora import add_adapters, merge_adapters, save_adapters
 
 from ..processes import Report
 from . import lock
-from .arithmetic import first_weights, rates
+from .arithmetic import first_adapters, first_weights, rates
 from .config import Config
 from .data import arguments, check_vocab, is_llama
+from .folder import adapters_of
 from .loop import Tell, train
 from .side import RunDevices, TrainStep
 from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
@@ -136,15 +138,16 @@ class TorchTrainer:
         self._rank = dist.get_rank(places.ring)
         self._model = self._made()
         self.config = self._model.config
-        self.parameters = sum(p.numel() for p in self._model.parameters())
+        trained = [p for p in self._model.parameters() if p.requires_grad]
+        self.parameters, self.trained = (sum(p.numel() for p in each) for each in (self._model.parameters(), trained))
         of = config.optimizer
-        matrices, vectors = ([p for p in self._model.parameters() if (p.ndim > 1) == many] for many in (True, False))
+        matrices, vectors = ([p for p in trained if (p.ndim > 1) == many] for many in (True, False))
         groups = [{"params": matrices, "weight_decay": of.decay}, {"params": vectors, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(groups, of.learning_rate, (of.beta1, of.beta2), of.eps)
         self._rates = rates(of, config.steps)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with the same initial weights as in JAX."""
+        """Load the model of ``init_from``, or make one with the same initial weights as in JAX. Add the adapters of LoRA."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}
@@ -156,6 +159,8 @@ class TorchTrainer:
             else:
                 model = RingTransformer.from_config(self._config.transformer(), **how)
                 from_numpy(model, first_weights(to_numpy(model), self._config.seed))
+            if self._config.lora is not None:
+                add_adapters(model, self._config.lora, first_adapters(self._config.lora, model.config, self._config.seed))
         return shard_weights(model, self._places) if self._sharded else model
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
@@ -269,8 +274,12 @@ class TorchSide(TorchTrainer):
         return self._checkpoints.resume(self._model, self._optimizer)
 
     def save(self, step: int, data: str) -> None:
-        self._checkpoints.save(step, self._model, self._optimizer, data=data)
+        self._checkpoints.save(step, self._model, self._optimizer, data=data, more=adapters_of(self._config))
 
     def finish(self) -> None:
         self._checkpoints.close()
-        save_weights(self._model, Path(self._config.out, "weights"), group=self._places.everybody)
+        out, lora, group = Path(self._config.out), self._config.lora, self._places.everybody
+        if lora is not None:
+            save_adapters(self._model, lora, out / "adapters", self._config.init_from, group)
+            merge_adapters(self._model)
+        save_weights(self._model, out / "weights", group=group)

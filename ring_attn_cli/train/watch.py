@@ -40,7 +40,9 @@ class TrainWatch:
         """Show a line of the log."""
         if kind == "run":
             began = f", from step {line['step']}" if line["step"] else ""
-            words = f"{line['parameters']:,} weights on {line['devices']} x {line['device']}{began}, into {self._config.out}"
+            trained = f" ({line['trained']:,} train, {line['frozen']:,} are frozen)" if line["frozen"] else ""
+            where = f"{line['devices']} x {line['device']}{began}, into {self._config.out}"
+            words = f"{line['parameters']:,} weights{trained} on {where}"
             self._console.print(escape(words))
             for words in line["changed"]:
                 self._console.print(escape(words))

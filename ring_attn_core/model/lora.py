@@ -61,8 +61,8 @@ class LoRA:
             inputs, outputs = widths(config)[name]
             if self.rank > min(inputs, outputs):
                 raise ValueError(
-                    f"lora.rank = {self.rank} is above the width of {name}, which maps {inputs} features to {outputs}: make it at "
-                    f"most {min(inputs, outputs)}, or leave {name!r} out of lora.targets"
+                    f"lora.rank = {self.rank} is above the width of {name}, which maps {inputs} features to {outputs}: make it "
+                    f"at most {min(inputs, outputs)}, or leave {name!r} out of lora.targets"
                 )
 
     def shapes(self, config: TransformerConfig) -> dict[str, tuple[tuple[int, int], tuple[int, int]]]:
@@ -88,8 +88,8 @@ def write_adapters(
 ) -> None:
     """Write adapters, (A, B) by projection, into a folder that peft loads onto the same model in transformers.
 
-    ``base``: the folder or name of that model. ``save_file``: safetensors' function for the arrays. Raise ValueError if the folder
-    holds other files, and OSError if it cannot be written.
+    ``base``: the folder or name of that model. ``save_file``: safetensors' function for the arrays. Raise ValueError if the
+    folder holds other files, and OSError if it cannot be written.
     """
     arrays = {}
     for name, (a, b) in adapters.items():

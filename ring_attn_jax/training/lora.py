@@ -86,4 +86,5 @@ def _adapted(model: nnx.Module) -> Iterator[tuple[str, LinearMap, Adapter]]:
 
 
 def _whole(x: jax.Array) -> np.ndarray:
-    return np.asarray(x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True))
+    whole = x if x.is_fully_addressable else multihost_utils.process_allgather(x, tiled=True)
+    return np.ascontiguousarray(np.asarray(whole))

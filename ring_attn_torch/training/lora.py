@@ -51,10 +51,10 @@ def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[A
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
     """Add ``scale b a`` to each weight with an adapter, and remove the adapters. Each rank that shards weights must call it."""
-    for _, linear, adapter in _adapted(model):
-        weight = _whole(linear.weight)
+    for _, linear, adapter in list(_adapted(model)):
+        weight = linear.get_parameter("weight")
         delta = adapter.scale * _whole(adapter.b) @ _whole(adapter.a)
-        linear.weight.copy_(_placed((weight.to(delta.dtype) + delta).to(weight.dtype), linear.weight))
+        weight.copy_(_placed((_whole(weight).to(delta.dtype) + delta).to(weight.dtype), weight))
         linear.adapter = None
 
 
