@@ -46,7 +46,7 @@ class Side(Protocol):
     def save(self, step: int, data: str) -> None: ...
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress and save the weights; with LoRA, save the adapters and merge them into the weights."""
+        """Wait for the checkpoint in progress and save the weights; with LoRA, save and merge the adapters before that."""
         ...
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Any:

@@ -1,0 +1,208 @@
+"""``ring-attn train`` with ``[lora]``: both frameworks train the same adapters, resume to the bit, and merge what peft adds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
+    pytest.importorskip(package)
+
+import torch  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+from typer.testing import CliRunner  # noqa: E402
+
+from ring_attn_cli.main import app  # noqa: E402
+from ring_attn_cli.train.arithmetic import first_adapters, first_weights, flops_per_token  # noqa: E402
+from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig  # noqa: E402
+from ring_attn_cli.train.folder import check  # noqa: E402
+from ring_attn_cli.train.loop import lines  # noqa: E402
+from ring_attn_core.model.lora import LoRA, widths  # noqa: E402
+from ring_attn_core.model.weight_names import llama_name  # noqa: E402
+from ring_attn_torch import RingTransformer, from_numpy, load_weights, save_llama, to_numpy  # noqa: E402
+
+from .support import corpus  # noqa: E402
+from .support.selection import first  # noqa: E402
+from .test_train_parity import Stopped, in_jax, numbers, on_ranks, weights  # noqa: E402
+
+CLOSE = 1e-5
+"""The largest relative difference of losses in float32."""
+ADAPTERS = LoRA(rank=3, alpha=6.0, targets=("v", "q", "o", "down"))
+MODEL: dict[str, Any] = {"vocab": 256, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 24, "qkv_bias": True}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of a small Qwen2."""
+    folder = tmp_path_factory.mktemp("base")
+    model = RingTransformer(**MODEL)
+    save_llama(from_numpy(model, first_weights(to_numpy(model), 5)), folder / "model")
+    corpus.write_texts(folder / "data", (700, 61, 1, 900, 100, 3, 1300))
+    return folder
+
+
+def config_of(base: Path, out: Path, **ring: Any) -> Config:
+    return Config(
+        out=str(out),
+        steps=3,
+        save_every=2,
+        init_from=str(base / "model"),
+        lora=ADAPTERS,
+        data=Data(folder=str(base / "data"), pattern="**/*.txt", held_out="**/*.txt", length=48, batch_size=1, accumulate=2),
+        optimizer=Optimizer(schedule=({"name": "constant_schedule", "value": 2e-2},)),
+        ring=RingConfig(**{"ranks": 2, "chunk": 20} | ring),
+        evaluation=Evaluation(every=3, batches=1, buckets=2),
+        passkey=Passkeys(lengths=()),
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(base: Path, gloo, tmp_path_factory: pytest.TempPathFactory) -> Config:
+    """The config of a finished run on one rank of PyTorch."""
+    config = config_of(base, tmp_path_factory.mktemp("one") / "run", ranks=1)
+    gloo(1, on_ranks, config)
+    return config
+
+
+def adapters(config: Config) -> dict[str, np.ndarray]:
+    return load_file(Path(config.out, "adapters", "adapter_model.safetensors"))
+
+
+def work(framework: str, gloo, config: Config, stop: int = 0) -> None:
+    in_jax(config, stop) if framework == "jax" else gloo(config.ring.ranks, on_ranks, config, stop)
+
+
+@pytest.mark.parametrize(
+    "ring",
+    [
+        {"weights": "sharded", "layout": "balanced"},
+        pytest.param({"activations": "recompute", "replicas": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["sharded", "whole"],
+)
+@pytest.mark.parametrize("framework", first(["torch", "jax"]))
+def test_two_ranks_train_the_adapters_of_one(framework: str, ring: dict[str, Any], base: Path, expected, gloo, tmp_path: Path):
+    config = config_of(base, tmp_path / "run", **ring)
+    work(framework, gloo, config)
+    for name in ("losses", "norms", "held out"):
+        np.testing.assert_allclose(numbers(config)[name], numbers(expected)[name], rtol=CLOSE, err_msg=name)
+    for found, wanted in ((adapters(config), adapters(expected)), (weights(config), weights(expected))):
+        assert found.keys() == wanted.keys()
+        for name, x in wanted.items():
+            np.testing.assert_allclose(found[name], x, rtol=1e-3, atol=1e-4, err_msg=name)
+
+
+def test_merged_weights_are_the_base_and_the_product_of_the_adapters(base: Path, expected):
+    before, merged, of = load_file(base / "model" / "model.safetensors"), weights(expected), adapters(expected)
+    targets = 0
+    for name, x in merged.items():
+        theirs = llama_name(name)
+        kept, module = before[theirs].astype(np.float64), "base_model.model." + theirs.removesuffix(".weight")
+        if f"{module}.lora_A.weight" in of:
+            targets += 1
+            a, b = (of[f"{module}.lora_{each}.weight"].astype(np.float64) for each in "AB")
+            assert np.abs(b).max() > 1e-3  # it was trained
+            np.testing.assert_allclose(x, kept + ADAPTERS.alpha / ADAPTERS.rank * b @ a, atol=1e-6, err_msg=name)
+        else:
+            np.testing.assert_array_equal(x, before[theirs], err_msg=name)
+    assert targets == len(ADAPTERS.targets) * MODEL["depth"] and len(of) == 2 * targets
+
+
+def test_peft_adds_the_adapters_to_the_same_logits(base: Path, expected):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    ids = torch.arange(40)[None] * 7 % 256
+    theirs = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base / "model"), str(Path(expected.out, "adapters"))
+    )
+    with torch.no_grad():
+        ours = load_weights(Path(expected.out, "weights"))(ids)
+        torch.testing.assert_close(theirs(ids).logits, ours, rtol=1e-4, atol=1e-4)
+        assert (theirs.base_model.model.lm_head(torch.zeros(1, MODEL["dim"])) == 0).all()
+
+
+def test_the_first_step_computes_the_base_and_its_weights_are_counted_as_frozen(base: Path, expected, gloo, tmp_path: Path):
+    plain = replace(config_of(base, tmp_path / "plain", ranks=1), lora=None, steps=1)
+    gloo(1, on_ranks, plain)
+    assert numbers(plain)["losses"][0] == numbers(expected)["losses"][0]
+    (run,) = (line for line in lines(Path(expected.out, "log.jsonl")) if line["kind"] == "run")
+    (whole,) = (line for line in lines(Path(plain.out, "log.jsonl")) if line["kind"] == "run")
+    assert run["trained"] == sum(x.size for x in adapters(expected).values())
+    assert run["frozen"] == whole["parameters"] == whole["trained"] and whole["frozen"] == 0
+    assert run["parameters"] == run["trained"] + run["frozen"]
+    model = RingTransformer(**MODEL).config
+    assert flops_per_token(100, 8, model) - flops_per_token(100, 8, model, 30) == 60
+
+
+@pytest.mark.parametrize("framework", first(["torch", "jax"]))
+def test_a_stopped_run_resumes_to_the_same_bits_and_refuses_other_adapters(framework: str, base: Path, gloo, tmp_path: Path):
+    whole, stopped = (config_of(base, tmp_path / name, weights="sharded") for name in ("whole", "stopped"))
+    work(framework, gloo, whole)
+    with pytest.raises(Stopped):
+        work(framework, gloo, stopped, 3)
+    for other, words in (
+        (LoRA(rank=4, alpha=6.0, targets=ADAPTERS.targets), "lora.rank was 3 and is 4"),
+        (LoRA(rank=3, targets=ADAPTERS.targets), "lora.alpha was 6.0 and is 3.0"),
+        (LoRA(rank=3, alpha=6.0), r"lora.targets was \['q', 'v', 'o', 'down'\] and is \['q', 'k', 'v', 'o'\]"),
+        (None, "lora was {.*} and is None"),
+    ):
+        with pytest.raises(ValueError, match=rf"holds a run with another \[lora\].*{words}"):
+            check(replace(stopped, lora=other), framework)
+    check(stopped, framework)
+    work(framework, gloo, stopped)
+    np.testing.assert_array_equal(numbers(stopped)["losses"], numbers(whole)["losses"])
+    for found, wanted in ((adapters(stopped), adapters(whole)), (weights(stopped), weights(whole))):
+        for name, x in wanted.items():
+            np.testing.assert_array_equal(found[name], x, err_msg=name)
+
+
+@pytest.mark.parametrize("framework", first(["torch", "jax"]))
+def test_adapters_of_bfloat16_weights_are_float32_and_every_projection_may_have_one(framework: str, base: Path, gloo, tmp_path):
+    config = replace(config_of(base, tmp_path / "run", ranks=1), model={"param_dtype": "bfloat16"}, steps=1)
+    config = replace(config, lora=LoRA(rank=1, targets=("q", "k", "v", "o", "gate", "up", "down")), seed=-3)
+    work(framework, gloo, config)
+    assert {x.dtype for x in adapters(config).values()} == {np.dtype("float32")} and len(adapters(config)) == 28
+    assert np.isfinite(numbers(config)["losses"]).all()
+    merged = load_weights(Path(config.out, "weights"))
+    assert {x.dtype for x in merged.parameters()} == {torch.bfloat16}
+
+
+def test_adapters_begin_as_in_peft_and_differ_by_name_and_seed():
+    config = RingTransformer(**MODEL).config
+    drawn, again, other = (first_adapters(ADAPTERS, config, seed) for seed in (3, 3, 4))
+    for name, (a, b) in drawn.items():
+        inputs, outputs = widths(config)[name.rpartition(".")[2]]
+        assert a.shape == (3, inputs) and b.shape == (outputs, 3)
+        assert not b.any() and 0.5 * inputs**-0.5 < np.abs(a).max() <= inputs**-0.5
+        np.testing.assert_array_equal(a, again[name][0])
+        assert (a != other[name][0]).any()
+    assert (drawn["blocks.0.attention.q"][0] != drawn["blocks.1.attention.q"][0]).any()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rank = 0", "lora.rank must be at least 1, got 0"),
+        ("rank = 2.5", "lora.rank must be an integer, got 2.5"),
+        ("rank = 9", "lora.rank = 9 is above the width of k, which maps 16 features to 8: make it at most 8, or leave 'k' out"),
+        ("alpha = 0", "lora.alpha must be more than 0 and finite, got 0.0"),
+        ("alpha = nan", "lora.alpha must be more than 0 and finite, got nan"),
+        ("targets = []", "lora.targets names the projections with adapters, and there is none: choose from q, k, v, o, gate, up,"),
+        ("targets = ['out']", "lora.targets names the projections with adapters, and 'out' is none of them: choose from q, k,"),
+        ("targets = 'q'", "lora.targets must be a list of texts, got 'q'"),
+        ("ranks = 3", "[lora] has no key 'ranks': did you mean 'rank'? it has rank, alpha, targets"),
+        (None, "[lora] freezes the weights of init_from, and init_from is missing"),
+    ],
+)
+def test_a_mistake_is_refused_by_name_before_anything_starts(text: str | None, words: str, base: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    begin = "" if text is None else f"init_from = {json.dumps(str(base / 'model'))}\n"
+    data = f"[data]\nfolder = {json.dumps(str(base / 'data'))}\npattern = '**/*.txt'\nheld_out = '**/*.txt'\nlength = 48\n"
+    Path("config.toml").write_text(f"{begin}[lora]\n{text or ''}\n{data}[ring]\nranks = 2\n[passkey]\nlengths = []\n")
+    done = CliRunner().invoke(app, ["train", "config.toml"])
+    assert done.exit_code == 2, done.output
+    assert words in " ".join(done.output.split()), done.output
