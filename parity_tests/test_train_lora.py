@@ -28,7 +28,7 @@ from ring_attn_torch import RingTransformer, from_numpy, load_weights, save_llam
 
 from .support import corpus  # noqa: E402
 from .support.selection import first  # noqa: E402
-from .test_train_parity import Stopped, in_jax, numbers, on_ranks, weights  # noqa: E402
+from .test_train_parity import in_jax, numbers, on_ranks, weights  # noqa: E402
 
 CLOSE = 1e-5
 """The largest relative difference of losses in float32."""
@@ -73,8 +73,8 @@ def adapters(config: Config) -> dict[str, np.ndarray]:
     return load_file(Path(config.out, "adapters", "adapter_model.safetensors"))
 
 
-def work(framework: str, gloo, config: Config, stop: int = 0) -> None:
-    in_jax(config, stop) if framework == "jax" else gloo(config.ring.ranks, on_ranks, config, stop)
+def work(framework: str, gloo, config: Config) -> None:
+    in_jax(config) if framework == "jax" else gloo(config.ring.ranks, on_ranks, config)
 
 
 @pytest.mark.parametrize(
@@ -139,11 +139,10 @@ def test_the_first_step_computes_the_base_and_its_weights_are_counted_as_frozen(
 
 
 @pytest.mark.parametrize("framework", first(["torch", "jax"]))
-def test_a_stopped_run_resumes_to_the_same_bits_and_refuses_other_adapters(framework: str, base: Path, gloo, tmp_path: Path):
-    whole, stopped = (config_of(base, tmp_path / name, weights="sharded") for name in ("whole", "stopped"))
+def test_a_run_resumes_to_the_same_bits_and_refuses_other_adapters(framework: str, base: Path, gloo, tmp_path: Path):
+    whole, resumed = (config_of(base, tmp_path / name, weights="sharded") for name in ("whole", "resumed"))
     work(framework, gloo, whole)
-    with pytest.raises(Stopped):
-        work(framework, gloo, stopped, 3)
+    work(framework, gloo, replace(resumed, steps=2))
     for other, words in (
         (LoRA(rank=4, alpha=6.0, targets=ADAPTERS.targets), "lora.rank was 3 and is 4"),
         (LoRA(rank=3, targets=ADAPTERS.targets), "lora.alpha was 6.0 and is 3.0"),
@@ -151,11 +150,11 @@ def test_a_stopped_run_resumes_to_the_same_bits_and_refuses_other_adapters(frame
         (None, "lora was {.*} and is None"),
     ):
         with pytest.raises(ValueError, match=rf"holds a run with another \[lora\].*{words}"):
-            check(replace(stopped, lora=other), framework)
-    check(stopped, framework)
-    work(framework, gloo, stopped)
-    np.testing.assert_array_equal(numbers(stopped)["losses"], numbers(whole)["losses"])
-    for found, wanted in ((adapters(stopped), adapters(whole)), (weights(stopped), weights(whole))):
+            check(replace(resumed, lora=other), framework)
+    check(resumed, framework)
+    work(framework, gloo, resumed)
+    np.testing.assert_array_equal(numbers(resumed)["losses"], numbers(whole)["losses"])
+    for found, wanted in ((adapters(resumed), adapters(whole)), (weights(resumed), weights(whole))):
         for name, x in wanted.items():
             np.testing.assert_array_equal(found[name], x, err_msg=name)
 
@@ -191,14 +190,19 @@ def test_adapters_begin_as_in_peft_and_differ_by_name_and_seed():
         ("rank = 9", "lora.rank = 9 is above the width of k, which maps 16 features to 8: make it at most 8, or leave 'k' out"),
         ("alpha = 0", "lora.alpha must be more than 0 and finite, got 0.0"),
         ("alpha = nan", "lora.alpha must be more than 0 and finite, got nan"),
-        ("targets = []", "lora.targets names the projections with adapters, and there is none: choose from q, k, v, o, gate, up,"),
+        (
+            "targets = []",
+            "lora.targets names the projections with adapters, and there is none: choose from q, k, v, o, gate, up,",
+        ),
         ("targets = ['out']", "lora.targets names the projections with adapters, and 'out' is none of them: choose from q, k,"),
         ("targets = 'q'", "lora.targets must be a list of texts, got 'q'"),
         ("ranks = 3", "[lora] has no key 'ranks': did you mean 'rank'? it has rank, alpha, targets"),
         (None, "[lora] freezes the weights of init_from, and init_from is missing"),
     ],
 )
-def test_a_mistake_is_refused_by_name_before_anything_starts(text: str | None, words: str, base: Path, tmp_path: Path, monkeypatch):
+def test_a_mistake_is_refused_by_name_before_anything_starts(
+    text: str | None, words: str, base: Path, tmp_path: Path, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     begin = "" if text is None else f"init_from = {json.dumps(str(base / 'model'))}\n"
     data = f"[data]\nfolder = {json.dumps(str(base / 'data'))}\npattern = '**/*.txt'\nheld_out = '**/*.txt'\nlength = 48\n"

@@ -45,7 +45,8 @@ def test_the_example_of_the_docs_is_a_config(tmp_path: Path):
     text, *more = re.findall(r"^```toml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     found = config_of(tmp_path, text)
     others = [config_of(tmp_path, each) for each in more]
-    assert [other.data.pattern != "*.py" or len(other.optimizer.schedule or ()) for other in others] == [True, True, 1, 2]
+    assert [other.data.pattern != "*.py" or len(other.optimizer.schedule or ()) for other in others] == [True, True, 1, 2, 0]
+    assert others[-1].lora is not None and others[-1].lora.scale == 2
     assert found.rows == 2 and found.tokens == 2 * 4 * found.data.length
     rotary = found.transformer().rotary
     assert rotary is not None and rotary.base == 500000.0
@@ -62,6 +63,9 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
     known: dict[str, Any] = {}
     for name, default in (Config().described() | {"model": model}).items():
         known |= {f"{name}.{key}": x for key, x in default.items()} if isinstance(default, dict) else {name: default}
+    known.pop("lora")
+    known |= {f"lora.{x.name}": None if x.name == "alpha" else x.default for x in fields(LoRA)}
+    known["lora.targets"] = list(known["lora.targets"])
     known |= {"data.folder": "Python's standard library", "passkey.lengths": list(known["passkey.lengths"])}
     assert sorted(told.items(), key=itemgetter(0)) == sorted(known.items(), key=itemgetter(0))
     assert all(meaning.strip() for _, _, meaning in rows)
