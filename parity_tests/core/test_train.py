@@ -22,6 +22,7 @@ from ring_attn_cli.train.config import MODEL, Config, Data, Optimizer, read  # n
 from ring_attn_cli.train.folder import differences  # noqa: E402
 from ring_attn_cli.train.loop import Log, lines  # noqa: E402
 from ring_attn_core.model.config import TransformerConfig  # noqa: E402
+from ring_attn_core.model.lora import LoRA  # noqa: E402
 
 
 def config_of(folder: Path, text: str) -> Config:
