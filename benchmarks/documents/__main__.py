@@ -10,18 +10,22 @@ those in which a rank sees no key.
 
 Prediction (8 ranks): the slowest rank takes at most 1.06 of the mean time in balanced, about twice in zigzag and contiguous. Each
 step reads and writes the float32 state, 0.54 GB or 0.2 ms, beside some 0.2 ms of products: with all steps, balanced stays far
-below 0.93 of one launch. "direct" touches the state twice: 0.85 to 0.93 of one launch.
+below 0.93 of one launch. "direct" touches the state twice: 0.85 to 0.93 of one launch. "layout ms" is the host's time to deal the
+documents to the ranks: at most 1 ms at 8 ranks.
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+
+from ring_attn_core.plan.balanced import balanced_layout
 
 from ..support import harness
 from ..support.turns import take_turns
@@ -31,6 +35,17 @@ LAYOUTS = "direct", "balanced", "zigzag", "contiguous"
 WHOLE = "one launch"
 PRODUCTS = {"forward": 4.0, "backward": 10.0}
 """Floating point operations of a visible pair for each column of a head, by pass."""
+
+
+def layout_ms(documents: list[int], ranks: int) -> float:
+    """Return the milliseconds of one core that ``balanced_layout`` takes, the best of 20."""
+
+    def seconds() -> float:
+        began = time.process_time()
+        balanced_layout(documents, ranks)
+        return time.process_time() - began
+
+    return round(1e3 * min(seconds() for _ in range(20)), 3)
 
 
 def rows(options: Namespace) -> Iterator[dict[str, Any]]:
@@ -51,6 +66,7 @@ def rows(options: Namespace) -> Iterator[dict[str, Any]]:
                 "layout": name,
                 "pass": of_pass,
                 "steps": statistics.mean(len(rank.steps) for rank in found[name]),
+                "layout ms": layout_ms(documents, ranks) if name in ("direct", "balanced") else None,
                 "max/mean time": round(max(times) / statistics.mean(times), 3),
                 "of one launch": round(seconds[str((WHOLE, 0, of_pass))] / ranks / max(times), 3),
                 "TFLOP/s a GPU": round(statistics.mean(flops) / max(times) / 1e12, 1),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 import tracemalloc
 from collections.abc import Callable
 from functools import lru_cache
@@ -150,18 +149,6 @@ def test_the_drawing_of_the_module_shows_what_the_function_returns():
         work = [work_of(packed, each) for each in runs]
         expected = [*(each.pairs for each in work), *(each.remote for each in work)]
         assert [int(word) for word in numbers[name].split() if word.isdigit()] == expected
-
-
-@pytest.mark.parametrize(("ranks", "length", "most"), [(8, 8 * 8192, 1e-3), (64, 2**20, 20e-3)])
-def test_the_host_has_a_layout_before_a_step_needs_it(ranks: int, length: int, most: float):
-    documents = packed_lengths(0, length)
-
-    def seconds() -> float:
-        began = time.process_time()
-        balanced_layout(documents, ranks)
-        return time.process_time() - began
-
-    assert min(seconds() for _ in range(20)) <= most
 
 
 @pytest.mark.parametrize(

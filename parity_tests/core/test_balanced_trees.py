@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -112,18 +111,6 @@ def test_the_drawing_of_the_module_shows_what_the_function_returns():
         work = [tree_work(tree, each) for each in runs]
         expected = [*(each.pairs for each in work), *(each.remote for each in work)]
         assert [int(word) for word in numbers[name].split() if word.isdigit()] == expected
-
-
-@pytest.mark.parametrize(
-    ("tree", "ranks", "most"), [(GROUP, 8, 1e-3), (forest(1, 1024, lambda segment: 1024 if segment else 16384), 64, 20e-3)]
-)
-def test_the_host_has_a_layout_before_a_step_needs_it(tree: tuple[Any, Any], ranks: int, most: float):
-    def seconds() -> float:
-        began = time.process_time()
-        balanced_tree_layout(*tree, ranks)
-        return time.process_time() - began
-
-    assert min(seconds() for _ in range(20)) <= most
 
 
 @pytest.mark.parametrize(

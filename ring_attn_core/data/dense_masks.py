@@ -1,5 +1,7 @@
 """Conversion of a dense mask, bool [rows, queries, keys], to a band, extents, key extents and a key mask.
 
+``dense_mask_arguments`` serves ``functional/`` of both packages. The masks of layers go through ``layers/dense_mask.py``.
+
 With 5 tokens (rows are queries, columns keys, # is visible):
 
     a band       rows are intervals       columns are intervals       neither: refused

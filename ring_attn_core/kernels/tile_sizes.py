@@ -1,9 +1,10 @@
 """Tile sizes and tile ranges as pure functions, with the measured reason beside each number.
 
-``choose_tiles`` serves the portable kernels (called by call.py), ``hopper_tiles`` Hopper's forward (called by
-hopper/launches.py), ``wide_tiles`` its backward in two passes (called by hopper/wide_launches.py), ``blockwise_tiles`` the plain
-backends (called by attend/tiles.py of both packages). Hopper's backward in one pass has ``HOPPER_BACKWARD_KEYS`` keys per tile,
-and the queries per tile that ``queries`` in hopper/launches.py returns. ``hopper_passes`` chooses between the two.
+``choose_tiles`` serves the portable kernels (called by call.py) except decoding, which has ``decode_tiles`` in decode.py.
+``hopper_tiles`` serves Hopper's forward (called by hopper/launches.py), ``wide_tiles`` its backward in two passes (called by
+hopper/wide_launches.py), ``blockwise_tiles`` the plain backends (called by attend/tiles.py of both packages). Hopper's backward
+in one pass has ``HOPPER_BACKWARD_KEYS`` keys per tile, and the queries per tile that ``queries`` in hopper/launches.py returns.
+``hopper_passes`` chooses between the two.
 """
 
 from __future__ import annotations

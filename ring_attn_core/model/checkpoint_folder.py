@@ -1,8 +1,9 @@
 """The folder of a run's checkpoints: find complete checkpoints, complete a new one, and delete old ones.
 
-A save writes into ``.step-000000100.<random>.saving``, renames this folder to ``step-000000100`` and then writes ``run.json``
-into it. A checkpoint without ``run.json`` is incomplete: readers ignore it, and the next save deletes it. So a process killed
-during a rename leaves no checkpoint that looks complete, even if renames are not atomic, as on an object store.
+A save writes into ``.step-000000100.<random>.saving`` (``CheckpointFolder.begin``). ``commit`` renames this folder to
+``step-000000100`` and then writes ``run.json`` into it. A checkpoint without ``run.json`` is incomplete: readers ignore it, and
+the next save deletes it. So a process killed during a rename leaves no checkpoint that looks complete, even if renames are not
+atomic, as on an object store.
 """
 
 from __future__ import annotations

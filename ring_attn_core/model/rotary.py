@@ -15,7 +15,8 @@ and divides the rest by ``factor``:
 
 with clamp(x) = min(max(x, 0), 1). Positions are unchanged, so a shard of a sequence rotates as in the global sequence.
 
-CONTRIBUTING.md says how to add a scaling.
+To add a scaling, write its record here, name it in ``Scaling``, and compute it in ``inverse_frequencies`` and, if it multiplies
+cosines and sines, in ``attention_factor``. The section "Add a rotary scaling" of CONTRIBUTING.md lists the other files.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on rank
 ``r - s``. The plan leaves out each shift, except 0, at which no rank sees a key, so with a window keys travel only as far as some
-query sees. A fully masked query has out 0 and lse -inf.
+query sees. A query that sees no key is *blank* (``blanks``): out 0 and lse -inf. A *blank key* is seen by no query
+(``blank_keys``).
 """
 
 from __future__ import annotations

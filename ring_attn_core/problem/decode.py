@@ -1,4 +1,9 @@
-"""A call of ``tree_attention_decode`` as a record of plain data, with its checks."""
+"""A call of ``tree_attention_decode`` as a record of plain data, with its checks.
+
+A step reads this rank's cache: at most batch * slots * (kv_heads * (head_dim + v_dim) * bytes of an element + 4) bytes, the 4
+for the position. Slots that no query sees are skipped (kernels/portable/decode.py). ``Case.bytes`` in
+benchmarks/decode/candidates.py counts the same for v_dim = head_dim.
+"""
 
 from __future__ import annotations
 

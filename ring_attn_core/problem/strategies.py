@@ -1,6 +1,7 @@
 """The strategies by which ranks send keys: their names, records and step plans, and reasons why a strategy cannot run a call.
 
-The code of the strategies is in ``ring/strategies/`` of both packages; CONTRIBUTING.md says how to add one.
+The code of the strategies is in ``ring/strategies/`` of both packages. The section "Add a strategy" of CONTRIBUTING.md lists the
+steps.
 """
 
 from __future__ import annotations

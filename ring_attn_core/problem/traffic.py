@@ -1,6 +1,7 @@
 """The messages and bytes that a rank sends (with "pull" reads) in a call, by strategy, computed from the plan.
 
-Tests compare them with real sends. The bytes of a dataset that a rank reads from files are counted in ``data/reader.py``.
+Tests compare them with real sends. The bytes of a dataset that a rank reads from files are counted in ``data/reader.py``, and
+``problem/decode.py`` states the bytes of its cache that a decoding step reads.
 """
 
 from __future__ import annotations

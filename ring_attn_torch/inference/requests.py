@@ -1,4 +1,7 @@
-"""The arrays of a cache, and the operations on its requests between steps, such as rollback, reset and fork."""
+"""The arrays of a cache, and the operations on its requests between steps, such as rollback, reset and fork.
+
+A slot without a token is *empty*: its position is -1, and decoding does not read it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Conversion of a dense mask [queries, keys] to arguments of ring attention: a band or extents, and a key mask."""
+"""Conversion of MultiheadAttention's attn_mask [queries, keys] to a band or extents, and a key mask.
+
+The functions under known names use ``data/dense_masks.py`` of the core instead, which has key extents too.
+"""
 
 from __future__ import annotations
 

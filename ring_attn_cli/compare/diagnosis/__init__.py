@@ -1,4 +1,4 @@
-"""Likely causes of a missed bound: each hypothesis is a generator that yields sentences if the evidence supports it.
+"""Likely causes of a missed bound (``diagnose``): each hypothesis is a generator of sentences if the evidence supports it.
 
 A hypothesis assumes a mistake and computes the result that this mistake would give. It holds only if this result explains the
 measurement: the remaining error is at most a few times the bound, or a small fraction of the measured error. The hypotheses about

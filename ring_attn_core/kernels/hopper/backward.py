@@ -11,7 +11,7 @@ Shapes     as in the portable kernels, and dq_RX; q, dout, k and v are read thro
 Program    one for each (tile of 128 keys, key head, batch row). It visits the queries that see these keys, in every query head of
            the group. Two warpgroups of 64 keys form one partition of 8 warps, which computes. It is the first partition, because
            the others get shared-memory addresses as numbers, which take registers. Three single warps serve it: the scout
-           and the producer load q, dout, lse2 and delta (backward_producer.py), the adder adds dq by TMA to float32 sums
+           and the producer load k, v, q, dout, lse2 and delta (backward_producer.py), the adder adds dq by TMA to float32 sums
 Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumulators' registers, then the turn of each query
            tile: how many key tiles have added to it (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
 Order      key tiles add to a query tile in ascending order, each when its turn comes, so two runs give the same bits. Programs

@@ -6,8 +6,8 @@
 
 One query gives a GPU one row of work per head, and a cache of a million slots takes a millisecond to read. Therefore the slots
 are cut into splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads of a kv head, for all queries, are the
-rows of one tile, so k and v are read once. ``merge_pairs`` then merges the splits, or the results of ranks, in a fixed order: two
-runs give the same bits.
+rows of one tile, so k and v are read once; more than 64 rows (32 in float32) take more tiles, each of which reads k and v.
+``merge_pairs`` then merges the splits, or the results of ranks, in a fixed order: two runs give the same bits.
 
 The position of a slot, loaded with the keys, decides its visibility. The program does not read a slot that no query of the tile
 sees, because it may be empty and hold NaN. If a split begins or ends with such slots, the program skips them, SCAN at a time.
