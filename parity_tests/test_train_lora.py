@@ -55,7 +55,7 @@ def config_of(base: Path, out: Path, **ring: Any) -> Config:
         lora=ADAPTERS,
         data=Data(folder=str(base / "data"), pattern="**/*.txt", held_out="**/*.txt", length=48, batch_size=1, accumulate=2),
         optimizer=Optimizer(schedule=({"name": "constant_schedule", "value": 2e-2},)),
-        ring=RingConfig(**{"ranks": 2, "chunk": 20} | ring),
+        ring=replace(RingConfig(ranks=2, chunk=20), **ring),
         evaluation=Evaluation(every=3, batches=1, buckets=2),
         passkey=Passkeys(lengths=()),
     )
