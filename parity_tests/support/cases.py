@@ -236,7 +236,7 @@ CHOSEN = [Case(), *pairs(grid())]
 REST = [case for case in grid() if case not in CHOSEN]
 
 SPECIAL = [
-    Case(kv_length=61, mask=full()),
+    Case(kv_length=61, mask=full(), ranks=6),
     Case(kv_length=61, mask=causal(offset=61 - 37), v_dim=24),
     Case(length=61, kv_length=20, mask=sliding_window(7, 4, offset=-11), layout="striped", ranks=3),
     Case(layout="contiguous", mask=sliding_window(3), ranks=8, length=61),
@@ -245,14 +245,11 @@ SPECIAL = [
     Case(more_slots=5, ranks=4),
     Case(length=3, ranks=8, layout="contiguous"),
     Case(length=1, ranks=4),
-    Case(head_dim=7, v_dim=3, scale=0.3),
+    Case(head_dim=7, v_dim=3, scale=0.3, ranks=5, layout="striped"),
     Case(scale=-0.3, key_mask="random", alibi=True, dtype="bfloat16"),
     Case(scale=-0.3, key_mask="random", softcap=2.0, alibi=True, dtype="bfloat16"),
-    Case(head_dim=1, v_dim=1, heads=1, kv_heads=1, batch=1),
     Case(dtype="float64"),
-    Case(mask=causal(offset=-5), ranks=2, layout="contiguous"),
-    Case(ranks=5, layout="striped"),
-    Case(ranks=6),
+    Case("contiguous", causal(offset=-5), ranks=2, head_dim=1, v_dim=1, heads=1, kv_heads=1, batch=1),
     Case(length=1111, ranks=1, tiles=None, batch=1),
     Case(length=2111, ranks=2, tiles=None, batch=1, heads=2, kv_heads=1),
 ]
