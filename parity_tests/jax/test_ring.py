@@ -75,12 +75,12 @@ def test_any_two_features_together_are_exact(case):
     check(case, run(case))
 
 
-@pytest.mark.parametrize("case", first(TREES, 3), ids=str)
+@pytest.mark.parametrize("case", first(TREES, 3, 4), ids=str)
 def test_key_extents_are_exact(case):
     check(case, run(replace(case, poison=True)))
 
 
-@pytest.mark.parametrize("case", first(EVERYTHING[::-1]), ids=lambda case: case.layout)
+@pytest.mark.parametrize("case", first(EVERYTHING[::-1], 1, 1), ids=lambda case: case.layout)
 def test_every_feature_at_once_is_exact(case):
     check(case, run(case))
 
@@ -144,7 +144,7 @@ def test_packed_documents_are_the_documents_one_by_one():
     check_documents(run.__wrapped__, packed(Case(length=61)))
 
 
-@pytest.mark.parametrize(("layout", "offset"), first([("zigzag", 3), ("striped", 8), ("contiguous", 13), ("zigzag", 16)]))
+@pytest.mark.parametrize(("layout", "offset"), first([("striped", 8), ("contiguous", 13), ("zigzag", 3), ("zigzag", 16)], 1, 2))
 def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
     case = Case(layout, sliding_window(3, 1, offset=offset), length=32)
     check(case, run(case))
