@@ -123,7 +123,11 @@ class Pool:
         return self._kept.pop(TITLES[framework], [])
 
     def _check_patience(self, framework: str, silent: list[int], waited: float, patience: float) -> None:
-        """Raise Failure if ``waited`` exceeds ``patience`` (seconds), with the place of each silent rank."""
+        """Raise Failure if the ranks have been awaited for longer than ``patience``; both times are in seconds.
+
+        ``silent``: the ranks without an answer so far. The message names them, and the line of code at which each one is, if its
+        log has a traceback. If the framework runs in one process, the message names the framework instead of ranks.
+        """
         if waited <= patience:
             return
         title, several = TITLES[framework], self._processes[framework] > 1

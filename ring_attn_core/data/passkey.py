@@ -16,17 +16,20 @@ QUESTION = "What is the pass key? The pass key is "
 
 
 class Passkey(NamedTuple):
-    """A text that ends in the answer; each byte is a token."""
+    """A sample of the passkey task: filler text with a number hidden in it, a question for the number, and the number as answer.
+
+    Each byte is a token. A model that attends over the whole text can predict the answer.
+    """
 
     text: bytes
     answer: int
-    """Index of the first byte of the answer."""
+    """The index in ``text`` of the answer's first byte; the answer ends the text."""
     depth: float
-    """Place of the number: 0 at the beginning of the filler, 1 at its end."""
+    """The place of the hidden number in the filler: 0 is the beginning, 1 the end."""
 
     @property
     def labels(self) -> list[int]:
-        """The label of each token: the next byte if that belongs to the answer, else -100."""
+        """Return a label for each token: the next byte if that byte belongs to the answer, else -100."""
         following = [*self.text[1:], -100]
         return [token if at + 1 >= self.answer else -100 for at, token in enumerate(following)]
 

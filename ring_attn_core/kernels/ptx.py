@@ -141,9 +141,12 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
 
 
 def _add_stage(*of: Any) -> tuple[str, str] | None:
-    """Serve as Triton's compilation hook: return a cache key if called without arguments, else change the stages.
+    """Act as Triton's ``add_stages_inspection_hook`` for the threads that compile our kernels.
 
-    The arguments are (backend, stages, options, ...).
+    Triton calls the hook in two ways. Without arguments it asks for two strings that become part of the cache key: return strings
+    that change with this file and with the assembler. With (backend, stages, options, language, capability) the hook may replace
+    compilation stages: apply ``as_before`` to the PTX, and on Hopper assemble it with the older ptxas if Triton ships one. A hook
+    that was installed before is called too. On other threads only that hook runs.
     """
     if threading.get_ident() not in _threads:
         return _before(*of) if _before else None if of else ("", "")

@@ -102,7 +102,10 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the activations of a block that are stored with any of ACTIVATIONS. "recompute" and "offload" store no others."""
+    """Return the activations that a block stores until its backward, whichever of ``ACTIVATIONS`` is set.
+
+    With "recompute" and "offload" these are all; with "keep" ``block_saved`` are stored too.
+    """
     c = compute_bytes(config)
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),

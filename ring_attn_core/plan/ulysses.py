@@ -30,11 +30,14 @@ class Ulysses:
 
 
 class HeadSplit(NamedTuple):
-    """The split of ``heads`` query heads and ``kv_heads`` key heads between the ``ranks`` ranks of a group, in order.
+    """The split of ``heads`` query heads and ``kv_heads`` key heads among the ``ranks`` ranks of a Ulysses group.
 
-    Rank i of the group computes ``heads / ranks`` query heads from ``i * heads / ranks`` on, and gets the key heads that these
-    query heads read. If several ranks read a key head, each of these ranks gets a copy. If the query heads of a key head are
-    split unevenly, a rank gets several copies.
+    Rank i of the group computes the ``heads / ranks`` query heads from ``i * heads / ranks`` on, and receives the key heads that
+    they read. On a rank equally many query heads must read each received key head. So if a rank has more query heads of one key
+    head than of another, it receives copies of that key head, in addition to those that other ranks receive.
+
+    Example: 6 query heads, 3 key heads, 2 ranks. Query heads 0, 1 read key head 0, and so on. Rank 0 computes query heads 0, 1, 2
+    and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2.
     """
 
     heads: int

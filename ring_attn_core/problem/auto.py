@@ -112,7 +112,7 @@ def without_peers(load: Load, machine: Machine) -> str | None:
 
 
 def _unpredictable(load: Load, machine: Machine | None, backend: str, device: str) -> str | None:
-    """Return why no times of a call are predicted, or None if they are."""
+    """Return the reason, for a message, why the cost model cannot predict the call's times on ``machine``; None if it can."""
     if machine is None or not load.host_ranks:
         return "the machine was not measured, or it is not known which ranks share a host"
     if machine.noise > NOISE:

@@ -83,11 +83,12 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _replicas(x: Any) -> list[Replica]:
-    """Return this process's replicas of a value.
+    """Return a Replica for each copy of ``x`` in this process that must be equal to another copy, here or elsewhere.
 
-    An array has a replica on each device whose part of the array another device holds too. With several processes, an array that
-    is wholly in this process has a replica on each of its devices, since each process should hold the same array. If an array has
-    no replica, the list has one entry with its dtype and shape only.
+    A value that is not a jax.Array has one Replica, since every process should hold the same value. An array has a Replica for
+    each local device whose shard another device holds too, in this process or in another one. If there are several processes,
+    and one of them holds the whole array, it has a Replica on each of its devices, since every process should hold the same
+    array. Any other array has one Replica, of its dtype and shape only: its contents have no copy to compare with.
     """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]

@@ -26,7 +26,11 @@ Arguments = dict[str, Any]
 
 
 class RingArguments(NamedTuple):
-    """The ring arguments, which every function takes after those of the original."""
+    """The keyword arguments of the ring, which each function of this folder adds to those of the function that it replaces.
+
+    ``layout``: a name in LAYOUTS. ``length``, ``kv_length``: global lengths of queries and keys in tokens, without padding; None:
+    the default of ``RingPlan``.
+    """
 
     group: dist.ProcessGroup | DeviceMesh | None
     layout: str
@@ -67,7 +71,10 @@ class Shards(NamedTuple):
 
 
 def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
-    """Return the shards of q and k [batch, tokens, heads, head_dim]. Raise ValueError if lengths or layout do not fit."""
+    """Return the rank, layout and lengths that this rank's shards q and k, [batch, tokens, heads, head_dim], imply.
+
+    Raise ValueError if the layout is unknown, or if it or the lengths do not fit the shards.
+    """
     group = group_of(group_name(ring.group))
     ranks = ranks_of(group)
     named(ring.layout)

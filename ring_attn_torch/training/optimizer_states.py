@@ -97,14 +97,17 @@ def absent(everybody: Iterable[dict[str, dict[str, str]]]) -> dict[str, list[str
 
 
 def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
-    """Return the dtypes of all states that exist on any rank. ``everybody``: each rank's ``kinds``."""
+    """Return, for each parameter that has states on any rank, the state dtypes of the lowest such rank.
+
+    ``everybody``: each rank's ``kinds``, in rank order. States that only a higher rank has of such a parameter are left out.
+    """
     return {name: states for each in reversed(everybody) for name, states in each.items()}
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: dict[str, dict[str, str]]) -> States:
     """Return the states, with zeros added for the states of each DTensor that has states on other ranks only.
 
-    ``wanted``: the dtypes of all states that exist on any rank. A checkpoint needs the shards of all ranks to assemble a state.
+    ``wanted``: the result of ``union``. A checkpoint needs the shards of all ranks to assemble a state.
     A plain tensor, such as the count ``step``, needs no zeros: it is a replica, and one rank's replica is enough.
     """
     named = parameters_by_name(model, optimizer)

@@ -104,6 +104,7 @@ def _check(name: str, x: Any) -> None:
 
 
 def _replica(owner: tuple[str, int], x: Any) -> Replica:
+    """Return the Replica of a value on this rank, whose name is ``owner``. A DTensor's content is its local shard."""
     if not isinstance(x, Tensor):
         return plain_replica(owner, x)
     kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"

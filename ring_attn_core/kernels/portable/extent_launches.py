@@ -132,9 +132,9 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def not_finite(call: RingCall, of_values: bool) -> Launch:
-    """Return the launch that flags the spans in which some element of the keys, or of the values, is not finite.
+    """Return the launch that flags each span of MASK_SPAN keys that holds a non-finite value (infinity or NaN).
 
-    ``of_values``: True for the values, False for the keys. The output ``not_finite`` is int32 [batch, kv_heads, spans].
+    ``of_values``: True: examine v; False: k. The output ``not_finite`` is int32 [batch, kv_heads, spans], 1 for a flagged span.
     """
     both = call.head_dim + call.v_dim
     width = call.v_dim if of_values else call.head_dim

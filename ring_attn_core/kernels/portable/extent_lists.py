@@ -206,7 +206,7 @@ def not_finite(
     x_BTGD, not_finite_ptr, T,
     G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, COLUMN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store 1 for a span of keys or values in which some element is not finite, else 0."""
+    """Store 1 if one head of a span of k or v holds infinity or NaN, else 0."""
     spans = tl.cdiv(T, SPAN * SPANS) * SPANS
     program = tl.program_id(0)
     span = program % spans

@@ -5,7 +5,7 @@
     s_ij = args.inner q_i . k_j + slope log2(e) (k_pos - q_pos)      without softcap
 
 Shapes     products, s and t [queries, keys] or [keys, queries]; i, j broadcast against them
-Precision  f32; tanh is within 1e-7, or within a rounding if ACCURATE
+Precision  f32; tanh has an absolute error of at most 1e-7, or with ACCURATE a relative error of a few roundings
 """
 
 from __future__ import annotations

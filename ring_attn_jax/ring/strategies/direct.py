@@ -31,7 +31,11 @@ class Direct(OneWay):
     """The strategy "direct": each rank sends its keys straight to the ranks that see them."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step for each shift of the plan, on the keys of ``rank - shift`` that this rank sees."""
+        """Yield a step on this rank's own keys, then one per further shift, on the keys of ``rank - shift`` that this rank sees.
+
+        In a balanced layout (``NeededPlan``) the second and last step has all keys that this rank receives.
+        That step is left out if none of the ranks receives any.
+        """
         if isinstance(ring.plan, NeededPlan):
             yield from circulate_needed(keys, ring.plan, ring)
             return

@@ -105,9 +105,11 @@ class TwoLevelStep(RingStep):
         self._sums = sums
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied as in ``RingStep.settle`` to the next step's keys.
+        """Return ``state``, tied by an optimization barrier to the keys that the next step computes on.
 
-        If the next step's keys come from another host, tie ``state`` to the keys that cross between hosts.
+        As in ``RingStep.settle``, XLA can then start the next step only when it has both. Within an inner ring the next keys come
+        from a rank of the same host. After the last step of an inner ring they come from another host. The last step of all
+        returns ``state`` unchanged.
         """
         if not self._stays:
             return super().settle(state)
