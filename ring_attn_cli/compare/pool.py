@@ -70,7 +70,7 @@ class Pool:
     def peak_bytes(self, framework: str, order: Order) -> int | None:
         """Return the peak memory of one run in bytes, summed over all ranks, or None if a rank cannot measure its memory.
 
-        Memory held before the run does not count. In JAX on GPUs, return the peak of the process so far.
+        Memory held before the run does not count, except in JAX on GPUs, which report only the peak of the process so far.
         """
         peaks = self._ask(framework, order)
         return None if None in peaks else sum(peaks)

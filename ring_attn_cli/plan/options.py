@@ -47,7 +47,10 @@ def read_words(text: str, option: str) -> list[str]:
 
 
 def check_drawn(option: str, tokens: int, segments: int) -> None:
-    """Raise ValueError if the tokens or segments are too many to deal to ranks and draw as a picture in half a minute."""
+    """Raise ValueError, naming ``option``, if there are more than MOST_TOKENS tokens or MOST_SEGMENTS segments.
+
+    More would take longer than half a minute to deal to ranks and to draw.
+    """
     if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
         raise ValueError(
             f"{option} draws at most {MOST_SEGMENTS:,} segments or documents of {MOST_TOKENS:,} tokens in all, got "

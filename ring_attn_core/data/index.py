@@ -102,7 +102,8 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``. Raise ValueError if the state belongs to other data or settings.
 
-    ``data``: the accepted digests of the documents; the digest of this release comes first.
+    ``data``: the digests of the documents that a state may hold: the one that this release computes, then the one that an older
+    release computed, or None if that is the same.
     """
     found: Any = state
     if isinstance(state, str | bytes):

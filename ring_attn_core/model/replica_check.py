@@ -137,7 +137,7 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Return a text for each entry that differs between owners: its name, and each content with its owners."""
+    """Return a text for each named value whose replicas differ: its name, and each content with the owners that hold it."""
     names = dict.fromkeys(name for table in tables for name in table)
     found = {name: _difference([table.get(name) for table in tables], unit) for name in names}
     return [name + text for name, text in found.items() if text]

@@ -252,7 +252,9 @@ def _is_at(place: Path, number: int) -> bool:
 
 
 def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
-    """Raise ValueError if a file was replaced or written to. A rename or chmod of the file itself does not count.
+    """Raise ValueError if a file was written to since it was opened; by path, also if it vanished or was replaced.
+
+    A chmod does not count. A rename of the file does not count if ``where`` is a file descriptor.
 
     ``was``: the identity of the file when it was opened. ``where``: its path or file descriptor now.
     """

@@ -109,7 +109,11 @@ class Load:
         return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)
 
     def queries(self, rank: int, shift: int) -> int:
-        """Return the number of a rank's queries that see a key at a shift; an estimate in a balanced layout."""
+        """Return the number of queries of a rank that must be processed at a shift, summed over its runs.
+
+        In each run these are the queries from the first to the last that sees a key under the mask, without regard to extents.
+        If the call has a plan of needed keys (``needed``), the number is an estimate from ``needed_share``.
+        """
         plan, mask = self.plan, self.plan.mask
         if self.needed is not None:
             return round(plan.seq_local * min(self.needed_share if shift else 1.0, 1.0))

@@ -148,7 +148,7 @@ class HeadSelection(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedBatches:
-    """The folded batches of one pattern over a ring.
+    """The folded batches of one pattern (segment, dilation): batch rows of only those tokens that a group of heads keeps.
 
     ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the first query head that uses the pattern, and their number.
     ``group_size``: query heads that share a key head. ``ranks``, ``local``: numbers of ranks and of tokens in a shard.

@@ -129,7 +129,10 @@ class Kernels:
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
-        """Return the input arrays of a step's launches by name, in a balanced layout converted to one run per shard."""
+        """Return the input arrays of a step's launches, by name.
+
+        In a balanced layout, first convert the step to one run per shard, as the kernels need it.
+        """
         if self.band is not None:
             rows, keys, score = as_one_run(rows, keys, score, q.shape[1], self.band)
         return _arrays(q, keys, rows, score)

@@ -57,7 +57,10 @@ def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -
 
 
 def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShards) -> tuple[Tensor, Tensor | None]:
-    """Return extents [b s 2] that hold the mask, and key extents [b t 2] or None, both in local indices."""
+    """Return the extents [b s 2], intersected with the mask ``of.band``, and the key extents [b t 2], both in local indices.
+
+    The arguments are in positions; None stands for no limit. Key extents of None stay None.
+    """
     least, most = _limits(of.q_runs, of.queries, of.band, of.device)
     if extents is None:
         extents = torch.stack([least[:, 0], most[:, 1]], -1).expand(of.batch, -1, -1)

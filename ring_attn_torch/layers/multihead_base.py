@@ -27,7 +27,10 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class CallOptions(NamedTuple):
-    """The arguments of ``forward`` besides query, key and value. ``length``, ``kv_length``: as in ring_attention."""
+    """The arguments of ``forward`` that change its result, besides query, key and value.
+
+    ``length``, ``kv_length``: as in ring_attention.
+    """
 
     key_padding_mask: Tensor | None
     need_weights: bool | None

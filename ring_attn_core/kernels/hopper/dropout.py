@@ -80,7 +80,9 @@ def keep_mask_of_keys(
 ):  # fmt: skip
     """Return the dropout mask, bool [KEYS, WIDTH queries]; True keeps a probability.
 
-    ``stream``: the Philox key. ``m0``, ``n0``: local index of the first query and of the first key.
+    ``stream``: the Philox key. ``m0``, ``n0``: local index of the first query and of the first key. ``q_start``, ``k_start``,
+    ``stride``: positions of the runs' first tokens, and their stride. ``ALIGNED``: the positions are consecutive
+    and start at multiples of 16, so that one Philox counter serves eight probabilities.
     """
     LAYOUT: gl.constexpr = accumulator(WIDTH, KEYS // 16)
     if ALIGNED:

@@ -113,7 +113,7 @@ class DqArguments(NamedTuple):
 
 
 class DqSharedMemory(NamedTuple):
-    """Shared memory: data of queries (``q`` to ``extents``), tiles of k, v and dq, data of steps, mbarriers (``*_full``)."""
+    """Buffers in shared memory: queries (``q`` to ``extents``), k, v, dq (``out``), steps, ``work``; mbarriers (``*_full``)."""
 
     q: Any
     dout: Any

@@ -175,6 +175,9 @@ def count_partly_seen(tiles):
 
 @triton.jit
 def partly_seen(t, tiles):
-    """Return the t-th tile that needs a mask. The tiles before the range without a mask come first."""
+    """Return the index of the t-th tile that needs a mask.
+
+    These are the tiles before the mask-free range, whole_first to whole_last, and then the tiles after it.
+    """
     before = tiles.whole_first - tiles.first
     return tl.where(t < before, tiles.first + t, tiles.whole_last + t - before)
