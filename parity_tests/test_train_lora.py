@@ -18,6 +18,7 @@ from safetensors.numpy import load_file  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 from ring_attn_cli.main import app  # noqa: E402
+from ring_attn_cli.train import run  # noqa: E402
 from ring_attn_cli.train.arithmetic import first_adapters, first_weights, flops_per_token  # noqa: E402
 from ring_attn_cli.train.config import Config, Data, Evaluation, Optimizer, Passkeys, RingConfig  # noqa: E402
 from ring_attn_cli.train.folder import check  # noqa: E402
@@ -168,6 +169,13 @@ def test_adapters_of_bfloat16_weights_are_float32_and_every_projection_may_have_
     assert np.isfinite(numbers(config)["losses"]).all()
     merged = load_weights(Path(config.out, "weights"))
     assert {x.dtype for x in merged.parameters()} == {torch.bfloat16}
+
+
+def test_the_last_line_names_the_adapters(base: Path, tmp_path: Path, capsys):
+    for config, named in ((config_of(base, tmp_path), True), (replace(config_of(base, tmp_path), lora=None), False)):
+        run._finish(config)
+        words = capsys.readouterr().out.replace("\n", "")
+        assert str(tmp_path / "weights") in words and (str(tmp_path / "adapters") in words) == named
 
 
 def test_adapters_begin_as_in_peft_and_differ_by_name_and_seed():

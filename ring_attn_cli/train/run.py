@@ -129,6 +129,5 @@ def _finish(config: Config) -> None:
     if find_spec("matplotlib") is not None:
         picture.draw(log, drawn)
     sys.stdout.flush()
-    Console(highlight=False).print(
-        f"Written: {log}, {drawn}, {Path(config.out, FOLDER)}, {Path(config.out, 'weights')}, {Path(config.out, 'checkpoints')}"
-    )
+    folders = FOLDER, "weights", *(["adapters"] if config.lora is not None else []), "checkpoints"
+    Console(highlight=False).print(f"Written: {', '.join(map(str, (log, drawn, *(Path(config.out, name) for name in folders))))}")
