@@ -165,6 +165,13 @@ def test_a_mistake_is_a_value_error_at_trace_time(message):
         sharded_ring_attention(*inputs, mesh=mesh_of(2), **arguments)
 
 
+def test_inside_shard_map_a_list_is_refused():
+    place = PartitionSpec(None, "seq")
+    call = jax.shard_map(lambda x: ring_attention([1.0], x, x, axis_name="seq"), mesh=mesh_of(2), in_specs=place, out_specs=place)
+    with pytest.raises(ValueError, match="q, k and v must be arrays, got list"):
+        call(arrays()[0])
+
+
 def test_outside_shard_map_the_remedy_is_named():
     q, k, v = arrays()
     with pytest.raises(ValueError, match=r"inside jax.shard_map.*sharded_ring_attention"):

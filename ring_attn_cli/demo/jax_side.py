@@ -18,7 +18,7 @@ from .settings import DemoSettings
 
 
 def work(report: Report, settings: DemoSettings, inputs: DemoInputs) -> None:
-    """Compute the attention and the training of all ranks, in one JAX program."""
+    """Compute the demo's attention calls and its training, of all ranks in this process, and report each result."""
     config = training.config(settings)
     jax.config.update("jax_platforms", "cpu")
     on_cpus(config, 1)

@@ -124,9 +124,10 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
 
 
 def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
-    """Return lines of text: the document that fills most of each cell of positions, the rank that holds most, and a legend.
+    """Draw the positions as equal cells in text lines: the documents, below them the ranks, and a legend if needed.
 
-    ``what``: the heading of the first line.
+    A cell shows the document that fills more than half of it, if any, and the rank that holds most of its tokens. ``what``: the
+    heading of the first line, a plural such as "documents".
     """
     from rich.text import Text
 

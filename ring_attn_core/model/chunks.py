@@ -60,7 +60,7 @@ def check_dtypes(logits: str, labels: str) -> None:
 
 
 def check_weights(weights: Shape | None, labels: Shape) -> None:
-    """Raise ValueError if there is not one weight for each label. The arguments are shapes."""
+    """Raise ValueError if the weights do not have the labels' shape. The arguments are shapes; weights may be None."""
     if weights is not None and weights != labels:
         raise ValueError(
             f"label_weights must be {list(labels)}, one for each label, got {list(weights)}: both are this rank's shard, so "

@@ -16,11 +16,12 @@ Runs = tuple[tuple[tuple[int, int, int, int], ...], ...]
 class JoinedPlan(RingPlan):
     """The plan of a ring in which each rank computes on the joined shards of a group of consecutive ranks, in rank order.
 
-    ``q_shards``, ``k_shards``: number of query shards and of key shards that are joined; both divide ``ranks``. The runs of all
-    ranks of a group are equal, and the shifts are multiples of ``k_shards``. Lengths, slots and positions refer to single shards.
-    ``head_split``: the heads that each rank of a group computes; None: all heads.
+    ``q_shards``, ``k_shards``: number of query shards and of key shards that are joined; both divide ``ranks``. All ranks of a
+    group have the same runs, and the shifts are multiples of ``k_shards``. ``seq_local``, ``kv_local`` and ``positions`` refer to
+    single shards. ``head_split``: the heads that each rank of a group computes; None: all heads.
 
-    In a balanced layout the tokens of joined shards are in order of position, as kernels need them, and form one slot.
+    In a balanced layout ``q_slot`` and ``k_slot`` cover all joined shards, whose tokens are in order of position, as kernels need
+    them. In other layouts they refer to single shards.
     """
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan

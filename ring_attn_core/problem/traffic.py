@@ -151,9 +151,10 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
 
 
 def _once_a_shift(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of "two_way", "pull" and "push" as (forward, backward).
+    """Return the traffic of the strategies "two_way", "pull" and "push" as (forward, backward).
 
-    For each shift a key shard is sent, and in the backward also its gradients. Under "pull" the reader copies the keys.
+    For each shift except 0 one key shard is sent, and in the backward also its gradients. Under "pull" the keys are read, not
+    sent, and the reads are counted.
     """
     sizes, hops = SentSizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)

@@ -42,13 +42,18 @@ class Arrays(NamedTuple):
 
 
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Describe the call as plain data, without array values. Raise ValueError if an argument is not an array."""
+    """Describe the call as plain data, without array values.
+
+    Raise ValueError if an argument is not an array, or if q, k or v is float64 that JAX would cut to float32 or has a symbolic
+    size other than the batch.
+    """
+    dtypes = dtype_names(q, k, v)
     of_seed = () if arrays.dropout_seed is None else (OptionalArray("dropout_seed", (), "uint32"),)
     return Problem(
         q.shape,
         k.shape,
         v.shape,
-        dtype_names(q, k, v),
+        dtypes,
         jax.default_backend(),
         ranks,
         options,

@@ -163,7 +163,7 @@ class ShardSource:
         return sys.maxsize if end is None else end - self._start
 
     def __getitem__(self, number: int) -> Shard:
-        """Return shard ``number`` as NumPy arrays."""
+        """Return this rank's shard of batch ``start + number`` as NumPy arrays."""
         *arrays, dealt = self._batches.arrays(self._start + int(number))
         return Shard(*arrays, None, self._batches.settings.length, None, dealt)  # type: ignore[arg-type]
 

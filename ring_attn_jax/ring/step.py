@@ -68,7 +68,10 @@ class Strategy(Protocol):
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a ``Step`` for each shard of keys that this rank sees."""
+        """Yield this rank's steps, the one on its own keys first.
+
+        All ranks take equally many steps, so this rank may see none of the keys of a step.
+        """
         ...
 
     def collect(self, results: tuple[jax.Array, ...], ring: Ring) -> tuple[jax.Array, ...]:

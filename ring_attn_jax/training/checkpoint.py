@@ -112,8 +112,8 @@ class Checkpoints:
     def resume(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> ResumePoint | None:
         """Load the newest checkpoint into all variables of ``model`` and ``optimizer``, and return its progress.
 
-        Without a checkpoint return None and change nothing. Arrays keep their shardings. The result holds ``step``, ``data`` for
-        ``dataset.resume(data)``, and ``more``.
+        Without a checkpoint return None and change nothing. Arrays keep their shardings. The result holds the ``step``, ``data``
+        and ``more`` that were passed to ``save`` ({} if no ``more`` was); pass ``data`` to ``dataset.resume``.
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
         file (delete its folder to resume from the one before); or if processes see different checkpoints. Then nothing changes,

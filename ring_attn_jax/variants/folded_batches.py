@@ -117,7 +117,7 @@ def _heads(places: Places) -> int:
 
 
 def _sums(lses: Sequence[jax.Array], rank: jax.Array, places: Places) -> tuple[jax.Array, jax.Array]:
-    """Return the maximum of the lse_i [b s h 1], and the sum of all Z_i divided by the Z of that maximum."""
+    """Return for each query the maximum of lse_i over the patterns i, and sum_i exp(lse_i - maximum), both [b s h 1]."""
     heads = _heads(places)
     top = reduce(jnp.maximum, (unfold(x, place, rank, heads, -jnp.inf) for x, place in zip(lses, places, strict=True)))
     parts = (_exp(x, fold(top, place, rank)) for x, place in zip(lses, places, strict=True))

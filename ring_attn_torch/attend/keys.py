@@ -31,6 +31,7 @@ def pack(
     """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
 
     Set masked keys and values to 0, even NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32 arithmetic.
+    ``two_arrays``: keep k and v apart, which saves the copy; only if no keys travel between ranks.
     """
     # If k and v are transposed alike in memory, cat returns a transposed array too; kernels need a contiguous one.
     arrays = [k, v] if two_arrays else [torch.cat([k, v], -1).contiguous()]

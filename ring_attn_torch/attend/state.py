@@ -1,4 +1,4 @@
-"""The tensors that one step of the ring passes to the next."""
+"""The attention state that a step of the ring passes to the next, and the inputs that all steps of a backward share."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Strategy(Protocol):
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a ``Step`` for each shard of keys that this rank sees."""
+        """Yield this rank's steps, the one on its own keys first. This rank may see none of the keys of a step."""
         ...
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:

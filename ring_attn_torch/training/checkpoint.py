@@ -147,8 +147,9 @@ class Checkpoints:
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ResumePoint | None:
         """Load the newest checkpoint into weights, optimizer and generators, and return its progress.
 
-        Without a checkpoint return None and change nothing. The result holds ``step``, ``data`` for ``dataset.resume(data)``, and
-        ``more``. A rank that was not in the saved run keeps its generators.
+        Without a checkpoint return None and change nothing. The result holds the ``step``, ``data`` and ``more`` that were
+        passed to ``save`` ({} if no ``more`` was); pass ``data`` to ``dataset.resume``. A rank that was not in
+        the saved run keeps its generators.
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
         file (delete its folder to resume from the one before); or if ranks see different checkpoints. Raise OSError

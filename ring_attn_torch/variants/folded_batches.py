@@ -116,7 +116,7 @@ def _raise(spots: Tensor, folded: Tensor) -> None:
 
 
 def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """Return a ``combine`` function for ``put`` that adds ``alpha`` times the folded batches in one pass."""
+    """Return a ``combine`` function for ``put`` that adds ``alpha`` times ``folded`` to ``spots`` in place, in one operation."""
     return lambda spots, folded: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), folded)
 
 

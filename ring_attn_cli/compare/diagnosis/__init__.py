@@ -288,7 +288,11 @@ def lost_gradient(e: Evidence, name: str, attention: bool) -> Iterator[str]:
 
 
 def _reason(e: Evidence, name: str, factor: float, attention: bool) -> str:
-    """Return the end of a sentence: ", on one device too" if the factor is the same there, then mistakes that would give it."""
+    """Return what follows "dq is 0.5 times what it should be" in a message: ", on one device too" if so, then likely causes.
+
+    Example: ": averaged over the ranks where it should be summed". Return "" if no mistake is known that gives this factor, and
+    one device does not give it. ``attention``: True for ``ring_attention`` itself; only then a wrong scale is tested.
+    """
     ranks, known, right, beside = e.plan.ranks, [], e.truth.exact[name], {} if e.alone is None else e.alone
     same = name in beside and relative_error(e.part(name, right, beside), factor * right) < 1e-2
     where = ", on one device too" if same else ""

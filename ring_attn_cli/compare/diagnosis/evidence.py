@@ -119,10 +119,10 @@ class Evidence:
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
 
     def counted_parts(self, name: str) -> np.ndarray | None:
-        """Return counts [rank, giver]: the factor of rank ``giver``'s summand in the gradient of ``rank``'s tokens; 1 is right.
+        """Return [rank, giver]: how often the gradient on ``rank`` counts what ``giver``'s tokens contribute to it; 1 is right.
 
-        ``name``: "dq", "dk" or "dv". The summands are those of :meth:`parts`, and the counts their least-squares fit, NaN if a
-        summand is zero. Return None if the fit does not explain the gradient.
+        ``name``: "dq", "dk" or "dv". The contributions are those of :meth:`parts`. The counts are their least-squares fit to the
+        gradient of batch row 0 and key head 0, NaN if a contribution is zero. Return None if the fit does not explain it.
         """
         ranks, parts = range(self.plan.ranks), self.parts()[name]
         got = self.got[name][0, :, : parts.shape[2]] if name == "dq" else self.got[name][0, :, 0]

@@ -1,12 +1,13 @@
 """Forward attention of one rank's queries over one k/v shard, in Triton (sm_80 and later).
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)     if query i sees key j, else -inf
-    lse_i = log sum_j exp(s_ij)           natural log; if the query sees no key its sink, or -inf without sinks
+    lse_i = log sum_j exp(s_ij)           natural log; -inf if the query sees no key
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                    z_ij = kept / (1 - dropout_rate)
 
 One pass over the keys with the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithm 1). The epilogue merges the result
-with the (out, lse) of the keys seen so far, with weights exp(lse - lse_both): this equals one softmax over all of these keys. For
-inputs in f32 it also stores rest_i, the rounding error of lse_i, and computes the weights from lse + rest.
+with the (out, lse) of the keys seen so far, with weights exp(lse - lse_both): this equals one softmax over all of these keys. At
+the first step it merges (0, sink) if there are sinks, so the stored lse counts the sink once. For inputs in f32 it also stores
+rest_i, the rounding error of lse_i, and computes the weights from lse + rest.
 
 Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], key_extents int32
            [B, T, 2], key_mask_BT f32 (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
