@@ -1,4 +1,4 @@
-"""The report of ``ring-attn doctor``: versions, the devices of each framework, and each backend or its objection."""
+"""The report of ``ring-attn doctor``: versions, the devices of each framework, and each backend or why it cannot be used."""
 
 from __future__ import annotations
 

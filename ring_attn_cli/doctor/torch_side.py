@@ -145,9 +145,9 @@ def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 def _passes(
     clock: Clock, sizes: MeasuredSizes, tokens: int, dim: int, group: Any = None, strategy: str = "ring"
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return two functions, which run a forward and a backward of full attention on the ring ``group``.
+    """Return two functions: the first runs a forward of full attention on the ring ``group``, the second runs a backward.
 
-    ``group`` is None before this process joins a group, for a ring of one rank.
+    ``group``: None for a ring of one rank, while this process has not joined a group. ``tokens``: per rank. ``dim``: per head.
     """
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))

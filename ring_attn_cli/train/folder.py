@@ -70,7 +70,7 @@ def _check_lora(config: Config, framework: str) -> None:
 
 
 def adapters_of(config: Config) -> dict[str, Any]:
-    """Return what a checkpoint says of ``[lora]``, in types of JSON."""
+    """Return ``{"lora": ...}``, the entry that a checkpoint stores: the ``[lora]`` table of ``config`` in JSON types, or None."""
     return {LORA: json.loads(json.dumps(config.described()[LORA]))}
 
 

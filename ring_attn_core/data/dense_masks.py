@@ -96,7 +96,10 @@ class Hulls:
         return DenseMaskArguments(full(), self.extents, self.key_extents) if both else None
 
     def _band(self, key_mask: Any) -> Band | None:
-        """Return a band that, combined with ``key_mask``, equals the mask, or None. Prefer a band without limits."""
+        """Return a band that, combined with ``key_mask``, equals the mask, or None.
+
+        If there are several, return one with the fewest limits (``lo``, ``hi``).
+        """
         import numpy as np
 
         seeing, row = self.counts > 0, np.arange(self.counts.shape[1])

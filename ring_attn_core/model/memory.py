@@ -117,8 +117,8 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
     """Return the activations that autograd saves in a block in addition to ``block_kept``.
 
-    With "keep" all blocks hold them until their backward; otherwise only one block at a time holds them. Norms are counted as on
-    a GPU, where each saves its input; on a CPU PyTorch saves two float32 arrays instead.
+    With ``activations="keep"`` all blocks hold them until their backward; with other settings one block at a time holds them.
+    Norms are counted as on a GPU, where each saves its input; on a CPU PyTorch saves two float32 arrays instead.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 4

@@ -80,8 +80,8 @@ def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterato
 def _alone(folder: Path) -> Iterator[None]:
     """Lock the folder against saves of other processes, and delete the lock file at the end.
 
-    Wait until the lock is free; the system releases the lock of a process that ends. If the file system has no locks, do not
-    wait.
+    Wait until the lock is free; the system releases the lock of a process that ends. On Windows, and on file systems without
+    locks, neither lock nor wait.
     """
     if sys.platform == "win32":
         yield

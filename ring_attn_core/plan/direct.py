@@ -88,7 +88,10 @@ class DirectPlan(RingPlan):
         return sum(self._visible(owner, reader, run)[1] for run in range(len(self.k_runs[0])))
 
     def _visible(self, owner: int, reader: int, run: int) -> tuple[int, int]:
-        """Return (first token, length) of the part of the owner's run ``run`` that the reader's queries see."""
+        """Return (first, length) of the shortest stretch of a key run that holds all keys visible to the reader's queries.
+
+        ``run``: the index of the owner's key run. ``first``: an index in the owner's shard. The length is 0 if no key is visible.
+        """
         base, *keys = self.k_runs[owner][run]
         seen = (visible_keys(_run(*queries), _run(*keys), self.mask) for _, *queries in self.q_runs[reader])
         some = [(first, end) for first, end in seen if first < end]

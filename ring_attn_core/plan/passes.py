@@ -47,7 +47,7 @@ class Pass:
         return products + of_query * load.q * work.queries * load.v_dim / 128
 
     def work(self, shift: int) -> Work:
-        """Return the most pairs, and the largest share of queries that see a key, of any sampled rank at a shift."""
+        """Return the maximum of each field of ``Work``, at ``shift``, over the ranks in ``load.sample``."""
         return self.of_shifts(dict.fromkeys(self.load.sample, shift))
 
     def of_shifts(self, shifts: dict[int, int]) -> Work:

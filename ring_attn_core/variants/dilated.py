@@ -196,7 +196,7 @@ class FoldedBatches:
 
     @property
     def aligned(self) -> bool:
-        """True if slot i of a group, counted over all ranks, holds the i-th token that the group keeps."""
+        """True if, in every head group, slot i (counted over all ranks) holds the i-th token that the group keeps."""
         return self.shift == 0 and (self.ranks == 1 or self.local % self.dilation == 0)
 
     @property

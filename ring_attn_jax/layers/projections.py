@@ -51,7 +51,8 @@ class Projections(nnx.Module):
         """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim].
 
         Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
-        attention, q and k are normalized, and rotated by ``positions`` and ``context_positions`` (None: the layout's). Raise
+        attention, q and k are normalized if ``qk_norm`` is set. If the layer has a rotary embedding, they are then rotated by
+        ``positions`` and ``context_positions`` (None: the layout's); without a context, k is rotated by ``positions`` too. Raise
         ValueError if x or context has a wrong shape.
         """
         for name, value in (("x", x), ("context", context)):

@@ -1,9 +1,9 @@
 """Summary attention over a ring, an approximation: exact within a window, with a few summaries of each block before it.
 
 :func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents: a window that starts at the start
-of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block`` with the
-pool as queries. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks. Each rank merges the pairs of each
-block, weighted by exp(lse), and its queries attend to the merged summaries.
+of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block``; its queries are
+the learned vectors ``pool``, or zeros for the mean. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks.
+Each rank merges the pairs of each block, weighted by exp(lse), and its queries attend to the merged summaries.
 """
 
 from __future__ import annotations

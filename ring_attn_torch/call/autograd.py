@@ -106,7 +106,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv and the gradient of the sinks (an empty tensor without sinks).
 
-    ``cotangents``: (dout, dlse). ``saved``: (q, k, v, out, lse), and the state's ``rest`` if it has one.
+    ``cotangents``: (dout, dlse). ``saved``: (q, k, v, out, lse), followed by ``rest``, the rounding error of lse, if the forward
+    saved it.
     """
     (dout, dlse), (q, k, v, *total), group = cotangents, saved, group_of(call.group)
     problem = settled(problem_on(q, k, v, arrays, group, call.options, exchange=False), group)

@@ -329,9 +329,9 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
 def visit_queries(
     at, s, dk, dv, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Visit one query tile: add to dk and dv, hand dq to the adder, and return the position, s, dk and dv.
+    """Visit one query tile: add to dk and dv, hand dq to the adder warp, and return the next tile's position, s, dk and dv.
 
-    ``at``: the position (stage, phase, step). ``s``: on entry k q^T of this tile, on return k q^T of the next tile, which
+    ``at``: this tile's position (stage, phase, step). ``s``: on entry k q^T of this tile, on return k q^T of the next tile, which
     overlaps with dq and dk. No product stays in flight at the end, because ptxas would serialize products across a loop's edge.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
@@ -414,7 +414,7 @@ def visit_queries(
 
 @gluon.jit
 def visible(m0, run, shared, number, args, sizes: gl.constexpr):
-    """Return the mask of visible pairs, bool [keys, queries], of the queries from ``m0`` on, at index ``number`` of ``Steps``."""
+    """Return the mask of visible pairs, bool [keys, queries], of the tile at ``m0``, the ``number``-th of ``shared.steps``."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)

@@ -42,9 +42,11 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
 
 
 class Places(NamedTuple):
-    """The indices, int32, by which keys are sent and sorted. Each rank sends ``plan.most_tokens`` keys to each rank.
+    """The indices, int32, by which keys are sent and sorted, and their gradients returned.
 
-    Received keys lie in two orders: on arrival by sending rank, then by position in the padded shard on which the step computes.
+    Each rank sends ``plan.most_tokens`` keys to each rank. Received keys have two orders. On arrival they are sorted by sending
+    rank. In the padded shard, on which the step computes, they are sorted by position.
+
     ``sent``: indices in this rank's shard of the keys to send, by receiving rank. ``order``: for each key of the padded shard,
     its index on arrival. ``back``: for each key on arrival, its index in the padded shard. Padding has an index beyond the array.
     """

@@ -41,9 +41,11 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
 
 
 class Places(NamedTuple):
-    """The indices, int64 on the device, by which keys are sent and sorted.
+    """The indices, int64 on the device, by which keys are sent and sorted, and their gradients returned.
 
-    Received keys lie in two orders: on arrival by sending rank, then by position in the padded shard on which the step computes.
+    Received keys have two orders. On arrival they are sorted by sending rank. In the padded shard, on which the step computes,
+    they are sorted by position.
+
     ``sent``: for each receiving rank the indices of its keys in this rank's shard; empty for this rank. ``sizes``: the number of
     keys that arrive from each rank. ``order``: for each key of the padded shard, its index on arrival; padding has the index
     after the last arrival. ``back``: for each key on arrival, its index in the padded shard.
