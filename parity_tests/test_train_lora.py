@@ -171,6 +171,17 @@ def test_adapters_of_bfloat16_weights_are_float32_and_every_projection_may_have_
     assert {x.dtype for x in merged.parameters()} == {torch.bfloat16}
 
 
+def test_a_damaged_checkpoint_is_not_taken_for_one_of_other_adapters(base: Path, tmp_path: Path):
+    """``resume`` names the damaged file."""
+    run_file = tmp_path / "checkpoints" / "step-000000003" / "run.json"
+    run_file.parent.mkdir(parents=True)
+    run_file.write_text("{")
+    check(config_of(base, tmp_path), "torch")
+    run_file.write_text("{}")
+    with pytest.raises(ValueError, match=r"holds a run with another \[lora\]"):
+        check(config_of(base, tmp_path), "torch")
+
+
 def test_the_last_line_names_the_adapters(base: Path, tmp_path: Path, capsys):
     for config, named in ((config_of(base, tmp_path), True), (replace(config_of(base, tmp_path), lora=None), False)):
         run._finish(config)

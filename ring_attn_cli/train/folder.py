@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +56,10 @@ def _check_lora(config: Config, framework: str) -> None:
     step = newest(config, framework)
     if not step:
         return
-    before = None
-    with suppress(OSError, ValueError, AttributeError):
+    try:
         before = read_json(_checkpoints(config, framework).where(step) / RUN).get("more", {}).get(LORA)
+    except (OSError, ValueError, AttributeError):
+        return
     now = adapters_of(config)[LORA]
     changed = differences({LORA: before}, {LORA: now})
     if changed:

@@ -288,11 +288,7 @@ def lost_gradient(e: Evidence, name: str, attention: bool) -> Iterator[str]:
 
 
 def _reason(e: Evidence, name: str, factor: float, attention: bool) -> str:
-    """Return what follows "dq is 0.5 times what it should be" in a message: ", on one device too" if so, then likely causes.
-
-    Example: ": averaged over the ranks where it should be summed". Return "" if no mistake is known that gives this factor, and
-    one device does not give it. ``attention``: True for ``ring_attention`` itself; only then a wrong scale is tested.
-    """
+    """Return the end of "dq is 0.5 times what it should be": ", on one device too" if so, then mistakes that give the factor."""
     ranks, known, right, beside = e.plan.ranks, [], e.truth.exact[name], {} if e.alone is None else e.alone
     same = name in beside and relative_error(e.part(name, right, beside), factor * right) < 1e-2
     where = ", on one device too" if same else ""
