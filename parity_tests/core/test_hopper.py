@@ -82,17 +82,20 @@ SHORT_OF_REGISTERS = "backward 64", ("softcap", "everything")
 STACK_BY_CHANCE, RELOADS_BY_CHANCE = 8, 1
 """ptxas orders instructions by the table of source lines too: one PTX with other line numbers (3.6, dropout) had 4 for 3."""
 
-OFTEN = r"\w+ (64, 1 runs|128, 2 runs|128, middle step|.*everything)|backward (64, 1 runs.*|128, 2 runs, (extents|dropout_seed))"
 QUICK = ("forward 128, 1 runs", "backward 128, 1 runs")
+OFTEN = (
+    *("forward 64, 1 runs", "backward 64, 1 runs", "forward 128, middle step", "backward 128, middle step"),
+    *("forward 128, everything", "backward 128, everything", "backward 64, everything"),
+)
 
 
 def compiled_in(name: str) -> Any:
-    """Return a launch's name as a test's parameter: one launch without features of each kernel is in every run.
+    """Return a launch's name as a test's parameter, with the mark of the run that compiles it.
 
-    Test-all has those of zigzag shards of heads of 128, with two runs; all features at once in both passes; and each of the
-    backward, which loses registers to one, on heads of 64 with one run, those that take most registers on 128 with two, too.
+    ``make test`` has one launch of each kernel without features. Test-all adds heads of 64, a step in the middle of a ring, and
+    all features at once on two runs. ``--full`` has each feature alone: run it after a change of a kernel or of Triton.
     """
-    marks = pytest.mark.exhaustive if re.fullmatch(OFTEN, name) else pytest.mark.full
+    marks = pytest.mark.exhaustive if name in OFTEN else pytest.mark.full
     return pytest.param(name, marks=() if name in QUICK else marks)
 
 

@@ -30,11 +30,11 @@ WIDTHS = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("widths", [pytest.param(x, marks=[pytest.mark.full] if x[0] == 136 else []) for x in WIDTHS])
 def test_a_backward_in_two_passes_compiles(widths):
     call = replace(HOPPER, head_dim=widths[0], v_dim=widths[1], **WIDTHS[widths])
-    made = [steps.dq(call, True, True), steps.dkv(call, True, True), steps.dq(call, False, False), steps.dkv(call, False, False)]
-    for launch in made if widths == (256, 256) else made[:2]:
+    place = (False, False) if widths == (256, 256) else (True, True)
+    for launch in (steps.dq(call, *place), steps.dkv(call, *place)):
         check_compiled(launch)
         assert stack_bytes(compiled(launch, 90).asm["cubin"]) <= MOST_STACK[launch.kernel]
         for each in (*steps.lists(call, "dq"), *steps.lists(call, "dkv")):
@@ -42,13 +42,15 @@ def test_a_backward_in_two_passes_compiles(widths):
 
 
 @pytest.mark.exhaustive
-def test_tiles_of_wide_heads_compile():
-    for head_dim, v_dim in ((256, 256), (192, 128)):
-        check_compiled(steps.forward(replace(HOPPER, head_dim=head_dim, v_dim=v_dim), False, False))
+@pytest.mark.parametrize("widths", [(256, 256), pytest.param((192, 128), marks=pytest.mark.full)])
+def test_a_forward_of_wide_heads_compiles(widths):
+    check_compiled(steps.forward(replace(HOPPER, head_dim=widths[0], v_dim=widths[1]), False, False))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("dim", "others"), [(64, set()), (128, {"extents"}), (256, {"extents"})])
+@pytest.mark.parametrize(
+    ("dim", "others"), [pytest.param(64, set(), marks=pytest.mark.full), (128, {"extents"}), (256, {"extents"})]
+)
 def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, others):
     array_names = frozenset({"key_extents", *others})
     call = replace(
@@ -60,7 +62,9 @@ def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(d
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("packed", "place"), [(False, (True, False)), (True, (False, False))])
+@pytest.mark.parametrize(
+    ("packed", "place"), [pytest.param(False, (True, False), marks=pytest.mark.full), (True, (False, False))]
+)
 def test_the_hopper_backward_compiles_in_every_step_of_a_ring(packed, place):
     call = replace(
         HOPPER,
