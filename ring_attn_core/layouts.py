@@ -9,6 +9,9 @@ With 16 tokens over 4 ranks:
 Under a causal mask contiguous gives the last rank almost twice the mean work; striped and zigzag balance it. Striped is
 from Brandon et al., "Striped Attention" (arXiv:2311.09431); zigzag is the order of Llama 3 training (arXiv:2407.21783,
 section 3.3.2).
+
+If the tokens do not fill the shards (``padded_local``), the last positions are padding, which is *blank* (plan/ring.py): a padded
+query sees no key, and no query sees a padded key. A cache has *empty* slots instead, at position -1 (inference/requests.py).
 """
 
 from __future__ import annotations

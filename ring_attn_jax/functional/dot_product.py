@@ -1,4 +1,7 @@
-"""``jax.nn.dot_product_attention`` over a ring."""
+"""``jax.nn.dot_product_attention`` over a ring.
+
+``data/dense_masks.py`` of the core converts a mask with known values to a band, extents, key extents and a key mask.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick."""
+"""Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick.
+
+``sample`` checks its arguments and calls ``drawn``, as the decode loop does. ``ring_attn_core/sampling.py`` has the formula.
+"""
 
 from __future__ import annotations
 

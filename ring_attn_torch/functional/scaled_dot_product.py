@@ -1,4 +1,7 @@
-"""``torch.nn.functional.scaled_dot_product_attention`` over a ring."""
+"""``torch.nn.functional.scaled_dot_product_attention`` over a ring.
+
+``data/dense_masks.py`` of the core converts an attn_mask to a band, extents, key extents and a key mask.
+"""
 
 from __future__ import annotations
 

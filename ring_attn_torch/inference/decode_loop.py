@@ -1,4 +1,4 @@
-"""The decode loop: each step takes each request's newest token and draws its next one, all on the device."""
+"""The decode loop: a step, a CUDA graph on GPUs, takes each request's newest token and draws its next one, on the device."""
 
 from __future__ import annotations
 

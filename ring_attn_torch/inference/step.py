@@ -1,4 +1,7 @@
-"""The placement of a step's new tokens in a sharded cache: computed once on the device and used by every layer."""
+"""The placement of a step's new tokens in a sharded cache: computed once on the device and used by every layer.
+
+``cache/placement.py`` of the core has the rule that gives each token its rank and its slot.
+"""
 
 from __future__ import annotations
 

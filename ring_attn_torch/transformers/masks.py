@@ -15,7 +15,7 @@ may be attended), W = 2 and chunks of 3:
 A causal window of W includes the token itself: q - k < W. A two-sided window excludes it: |q - k| <= W.
 
 accelerate's hooks for context parallelism replace each layer's mask by is_causal=True, which would lose windows, documents and
-padding. ``AccelerateHooks`` removes these hooks before each call and restores them at the end.
+padding. ``AccelerateHooks`` removes these hooks before each call and restores them when ``sequence_parallel`` ends.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ rows and labels once per ring. It multiplies the gradient of the model's loss by
 average gradients over the ranks.
 
 accelerate sees a device mesh in which the ranks of a ring are one axis, so it deals rows to rings, not to ranks. Its own context
-parallelism, which would shard the rows again, is switched off.
+parallelism, which would shard the rows again, is switched off. ``AccelerateHooks`` in masks.py removes its hooks.
 """
 
 from __future__ import annotations

@@ -3,6 +3,8 @@
     scout       lse2, delta, visible keys of step 0 | of step 1 | ...                    ahead of the producer
     producer    k, v | q of step 0 | dout of step 0 | q of step 1 | ...                  by TMA, each as soon as its stage is free
 
+They serve backward.py, and wide_dkv.py of the backward in two passes, whose dq has a producer of its own, wide_dq_producer.py.
+
 The scout finds the query tiles that the program visits. For each it stores lse2, delta and the index of the tile's first query;
 with extents it also stores the visible keys of each query in a word. It reads global memory, so it works ahead of the producer,
 which then issues a load as soon as the consumers release a stage (barriers.py). TMA cannot read lse2 and delta, because they are
