@@ -12,12 +12,18 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = "ring_attn_core", "ring_attn_jax", "ring_attn_torch", "ring_attn_cli", "parity_tests/support"
 PAGES = "README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md", "benchmarks/**/*.md"
+
+NAMED = "ring_attn_*/**/*.*", "parity_tests/**/*.py", "benchmarks/**/*.*", "examples/**/*.py", "docs/**/*.*", "*.md"
+"""The files that a docstring may name."""
+INVENTED = {"file.py", "random.py", "torch.py"}
+"""Examples of paths in docstrings."""
 
 WORDS_OF_A_FIRST_SENTENCE = 25
 CHARACTERS_OF_A_LINE = 140
@@ -54,9 +60,14 @@ def _pages() -> Iterator[Path]:
 
 
 def _of_code(file: Path) -> Iterator[tuple[str, str]]:
-    for name, text in docstrings(ast.parse(file.read_text(encoding="utf-8"))):
+    for name, text in _docstrings_of(file):
         for rule in judged(text):
             yield name, rule
+
+
+@cache
+def _docstrings_of(file: Path) -> list[tuple[str, str]]:
+    return list(docstrings(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def docstrings(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -91,6 +102,19 @@ def judged(text: str) -> Iterator[str]:
     for phrase, pattern in BANNED.items():
         if re.search(pattern, text):
             yield f"has a banned phrase: {phrase}"
+
+
+def absent_files() -> list[str]:
+    """Return ``file: name: path`` for each path of a Python file or page that a docstring names although no such file exists."""
+    there = {f"/{file.relative_to(ROOT)}" for pattern in NAMED for file in ROOT.glob(pattern)}
+    absent = lambda path: not any(file.endswith(f"/{path}") for file in there)
+    texts = ((file, *named) for file in _code() for named in _docstrings_of(file))
+    return [f"{file.relative_to(ROOT)}: {name}: {path}" for file, name, text in texts for path in paths_in(text) if absent(path)]
+
+
+def paths_in(text: str) -> list[str]:
+    """Return the paths of Python files and pages in a text, without invented ones."""
+    return [path for path in re.findall(r"(?:\w+/)*\w+\.(?:py|md)\b", text) if path not in INVENTED]
 
 
 def _of_page(file: Path) -> Iterator[tuple[str, str]]:

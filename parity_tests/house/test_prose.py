@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .prose import findings, judged
+from .prose import absent_files, findings, judged, paths_in
 
 BASELINE = Path(__file__).with_name("prose_baseline.txt")
 
@@ -15,6 +15,15 @@ def test_no_finding_is_new_and_none_of_the_baseline_is_gone():
     found, known = set(findings()), set(BASELINE.read_text(encoding="utf-8").splitlines())
     assert sorted(found - known) == [], "rewrite these: subject, verb, object, in the words of the field (CONTRIBUTING.md)"
     assert sorted(known - found) == [], "these are mended: take them out of prose_baseline.txt"
+
+
+def test_every_file_that_a_docstring_names_exists():
+    assert absent_files() == [], "these were moved or renamed: name the file that has their content now"
+
+
+def test_paths_are_found_in_a_sentence():
+    text = "See ``ring/step.py`` and README.md (loop.py); not ``python file.py``."
+    assert paths_in(text) == ["ring/step.py", "README.md", "loop.py"]
 
 
 @pytest.mark.parametrize(
