@@ -91,7 +91,8 @@ class Reader:
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
         """Return the ids of ``count`` tokens as int64, from token ``first`` on, every ``stride``-th token.
 
-        In a marked document a token without a label is returned as the bitwise complement of its id, which is negative.
+        If ``Document.marked`` is True, a token without a label is returned as the bitwise complement of its id, which is
+        negative; if it is False, raise ValueError if an id is outside 0 .. LARGEST. Raise ValueError if the file has changed.
         """
         import numpy as np
 

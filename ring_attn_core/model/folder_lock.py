@@ -55,7 +55,7 @@ class FolderLock:
 
 
 _held: WeakValueDictionary[tuple[int, Path], FolderLock] = WeakValueDictionary()
-"""The locks of this process, by folder and process id, since a forked process does not hold them."""
+"""The locks of this process, by process id and folder, since a forked process does not hold them."""
 
 
 def _forget() -> None:

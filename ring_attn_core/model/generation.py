@@ -102,9 +102,9 @@ class Generation:
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
         """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk. The cache keeps only the tokens in the widest window, if every layer has a
-        window and this takes fewer slots than keeping all tokens. The slots of a rank are counted chunk by chunk, because a
-        layout may split a short prompt unevenly.
+        ``shards``: tokens of a rank in each chunk. If every layer has a window, and the widest window plus the largest chunk is
+        less than the slots of a rank for all tokens, each rank keeps only that many of its newest tokens. These slots are counted
+        chunk by chunk, because a layout may split a short prompt unevenly.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)

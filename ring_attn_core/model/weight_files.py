@@ -45,7 +45,7 @@ class WeightFile(NamedTuple):
     promised: set[str] | None
     """The names of weights that the index lists for the file; None without an index."""
     file: BinaryIO
-    """The same file, kept open to detect writes to it."""
+    """The file itself, kept open: ``check_unwritten`` compares its ``fstat`` with ``identity``."""
     identity: Identity
 
 

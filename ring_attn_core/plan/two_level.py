@@ -62,7 +62,10 @@ class InnerRing(NamedTuple):
 
     @property
     def gradient_hops(self) -> int:
-        """Return the number of hops that gradients make inside a host, including the last hop, to the place of their owner."""
+        """Return the number of hops that gradients make inside a host.
+
+        If ``inner`` does not end with 0, this includes a last hop, to the owner's index in its host.
+        """
         return len(self.inner) - 1 + (self.inner[-1] > 0)
 
 

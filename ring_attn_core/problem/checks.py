@@ -12,10 +12,10 @@ from ..runs import Run
 from ..validation import STATIC, as_number, in_words, is_integer, is_traced, number_in_words
 
 LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
-
+"""Bounds of softcap. Beyond them score / softcap may overflow or become subnormal in float32."""
 
 LARGEST_SCALE = 1e18
-"""Bounds of softcap and scale. Beyond them score / softcap may overflow or become subnormal in float32."""
+"""Largest magnitude of scale. With a greater one score / softcap may overflow in float32."""
 
 
 def check_scale(scale: Any) -> None:

@@ -231,7 +231,7 @@ class FoldedBatches:
 
     @cached_property
     def band(self) -> Band:
-        """The part of the mask that is a band over slots; extents hold the rest. Causal or full if slots are not aligned."""
+        """The part of the mask that is a band over slots; extents hold the rest. Causal or full if ``aligned`` is False."""
         r, (lo, hi) = self.dilation, (self.mask.lo, self.mask.hi)
         lo, hi = None if lo is None else -(-lo // r), None if hi is None else hi // r
         if self.aligned:

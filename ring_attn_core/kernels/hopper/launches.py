@@ -26,11 +26,12 @@ If a GPU has fewer, or other kernels occupy some, then programs that start late 
 
 
 KV_HEADS_TOGETHER = 8
+"""The most key heads that the backward processes at a time; fewer if these already have ``KEY_TILES_TOGETHER`` key tiles."""
 KEY_TILES_TOGETHER = 1024
-"""Number of key heads that the backward processes at a time: at most KV_HEADS_TOGETHER, with about KEY_TILES_TOGETHER key tiles.
+"""Number of key tiles, of 128 keys, from which on no further key head joins those that the backward processes at a time.
 
-Programs that run at the same time then read the same queries from the L2 cache. In a longer walk programs drift further apart,
-so fewer heads fit.
+Programs that run at the same time then read the same queries from the L2 cache. In a longer sequence programs drift further
+apart, so fewer heads fit.
 
 TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens, 16/16 heads of 128 549 / 552 / 545, 32/8 heads
 461 / 515 / 537, 32/32 heads of 64 419 / 431 / 442. With 1 / 2 / 4 / 8 heads of 128: 32,768 tokens 561 / 563 / 558 / 543, 131,072

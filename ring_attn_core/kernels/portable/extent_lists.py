@@ -42,7 +42,7 @@ def key_tiles(
     rows_ptr, extents_ptr, key_tiles_ptr, S,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the key tiles of a run that a query tile visits."""
+    """Compute and store the key tiles of a run of keys that a query tile visits, as the four numbers of ``rows.Tiles``."""
     tiles_of_run = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     program = tl.program_id(0)
     tile = program // K_RUNS % (Q_RUNS * tiles_of_run)
@@ -82,7 +82,7 @@ def intervals(
     rows_ptr, extents_ptr, key_bounds_ptr, intervals_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the key tiles of a run that a query tile visits under key extents, as intervals of tiles.
+    """Compute and store the key tiles of a run of keys that a query tile visits under key extents, as intervals of tiles.
 
     WHOLE: distinguish tiles that need no mask; without it, all tiles count as masked.
     """
