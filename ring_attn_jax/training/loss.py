@@ -87,11 +87,12 @@ def loss(
 
 
 def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
-    """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`; int32, 0-d.
+    """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`, 0-d.
 
-    ``labels``: int, any shape. For gradient accumulation, backpropagate ``loss(..., reduction="sum") / total`` of each
-    microbatch, where total is the sum of the microbatches' counts, at least 1. ``axis_name``: as in :func:`loss`; None on global
-    arrays, with any sharding. Raise ValueError if labels are not an array or the axis is not one of a shard_map.
+    The dtype is int32, or int64 under ``jax_enable_x64``. ``labels``: int, any shape. For gradient accumulation, backpropagate
+    ``loss(..., reduction="sum") / total`` of each microbatch, where total is the sum of the microbatches' counts, at least 1.
+    ``axis_name``: as in :func:`loss`; None on global arrays, with any sharding. Raise ValueError if labels are not an array or
+    the axis is not one of a shard_map.
     """
     _check_arrays({"labels": labels})
     check_number("ignore_index", ignore_index)
