@@ -60,7 +60,10 @@ class DecodeLoop:
         self._steps += 1
 
     def read(self) -> Read:
-        """Start the copy of the newest tokens to the host. Return a function that waits for the copy and returns the tokens."""
+        """Return a function that returns the newest tokens.
+
+        On CUDA start their copy to the host, for which the function waits. On a CPU call the function before the next step.
+        """
         if not self.ahead:
             return self.tokens.tolist
         if not self._sent:

@@ -1,6 +1,6 @@
 """Conversion of MultiheadAttention's attn_mask [queries, keys] to a band or extents, and a key mask.
 
-The functions under known names use ``data/dense_masks.py`` of the core instead, which has key extents too.
+The functions of ``functional/`` use ``data/dense_masks.py`` of the core instead, which finds key extents too.
 """
 
 from __future__ import annotations

@@ -1,12 +1,14 @@
 """Offloading of tensors to host memory between forward and backward.
 
-A block's tensors are copied to the host while the next block runs. They are copied back during the backward of the block after
-it. On CUDA the host memory is pinned, and the copies run on a side stream. Other devices use no side stream.
+The copy of a tensor to the host starts when its block saves it. The tensor's device memory is released, after the copy, when the
+next block saves its tensors. The tensors of block i are copied back during the backward of block i + 1. On CUDA the host memory
+is pinned, and the copies run on a side stream. Other devices use no side stream.
 
     forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
-    copies                   0 -> host    1 -> host                      1 -> device  0 -> device
+    copies      0 -> host    1 -> host    2 -> host                      1 -> device  0 -> device
+    releases                 0            1
 
-The last block's tensors are still on the device when its backward begins, so it uses them without a copy.
+The last block's tensors are still on the device when its backward begins, so it uses them without a copy back.
 """
 
 from __future__ import annotations

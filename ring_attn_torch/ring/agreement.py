@@ -58,7 +58,7 @@ class _History:
 
     ``era``: a number that distinguishes a group from a destroyed group of the same name on the same store. ``written``: the store
     keys of this rank's verdicts, not deleted yet. ``checks``: how often ``check_every_call`` was entered. ``checked``: the
-    exchanges since then; None outside of it.
+    number of exchanges inside the current ``check_every_call``; None outside of one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -79,7 +79,7 @@ class _History:
 
 
 _checked_alone: dict[Problem | AgreedCall, None] = {}
-"""The problems and calls that this process has run as a ring of one rank."""
+"""The problems and calls that this process has run without an exchange: as a ring of one rank, or in a CUDA graph capture."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
@@ -146,7 +146,7 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
 
 
 def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
-    """Return True if all ranks have run ``problem`` on this group, or if a CUDA graph capture prevents an exchange."""
+    """Return True if the ranks of this group have agreed on ``problem``, or if a CUDA graph capture prevents an exchange."""
     if group is None or ranks_of(group) == 1:
         return problem in _checked_alone or capturing(problem.device)
     return capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
