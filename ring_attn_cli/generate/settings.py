@@ -118,6 +118,6 @@ class GenerateSettings:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of ``RingTransformer.generate``, except its prompts and callbacks."""
+        """Return the arguments of ``RingTransformer.generate``, except prompts, ``cache_dtype`` and callbacks."""
         sampling = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "seed": self.seed}
         return {"max_new_tokens": self.new, "stop": self.ends, "chunk": self.chunk, **sampling}
