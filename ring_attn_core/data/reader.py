@@ -1,6 +1,6 @@
 """A reader of documents' tokens that detects changed files and counts the bytes that a rank reads.
 
-It reads only the tokens of this rank's shard. numpy is imported on first use.
+It reads only the tokens of this rank's shard, and in a striped layout the tokens between them. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Reader:
     def __init__(self, documents: tuple[Document, ...]) -> None:
         self._documents = documents
         self.bytes_read = 0
-        """Bytes of the tokens that were read from the files."""
+        """Bytes of the tokens that were returned, without those between them that a stride skips."""
         self._begin()
 
     def _begin(self) -> None:

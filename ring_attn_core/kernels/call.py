@@ -23,12 +23,12 @@ class RingCall:
     """The parameters that all launches of one ring share; ``array_names`` names the optional arrays.
 
     Shapes describe a step's shards, which a strategy may join. ``packed``: keys travel, and k and v are one array [batch, tokens,
-    kv_heads, head_dim + v_dim] with float32 gradients; otherwise k and v are two arrays. ``aligned``: one dropout counter serves
-    eight probabilities. ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some
-    queries, padding included, may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``:
-    the launcher can pass TMA descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes
-    ("forward", "backward") listed in ``portable``. ``tiles_override``: tiles that replace the result of ``choose_tiles``, for
-    comparison.
+    kv_heads, head_dim + v_dim] with float32 gradients; otherwise k and v are two arrays. ``aligned``: all runs have stride 1 and
+    start at multiples of 16, so one call of Philox serves several probabilities. ``zero_masked``: some keys may be unused
+    (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included, may see no key and hold NaN.
+    ``capability``: compute capability of the GPU, such as 90. ``tma``: the launcher can pass TMA descriptors. ``hopper``:
+    Hopper's kernels run if they take the call, except in the passes ("forward", "backward") listed in ``portable``.
+    ``tiles_override``: tiles that replace the result of ``choose_tiles``, for comparison.
     """
 
     batch: int

@@ -84,7 +84,7 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
 def config_of(theirs: Theirs) -> TransformerConfig:
     """Return the TransformerConfig of a Hugging Face config, the contents of a config.json.
 
-    Raise ValueError if the architecture is unknown or a setting is not supported; the message names the setting.
+    Raise ValueError if the architecture is unknown, or a setting is missing, invalid or not supported; the message names it.
     """
     kind = theirs.get("model_type")
     if kind is None and "vocab" in theirs:

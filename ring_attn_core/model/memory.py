@@ -236,7 +236,7 @@ def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
     """Return the largest multiple of STEP tokens per GPU that needs at most ``memory`` bytes; 0 if STEP tokens do not fit.
 
-    ``host``: bytes of host memory per GPU; None: unlimited. ``training.tokens`` is ignored.
+    ``host``: bytes of host memory per GPU; None: unlimited. ``training.tokens`` is ignored. The result is at most ``LARGEST``.
     """
 
     def fits(steps: int) -> bool:

@@ -31,7 +31,7 @@ from .checks import check_flags, check_sizes, is_number
 
 
 def _check_numbers(record: Any, least: float, *names: str) -> None:
-    """Raise ValueError if a named field of a scaling is not a number of at least ``least``."""
+    """Convert the named fields of a scaling to Python numbers. Raise ValueError if one is not finite or is below ``least``."""
     hold_numbers(record, names)
     for name in names:
         value = getattr(record, name)

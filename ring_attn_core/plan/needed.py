@@ -1,4 +1,4 @@
-"""The plan of "direct" in a balanced layout: each rank receives all keys of other ranks that its queries see, in one exchange.
+"""The plan of the strategy "direct" in a balanced layout: each rank receives all keys that its queries see in one exchange.
 
 A rank attends to its own keys while the keys of other ranks arrive, and then to the received keys, sorted by position, as one
 shard. Documents of 4, 12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
@@ -45,7 +45,11 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class NeededPlan(RingPlan):
-    """The plan of "direct" in a balanced layout. It has the shifts 0 (own keys) and 1 (the keys of all other ranks)."""
+    """The plan of the strategy "direct" in a balanced layout.
+
+    At shift 0 a rank attends to its own keys, at shift 1 to all keys that it receives. If no rank receives any, there is only
+    shift 0.
+    """
 
     by_documents: bool = False
     """True if the documents of the layout limit what queries see."""

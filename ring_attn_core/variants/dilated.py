@@ -128,8 +128,8 @@ class HeadSelection(NamedTuple):
     """The heads of an array that a pattern uses (kept heads), and the head groups that hold them.
 
     Take heads ``first`` to ``end`` (exclusive), and repeat each ``repeat`` times in place. Drop the first ``skip`` of the result;
-    the next ``selected`` heads are the kept heads. The groups form ``spread`` sets of ``together`` consecutive groups. The kept
-    heads go to the sets in turn: kept head j goes to set ``j % spread``, and is head ``j // spread`` of each group of the set.
+    the next ``selected`` are the kept heads. The groups form ``spread`` sets of ``together`` consecutive groups. Each group of
+    set ``j % spread`` has kept head j as its head ``j // spread``: with 2 sets, the groups of set 0 have kept heads 0, 2, 4 ...
     """
 
     first: int
@@ -186,7 +186,7 @@ class FoldedBatches:
 
     @property
     def spanned(self) -> int:
-        """Number of token positions from the first to the last slot of a rank."""
+        """Number of token positions that the slots of a rank span, ``dilation`` for each slot."""
         return self.slots * self.dilation
 
     @property

@@ -92,7 +92,7 @@ def allocate_steps(args, sizes: gl.constexpr):
 
 @gluon.jit
 def scout(args, shared, work, sizes: gl.constexpr):
-    """Find the query tiles that the program visits, and store the ``Steps`` of each."""
+    """Find the query tiles that the program visits, and store the data of each in ``Steps``, in shared memory."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     steps = shared.steps
     if work.steps > 0:

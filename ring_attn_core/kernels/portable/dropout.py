@@ -1,8 +1,10 @@
 """The dropout mask, computed by Philox from global positions (formulas in ring_attn_core.dropout).
 
     dropout_BH[b, h] = philox4x32((0, 0, head, batch), seed)[0]     ``stream``: the Philox key of a global batch row and head
-    words            = philox2x32((of_q, of_k), stream)             one counter serves eight probabilities
-    kept if the upper 16 bits of a rotated word >= threshold        below the threshold: the share ``dropout_rate`` of all numbers
+    words            = philox2x32((of_q, of_k), stream)             two words for the eight probabilities of a counter
+    of_q, of_k       = q_pos // 16 * 8 + q_pos % 8, k_pos // 16 * 4 + k_pos % 8 // 2
+    word             = words[q_pos // 8 % 2] rotated left by k_pos // 8 % 2 * 2 + k_pos % 2 bytes
+    kept if the upper 16 bits of word >= threshold                  threshold: ``dropout_rate`` times 2^16
 
 Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
            -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS

@@ -28,8 +28,8 @@ class KernelConstants(NamedTuple):
 
     ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale is
     folded into the exponential. ``ZERO_MASKED``: whether ``loads.keep_seen`` zeroes unused keys, which may hold NaN (0: no; 1: by
-    bools; 2: by bits). ``ALIGNED``: one dropout counter serves eight probabilities. ``PRECISION``: the precision of float32
-    products.
+    bools; 2: by bits). ``ALIGNED``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several
+    probabilities. ``PRECISION``: the precision of float32 products.
     """
 
     H: Any
