@@ -125,5 +125,5 @@ def _of_this_host() -> int:
 
 @lru_cache
 def multiprocessors() -> int:
-    """Return the number of SMs of this host's GPU. Without a GPU return 132, the number of a Hopper GPU."""
+    """Return the number of SMs of this host's GPU. Return 132, as an H100 SXM has, without a GPU or if JAX does not report it."""
     return int(getattr(jax.devices()[0], "core_count", 0) or 132) if jax.default_backend() == "gpu" else 132

@@ -18,9 +18,9 @@ from ..axes import sharded_like
 class LinearMap(nnx.Linear):
     """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the weight's dtype is: [..., in] -> [..., out].
 
-    The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``. The bias is 0. ``param_dtype``: the
-    name of the weight's and bias' dtype. ``adapter``: a function whose value for x is added to y, as in LoRA, or None. flax
-    stores the weight transposed, as ``kernel`` [in, out].
+    The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``, and the bias starts at 0.
+    ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: a function whose value for x is added to y, as in
+    LoRA, or None. flax stores the weight transposed, as ``kernel`` [in, out].
     """
 
     def __init__(

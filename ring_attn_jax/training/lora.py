@@ -37,10 +37,11 @@ class Adapter(nnx.Module):
 
 
 def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
-    """Add adapters to ``model`` that begin with ``first``: (a, b) in numpy by projection.
+    """Add adapters with the initial values ``first`` to ``model``.
 
-    Adapters are in at least float32, whatever the dtype of the weights. Differentiate and update ``nnx.LoRAParam`` only, so that
-    the weights of the model stay as they are.
+    ``first``: NumPy arrays (a, b) by the name of their projection, such as ``blocks.0.attention.q``. Adapters are
+    in at least float32, whatever the dtype of the weights. Differentiate and update ``nnx.LoRAParam`` only, so that the weights
+    of the model stay as they are.
     """
     linears = dict(_linears(model))
     for name, arrays in first.items():
