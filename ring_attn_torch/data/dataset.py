@@ -20,8 +20,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
     each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
     rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has none. But a
-    rank reads only its own tokens, plus one more token at the end of each of its runs. With ``"striped"`` it reads twice as many,
-    since all next tokens are on other ranks.
+    rank reads only its own tokens, plus one more token at the end of each of its runs. With ``"striped"`` it reads the tokens of
+    all ranks twice, for ids and for labels, because its tokens lie apart and all next tokens are on other ranks.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
@@ -123,7 +123,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     @property
     def bytes_read(self) -> int:
-        """Return the number of bytes of tokens that this process has read."""
+        """Return the number of bytes of tokens that this process has read, without those that a striped rank skips."""
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:

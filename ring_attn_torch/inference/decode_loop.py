@@ -62,7 +62,8 @@ class DecodeLoop:
     def read(self) -> Read:
         """Return a function that returns the newest tokens.
 
-        On CUDA start their copy to the host, for which the function waits. On a CPU call the function before the next step.
+        On CUDA start their copy to the host, for which the function waits. On a CPU nothing is copied: call the function before
+        the next step, which overwrites the tokens.
         """
         if not self.ahead:
             return self.tokens.tolist

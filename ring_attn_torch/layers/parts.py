@@ -12,8 +12,9 @@ from ..call.prepare import dtype_name as dtype_name
 class LinearMap(nn.Linear):
     """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the weight's dtype is: [..., in] -> [..., out].
 
-    The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``. The bias is 0. ``param_dtype``: the
-    name of the weight's and bias' dtype. ``adapter``: a module whose output for x is added to y, as in LoRA, or None.
+    The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``, and the bias starts at 0.
+    ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: a module whose output for x is added to y, as in
+    LoRA, or None.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32") -> None:

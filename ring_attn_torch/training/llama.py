@@ -58,6 +58,7 @@ def save_llama(
     ``folder`` is replaced as there.
 
     Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask that is not causal,
-    windows of several sizes, NTK or no rotary embedding, biases in other places. Raise it too if ``source`` has no tokenizer.
+    windows of several sizes, NTK or no rotary embedding, rotary embeddings that differ between layers, biases in other places.
+    Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name, ring_of(group))

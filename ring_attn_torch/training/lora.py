@@ -35,9 +35,10 @@ class Adapter(nn.Module):
 
 
 def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
-    """Freeze the weights of ``model``, and add adapters that begin with ``first``: (a, b) in numpy by projection.
+    """Freeze the weights of ``model``, and add adapters with the initial values ``first``.
 
-    Adapters are in at least float32, whatever the dtype of the weights. Call it before FSDP shards the model.
+    ``first``: NumPy arrays (a, b) by the name of their projection, such as ``blocks.0.attention.q``. Adapters are
+    in at least float32, whatever the dtype of the weights. Call it before FSDP shards the model.
     """
     model.requires_grad_(False)
     for name, arrays in first.items():

@@ -197,7 +197,7 @@ def _unknown(config: Any) -> str:
 
 
 def check_alone() -> None:
-    """Raise ValueError outside of ``sequence_parallel`` if the default group has several ranks."""
+    """Raise ValueError if the default group has several ranks. The callers run outside of ``sequence_parallel``."""
     if ranks_of(group_of(group_name(None))) > 1:
         raise ValueError(
             'attn_implementation="ring" was called outside of sequence_parallel on a group of several ranks: write "with '

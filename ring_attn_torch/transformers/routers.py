@@ -137,7 +137,10 @@ def coefficient(model: PreTrainedModel) -> float:
 
 
 def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached: bool) -> None:
-    """Raise ValueError if a call requests an auxiliary loss whose formula is unknown, or that another argument rules out."""
+    """Raise ValueError if a call requests an auxiliary loss that cannot be computed.
+
+    The reason is an unknown formula, a missing factor, or another argument. ``cached``: True if the call has a cache.
+    """
     config, asked = model.config, call_arguments.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))
     if not (in_config if asked is None else asked):
@@ -159,7 +162,7 @@ def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached
 
 
 def _unknown(model: PreTrainedModel) -> ValueError:
-    """Return the error about a model without the known auxiliary loss."""
+    """Return the error for a model whose auxiliary loss is missing or not the module's formula."""
     return ValueError(
         f"{type(model).__name__} got output_router_logits=True, in its config or its call, and computes no auxiliary loss of "
         f"routers that sequence_parallel knows: it knows that of transformers' {FUNCTION}. Set output_router_logits=False"
