@@ -23,9 +23,11 @@ def run(
     png: str | Path | None = None,
     **arguments: Any,
 ) -> Comparison:
-    """Compare ``variants`` and return the results: ``.passed`` is a bool, ``.results`` hold errors, diagnosis, seconds and bytes.
+    """Compare attention variants with a float64 reference.
 
-    ``ranks``: ring sizes, one number or several; one device is always compared too. ``repeats``: number of timed runs.
+    Return the results: ``.passed`` is a bool; ``.results`` hold errors, diagnosis, seconds and bytes. ``variants``: names in
+    ``variants.VARIANTS``, "all", or your own functions as ``module:function``. ``ranks``: ring sizes, one number or several; one
+    device is always compared too. ``framework``: "jax", "torch", or both with a comma. ``repeats``: number of timed runs.
     ``arguments``: the fields of :class:`cases.Case`, which are the options of the command; ``length``, ``heads``, ``head_dim``,
     ``dtype``, ``layout`` and ``backend`` take one value or several. ``json``, ``png``: files to write. In a script, call this
     under ``if __name__ == "__main__":``, because the processes are spawned and import the script again.

@@ -34,7 +34,10 @@ class JaxCall(NamedTuple):
 
 
 def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
-    """Answer orders for all ranks, in one JAX program, until the pipe closes."""
+    """Report this process's devices, then execute each ``Order`` of the parent for all ranks, until the pipe closes.
+
+    If there are fewer GPUs than ranks, stop after the report.
+    """
     if settings.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", settings.most)

@@ -26,7 +26,9 @@ class VariantError(ValueError):
 
 
 class Pool:
-    """A context manager that starts the processes and ends them on exit. ``kinds``: the kind of device, by framework.
+    """A context manager that starts the worker processes of each framework, and ends them on exit.
+
+    ``kinds``: the kind of device, such as "cpu" or the name of a GPU, by framework.
 
     Raise ValueError if there are fewer devices than the largest ring has ranks, and :class:`processes.Failure` if a process dies
     or does not answer within ``patience`` seconds.

@@ -46,7 +46,10 @@ class ReadyVariant(NamedTuple):
 
 
 def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
-    """Answer orders as one rank until the pipe closes."""
+    """Report this process's devices, then execute each ``Order`` of the parent as one rank, until the pipe closes.
+
+    If there are fewer GPUs than ranks, stop after the report.
+    """
     devices, kind = settings.most, "cpu"
     if settings.device == "gpu":
         devices = torch.cuda.device_count()

@@ -121,9 +121,10 @@ class Passkeys:
 class Config:
     """The config of a run.
 
-    ``out``: its folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, in place of a model made from the
-    table ``model``. ``lora``: adapters that are trained in place of its weights. ``save_every``: steps between checkpoints, of
-    which the last ``keep`` stay. Raise ValueError if a number is out of its range or values do not fit together.
+    ``out``: the run's folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, in place of a model made
+    from the table ``model``. ``lora``: adapters to train while the weights from ``init_from`` stay frozen. ``save_every``: steps
+    between checkpoints, of which the last ``keep`` stay. Raise ValueError if a number is out of its range or values do not fit
+    together.
     """
 
     out: str = "train-output"
