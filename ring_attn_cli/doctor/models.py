@@ -232,7 +232,10 @@ def _verdict(name: str) -> Verdict:
 
 
 def _model(name: str) -> tuple[Any, Any]:
-    """Return a model in eval mode and token ids, both the same on every rank. The weights are large enough that scores differ."""
+    """Return a model in eval mode and token ids, both the same on every rank. The weights are large enough that scores differ.
+
+    Raise ValueError if the model's tiny config has more than ``LARGEST`` weights.
+    """
     import torch
     import transformers
 

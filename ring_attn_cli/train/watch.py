@@ -18,7 +18,7 @@ EVERY = 10.0
 class TrainWatch:
     """A context manager that shows a progress bar with the latest step's numbers, and a line for each evaluation.
 
-    If the output is not a terminal, print a line for a step each ``EVERY`` seconds instead of the bar.
+    If the output is not a terminal, print a line for a step every ``EVERY`` seconds instead of the bar.
     """
 
     def __init__(self, config: Config, console: Console) -> None:

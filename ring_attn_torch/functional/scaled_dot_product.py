@@ -41,8 +41,9 @@ def scaled_dot_product_attention(
 ) -> Float[Tensor, "batch heads seq_local v_dim"]:
     """Compute ``torch.nn.functional.scaled_dot_product_attention`` over a ring, with gradients.
 
-    query, key, value: this rank's shards, ``[batch, heads, tokens, head_dim]``. ``is_causal``: query i sees the keys j <= i, also
-    if the lengths differ (top left). ``enable_gqa``: query head h reads key head ``h // (heads / kv_heads)``.
+    query, key, value: this rank's shards, ``[batch, heads, tokens, head_dim]``; values may have another ``head_dim``.
+    ``is_causal``: query i sees the keys j <= i, also if the lengths differ (top left). ``enable_gqa``: query head h reads head
+    ``h // (heads / kv_heads)`` of the keys.
 
     ``attn_mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, or floats of
     0 and -inf, broadcasting against [batch, heads, length, kv_length]. It must be the same for all heads. Apart from unused
