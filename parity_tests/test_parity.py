@@ -23,13 +23,12 @@ def test_frameworks_agree(gloo, case, record_property):
     record_property("worst", agree(gloo, case))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", [case for case in SPECIAL if case.dtype == "float32"], ids=str)
+@pytest.mark.parametrize("case", [each for each in one_in(2, SPECIAL) if each.values[0].dtype == "float32"], ids=str)
 def test_frameworks_agree_on_cross_attention_padding_and_odd_sizes(gloo, case, record_property):
     record_property("worst", agree(gloo, case, quick=False))
 
 
-@pytest.mark.parametrize("case", [each for each in one_in(3, COMBINATIONS) if each.values[0].dtype == "float32"], ids=str)
+@pytest.mark.parametrize("case", [each for each in one_in(5, COMBINATIONS) if each.values[0].dtype == "float32"], ids=str)
 def test_frameworks_agree_on_features_together(gloo, case, record_property):
     """Those that the tests of the ring have computed in either framework."""
     record_property("worst", agree(gloo, case))

@@ -35,9 +35,9 @@ def test_the_rest_of_the_grid_is_exact(case):
     check(case, run(case))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", SPECIAL, ids=str)
+@pytest.mark.parametrize("case", one_in(2, SPECIAL), ids=str)
 def test_cross_attention_padding_and_odd_sizes_are_exact(case):
+    """Compiled as users compile; parity_tests/test_parity.py compares the same results."""
     check(case, run(case, quick=False))
 
 
@@ -70,7 +70,7 @@ def test_future_tokens_change_nothing_on_any_rank(layout):
     check_future_unseen(run(case), run.__wrapped__(case.with_other_future(20)), 20, case.length)
 
 
-@pytest.mark.parametrize("case", one_in(3, COMBINATIONS), ids=str)
+@pytest.mark.parametrize("case", one_in(5, COMBINATIONS), ids=str)
 def test_any_two_features_together_are_exact(case):
     check(case, run(case))
 
@@ -150,6 +150,6 @@ def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
     check(case, run(case))
 
 
-@pytest.mark.parametrize("problems", first([4, 15], 0, 1, "campaign"))
+@pytest.mark.parametrize("problems", first([2, 15], 0, 1, "campaign"))
 def test_random_problems_are_exact(problems):
     fuzz(run_once, problems)
