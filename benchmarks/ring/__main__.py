@@ -4,6 +4,7 @@
     python -m benchmarks.ring --strategy ring pull     only these strategies
     python -m benchmarks.ring --mask documents --layout zigzag balanced
     python -m benchmarks.ring --table                  the calls of the stored result
+    python -m benchmarks.ring --framework jax --processes 1 4   JAX in one process, then in one process a GPU (jax.distributed)
     python -m benchmarks.ring --cpu 4 --tokens 256     on four CPU ranks, to see that it runs
 
 bfloat16, random normal. ``tokens`` counts tokens of a GPU, and TFLOP/s those of a GPU: visible pairs only, a backward as
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from itertools import product
 from typing import Any
 
 import torch
@@ -43,10 +45,12 @@ def rows(options: Namespace, calls: list[Call]) -> Iterator[dict[str, Any]]:
     ranks = options.cpu or torch.cuda.device_count()
     dtype = "float32" if options.cpu else "bfloat16"
     for framework in options.framework:
-        for call in calls:  # each in fresh processes: a call that fails loses only its own rows
+        for call, processes in product(calls, options.processes if framework == "jax" else [ranks]):
+            # each in fresh processes: a call that fails loses only its own rows
             problem = Problem([list(call)], options.rounds, not options.no_peers, dtype, options.strategy)
-            found = harness.run_ranks(f"benchmarks.ring.in_{framework}", problem, ranks, bool(options.cpu))
-            yield from ({"framework": framework, "ranks": ranks, **row} for row in found[0])
+            module = f"benchmarks.ring.in_{framework}"
+            found = harness.run_ranks(module, problem, ranks, bool(options.cpu), processes=processes)
+            yield from ({"framework": framework, "ranks": ranks, "processes": processes, **row} for row in found[0])
 
 
 if __name__ == "__main__":
@@ -59,6 +63,7 @@ if __name__ == "__main__":
         mask={mask: mask == "causal" for mask in MASKS},
         layout={layout: layout == "zigzag" for layout in LAYOUTS},
         strategy=[*TRAVELLING],
+        processes=(1,),
         table=False,
         no_peers=False,
         cpu=0,

@@ -1,4 +1,4 @@
-"""The calls in JAX: one process drives all ranks."""
+"""The calls in JAX: one process drives all ranks, or each of several processes its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import NamedSharding, P
+from jax.experimental import multihost_utils
 
 from ring_attn_jax import ring_attention
 from ring_attn_jax.ring.strategies import ring as of_ring
@@ -70,10 +72,15 @@ class Ring:
             self.errors[name] = float(norm(out - self.first) / norm(self.first))
 
 
+def slowest(seconds: float) -> float:
+    """Return the seconds of the slowest process."""
+    return float(multihost_utils.process_allgather(np.float32(seconds)).max())
+
+
 def run(problem: Problem, ranks: int) -> list[dict[str, Any]]:
     """Return the rows of all calls."""
     found: list[dict[str, Any]] = []
-    mesh, lone = jax.make_mesh((ranks,), ("seq",)), jax.make_mesh((1,), ("seq",), devices=jax.devices()[:1])
+    mesh, lone = jax.make_mesh((ranks,), ("seq",)), jax.make_mesh((1,), ("seq",), devices=jax.local_devices()[:1])
     for fields in problem.calls:
         call = Call(*fields)  # type: ignore[arg-type]
         ring = Ring(call, problem, ranks)
@@ -84,6 +91,6 @@ def run(problem: Problem, ranks: int) -> list[dict[str, Any]]:
             ring.add(STILL, mesh, arrays)
         same = call._replace(tokens=call.alone(ranks), mask="causal" if call.mask == "documents" else call.mask)
         ring.add(ALONE, lone, ring.arrays(lone, same.tokens), same)
-        rows = rates(take_turns(ring.works, problem.rounds), ring.flops)
+        rows = rates(take_turns(ring.works, problem.rounds, slowest=slowest), ring.flops)
         found += [{"call": str(call), **row, "beside the ring": ring.errors.get(str(row["candidate"]), 0.0)} for row in rows]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -70,13 +71,20 @@ def table(rows: list[dict[str, Any]], title: str = "") -> Table:
     return found
 
 
-def run_ranks(module: str, problem: Any, ranks: int, cpu: bool, environment: Mapping[str, str] | None = None) -> list[Any]:
-    """Call ``run(problem, place)`` of a module in fresh processes, one per rank or one for all in JAX; return the results.
+def run_ranks(
+    module: str, problem: Any, ranks: int, cpu: bool, environment: Mapping[str, str] | None = None, processes: int = 1
+) -> list[Any]:
+    """Call ``run(problem, place)`` of a module in fresh processes, one per rank in PyTorch; return the results.
 
-    ``module``: a name that ends in "_torch" or "_jax". ``place``: a rank's device in PyTorch, the number of devices in JAX.
+    ``module``: a name that ends in "_jax", or any other for PyTorch. ``place``: a rank's device in PyTorch, the number of devices
+    in JAX. ``processes``: in JAX, the number of processes that share the devices equally.
     """
-    given = {"module": module, "problem": problem._asdict(), "ranks": ranks, "cpu": cpu}
-    return run_fresh("benchmarks.support.rank", given, 1 if module.endswith("jax") else ranks, environment)
+    given = {"module": module, "problem": problem._asdict(), "ranks": ranks, "cpu": cpu, "processes": processes}
+    if processes > 1:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            given["coordinator"] = f"localhost:{free.getsockname()[1]}"
+    return run_fresh("benchmarks.support.rank", given, processes if module.endswith("jax") else ranks, environment)
 
 
 def of_steps(found: list[dict[str, Any]], tokens: int, flops: float) -> dict[str, Any]:

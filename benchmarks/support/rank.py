@@ -1,4 +1,4 @@
-"""A fresh process of a benchmark, a rank in PyTorch or all ranks in JAX: it calls ``run(problem, place)`` of a module."""
+"""A fresh process of a benchmark, a rank in PyTorch or some ranks in JAX: it calls ``run(problem, place)`` of a module."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ def in_torch(given: dict[str, Any]) -> Any:
 
 
 def in_jax(given: dict[str, Any]) -> Any:
-    """Run on all devices of this process; on a CPU there are as many as ranks."""
+    """Run on all devices; on a CPU there are as many as ranks. Several processes hold equally many devices each."""
     import jax
 
+    processes, rank = given["processes"], given["rank"]
+    each = given["ranks"] // processes
     if given["cpu"]:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", given["ranks"])
+        jax.config.update("jax_num_cpu_devices", each)
+    if processes > 1:
+        local = None if given["cpu"] else [*range(rank * each, (rank + 1) * each)]
+        jax.distributed.initialize(given["coordinator"], processes, rank, local)
     return _run(given, given["ranks"])
 
 
