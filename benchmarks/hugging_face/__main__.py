@@ -5,9 +5,10 @@
 A row is model:attention:layers:tokens per GPU, with ``:offload`` if the kept activations are offloaded to host memory. One
 sequence over all GPUs of this host, zigzag; weights, gradients and AdamW's moments in float32, sharded over the same GPUs
 (FSDP2); layers computed in bfloat16 and recomputed in the backward; gradients clipped by their global norm. "ring" enters
-``sequence_parallel`` with loss_chunk=4096. Any other attention is transformers' own, with a loss that holds all logits, and runs
-on one GPU. Random weights and ids; the median of several steps after a warm-up step. Model TFLOP/s count a token's operations in
-products and in visible pairs (problem.py), and nothing for recomputation.
+``sequence_parallel`` with loss_chunk=4096. "accelerate" is transformers' sdpa under accelerate's context parallelism, with a
+loss that holds all logits of a GPU's tokens. Any other attention is transformers' own, with a loss that holds all logits, and
+runs on one GPU. Random weights and ids; the median of several steps after a warm-up step. Model TFLOP/s count a token's
+operations in products and in visible pairs (problem.py), and nothing for recomputation.
 
 Prediction and measurements: results/README.md.
 """
@@ -36,8 +37,9 @@ def steps(options: Namespace) -> Iterator[dict[str, Any]]:
     for row in options.rows:
         model, attention, layers, tokens, *rest = row.split(":")
         problem = Problem(model, attention, int(layers), int(tokens), options.steps, rest == ["offload"], options.tiny)
-        gpus = 1 if attention != "ring" else 2 if options.tiny else torch.cuda.device_count()
-        found = harness.run_ranks("benchmarks.hugging_face.in_torch", problem, gpus, options.tiny)
+        gpus = 1 if attention not in ("ring", "accelerate") else 2 if options.tiny else torch.cuda.device_count()
+        module = "in_accelerate" if attention == "accelerate" else "in_torch"
+        found = harness.run_ranks(f"benchmarks.hugging_face.{module}", problem, gpus, options.tiny)
         facts = {"model": model, "attention": attention, "layers": problem.layers, "tokens a GPU": problem.tokens, "gpus": gpus}
         yield facts | harness.of_steps(found, problem.tokens, found[0]["flops"])
 

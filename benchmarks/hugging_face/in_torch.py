@@ -24,8 +24,6 @@ def made(problem: Problem, length: int, device: torch.device) -> PreTrainedModel
     mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ring",))
     with torch.device("meta"):
         model = on_meta(problem, length)
-    options: dict[str, Any] = {"offload": True} if problem.offload else {}
-    model.activation_checkpointing_enable(**options)
     policy = MixedPrecisionPolicy() if problem.tiny else MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)

@@ -12,8 +12,8 @@ CLIP, LEARNING_RATE, LOSS_CHUNK = 1.0, 1e-5, 4096
 class Problem(NamedTuple):
     """One row of the benchmark.
 
-    ``model``: a name of MODELS. ``attention``: "ring" or one of transformers' own. ``tokens``: per GPU. ``steps``: timed steps
-    after the warm-up step.
+    ``model``: a name of MODELS. ``attention``: "ring", "accelerate" or one of transformers' own. ``tokens``: per GPU. ``steps``:
+    timed steps after the warm-up step.
     """
 
     model: str
@@ -52,9 +52,13 @@ MODELS = {"qwen3-8b": qwen3_8b, "gpt-oss-20b": gpt_oss_20b}
 
 
 def made(problem: Problem, length: int) -> PreTrainedModel:
-    """Build the model; call it under ``torch.device("meta")``. ``length``: tokens of the global sequence."""
+    """Build the model on torch's default device, with recomputed layers. ``length``: tokens of the global sequence."""
     config = MODELS[problem.model](problem.layers, length, problem.tiny)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=problem.attention)
+    attention = "sdpa" if problem.attention == "accelerate" else problem.attention
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    options: dict[str, Any] = {"offload": True} if problem.offload else {}
+    model.activation_checkpointing_enable(**options)
+    return model
 
 
 def flops_per_token(config: PretrainedConfig, length: int) -> float:
