@@ -1,6 +1,8 @@
 """What does a prompt save that is computed once for all its completions, in attention and in a layer?
 
     python -m benchmarks.trees [--prompt 16384] [--completions 16] [--length 1024]
+    python -m benchmarks.trees --ring                          attention over all GPUs of this host, PyTorch
+    python -m benchmarks.trees --ring --cpu 4 --prompt 256 --completions 8 --length 64   on CPU ranks, to see that it runs
 
 One GPU, bfloat16, 32 query heads and 8 key heads of 128. The tree is one row: the prompt, then its completions. Beside it run a
 causal row of as many tokens, which shows what rate the kernels reach without key extents, and the rollouts one by one, each with
@@ -14,6 +16,9 @@ Prediction (prompt of 16,384, 16 completions of 1,024):
   faster than one by one, and the layer between that and 8.5 times.
 
 Measured: results/trees-h100.json, discussed in docs/trees.md.
+
+"--ring": the tree in a balanced layout, by several strategies. Beside it the rollouts one by one, each over the ring in zigzag,
+or shared out: each GPU computes its part of the rollouts alone, without communication. Times are of all rollouts.
 """
 
 from __future__ import annotations
@@ -31,11 +36,13 @@ from jax.sharding import Mesh, PartitionSpec
 import ring_attn_jax
 from ring_attn_core import causal
 from ring_attn_core.data.trees import TreeExtents
+from ring_attn_core.problem.strategies import PEERS
 from ring_attn_torch import RingTransformer, ring_attention, tree_extents
 
 from ..kernel.candidates import Case, of_jax, of_torch
 from ..support import harness
 from ..support.turns import Work, peak_bytes, take_turns
+from .in_torch import Problem
 
 HEADS: dict[str, Any] = {"heads": 32, "kv_heads": 8}
 CHOICES = "causal row", "tree", "one by one"
@@ -75,6 +82,26 @@ def visible(options: Namespace) -> int:
     """Return the number of visible pairs of the tree."""
     own = lambda tokens: causal().area(tokens, tokens)
     return own(options.prompt) + options.completions * (own(options.length) + options.prompt * options.length)
+
+
+def over_ranks(options: Namespace) -> Iterator[dict[str, Any]]:
+    """Yield milliseconds and rates of attention over all GPUs. TFLOP/s are those of a GPU."""
+    ranks, dtype = options.cpu or torch.cuda.device_count(), "float32" if options.cpu else "bfloat16"
+    case = Case(**HEADS, tokens=1)
+    strategies = [name for name in options.strategy if not (options.cpu and name in PEERS)]
+    sizes = options.prompt, options.completions, options.length, case.heads, case.kv_heads, case.dim, options.rounds
+    found = harness.run_ranks("benchmarks.trees.in_torch", Problem(*sizes, strategies, dtype), ranks, bool(options.cpu))[0]
+    own = causal().area(*2 * [options.prompt + options.length])
+    for name, times in found.items():
+        pairs = (visible(options) if name.startswith("tree") else options.completions * own) * case.heads * case.dim / ranks
+        row: dict[str, Any] = {"framework": "torch", "ranks": ranks, "candidate": name}
+        for index, (each, products) in enumerate((("forward", 4), ("backward", 10))):
+            row |= {
+                f"{each} ms": round(1e3 * times[index], 3),
+                f"{each} TFLOP/s": round(products * pairs / times[index] / 1e12, 1),
+            }
+            row[f"{each}, times shared out"] = round(found["one by one, shared out"][index] / times[index], 2)
+        yield row
 
 
 def _tree(options: Namespace) -> TreeExtents:
@@ -123,6 +150,9 @@ def _step(model: RingTransformer, tokens: int, given: dict[str, torch.Tensor]) -
 
 
 def rows(options: Namespace) -> Iterator[dict[str, Any]]:
+    if options.ring:
+        yield from over_ranks(options)
+        return
     for framework in options.framework:
         yield from attention(options, framework)
     yield from layer(options)
@@ -130,5 +160,6 @@ def rows(options: Namespace) -> Iterator[dict[str, Any]]:
 
 if __name__ == "__main__":
     sizes = {"prompt": 16384, "completions": 16, "length": 1024}
-    options = harness.options(__doc__, framework=[*harness.FRAMEWORKS], **sizes, rounds=7, out="trees-h100")
+    over: dict[str, Any] = {"ring": False, "cpu": 0, "strategy": ("ring", "direct", "push")}
+    options = harness.options(__doc__, framework=[*harness.FRAMEWORKS], **sizes, **over, rounds=7, out="trees-h100")
     harness.record(__doc__, options.out, "rows", rows(options))
