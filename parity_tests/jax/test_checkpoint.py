@@ -21,13 +21,15 @@ pytest.importorskip("orbax.checkpoint")
 import jax.numpy as jnp  # noqa: E402
 
 from ring_attn_core.model.config import TransformerConfig  # noqa: E402
-from ring_attn_jax import Checkpoints, RingTransformer  # noqa: E402
+from ring_attn_jax import Checkpoints, RingTransformer, save_weights  # noqa: E402
 
 from ..support.full_disk import full_disk  # noqa: E402
 from ..support.models import TRANSFORMER  # noqa: E402
 from .ring import mesh_of  # noqa: E402
 
 STEPS = 5
+WIDE = 200_000
+"""A width whose arrays take longer to write than the next step to begin."""
 # Of tasks that orbax leaves when a read or a write fails: they end when they are collected, which may be in a later test.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -55,10 +57,12 @@ def made(seed: int = 0, width: int = 8) -> tuple[Any, Any]:
     return model, nnx.Optimizer(model, optax.adamw(optax.cosine_decay_schedule(1e-2, 10)), wrt=nnx.Param)
 
 
-@nnx.jit
-def train_step(model: Noisy, optimizer: Any) -> None:
-    x = jax.random.normal(model.rngs(), (3, 8))
+def step(model: Noisy, optimizer: Any) -> None:
+    x = jax.random.normal(model.rngs(), (3, model.map.in_features))
     optimizer.update(model, nnx.grad(lambda model: jnp.square(model.map(x)).mean(), argnums=nnx.DiffState(0, nnx.Param))(model))
+
+
+train_step, donating_step = nnx.jit(step), nnx.jit(step, donate_argnums=(0, 1))
 
 
 def arrays(*modules: Any) -> list[np.ndarray]:
@@ -95,6 +99,45 @@ def test_a_resumed_run_ends_in_the_same_bits(tmp_path):
     model, optimizer = made(2)
     assert checkpoints.resume(model, optimizer) == (5, json.dumps({"batch": 4}), {})
     checkpoints.close()
+
+
+def test_a_save_reads_no_array_after_it_returns(tmp_path):
+    """The next step donates them, or they are deleted; a resumption needs no value of theirs either."""
+    model, optimizer = made(0, WIDE)
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(1, model, optimizer)
+    donating_step(model, optimizer)
+    checkpoints.save(2, model, optimizer)
+    for x in jax.tree.leaves([nnx.state(model, nnx.Param), nnx.state(optimizer)]):
+        x.delete()
+    checkpoints.wait()
+    with pytest.raises(
+        ValueError, match=r"^model\.map\.\w+ was deleted, as a donated array is: pass the one that took its place"
+    ):
+        checkpoints.save(3, model, optimizer)
+    expected = made(0, WIDE)
+    for number in (1, 2):
+        other = made(number, WIDE)
+        for x in jax.tree.leaves(nnx.state(other[1])):
+            x.delete()
+        if number == 1:
+            (tmp_path / "step_2").rename(tmp_path / "put_aside")
+        checkpoints.resume(*other)
+        assert_equal(arrays(*other), arrays(*expected))
+        if number == 1:
+            (tmp_path / "put_aside").rename(tmp_path / "step_2")
+            train_step(*expected)
+    checkpoints.resume(model, optimizer)
+    assert_equal(arrays(model, optimizer), arrays(*expected))
+    checkpoints.close()
+
+
+def test_weights_that_were_deleted_are_named_and_nothing_is_saved(tmp_path):
+    model = RingTransformer(**TRANSFORMER, rngs=nnx.Rngs(0))
+    model.embed.embedding.get_value().delete()
+    with pytest.raises(ValueError, match=r"^embed\.\w+ was deleted, as a donated array is: pass the one that took its place"):
+        save_weights(model, tmp_path / "weights")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_full_disk_is_told_and_loses_nothing(tmp_path):

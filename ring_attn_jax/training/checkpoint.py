@@ -22,7 +22,7 @@ from ring_attn_core.model.progress import ResumePoint, check_arrays, check_keep,
 
 from ..layers.transformer import RingTransformer
 from .checkpoint_files import EARLIER, CheckpointFiles, kinds_of, run_of
-from .ranks import agreed, by_process, check_kinds
+from .ranks import agreed, by_process, check_exists, check_kinds
 
 
 class Checkpoints:
@@ -66,11 +66,13 @@ class Checkpoints:
 
         ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as seeds. Only
         the first process's ``data`` and ``more`` are saved. All nnx variables of ``model`` and ``optimizer`` are saved,
-        ``nnx.Rngs`` included. The call first waits for the previous save.
+        ``nnx.Rngs`` included. The call first waits for the previous save. It reads no array after it returns, so the next step
+        may donate them.
 
         Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
-        dtypes of the model or optimizer differ between processes (``check_ranks`` compares the values), another run saves in the
-        folder, some processes do not see the first one's folder, or ``close`` was called; the error is the same in each process.
+        dtypes of the model or optimizer differ between processes (``check_ranks`` compares the values), an array was
+        deleted, another run saves in the folder, some processes do not see the first one's folder, or ``close`` was called; the
+        error is the same in each process.
         Raise OSError in each process if the previous save has failed, and only in those processes that cannot start to write.
         """
         self.wait()
@@ -81,7 +83,10 @@ class Checkpoints:
             if self._is_closed:
                 raise ValueError(f"these Checkpoints of {self.folder} are closed: make new ones to save")
             run.update(described(ResumePoint(step, data, more or {}), _config(model)), optimizer=optimizer is not None)
-            arrays.update({name: _plain(variable.get_value()) for name, (_, variable) in _variables(model, optimizer).items()})
+            values = {name: variable.get_value() for name, (_, variable) in _variables(model, optimizer).items()}
+            for name, x in values.items():
+                check_exists(name, x)
+            arrays.update({name: _plain(x) for name, x in values.items()})
             run.update(optimizer_class=_class_of(optimizer))
 
         agreed(prepare, step=step, optimizer=_class_of(optimizer))
@@ -114,6 +119,9 @@ class Checkpoints:
 
         Without a checkpoint return None and change nothing. Arrays keep their shardings. The result holds the ``step``, ``data``
         and ``more`` that were passed to ``save`` ({} if no ``more`` was); pass ``data`` to ``dataset.resume``.
+
+        The values of arrays are not read, except those of random keys. So the devices hold one copy of a large model if its
+        arrays are deleted before (``x.delete()``).
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
         file (delete its folder to resume from the one before); or if processes see different checkpoints. Then nothing changes,

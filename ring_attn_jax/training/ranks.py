@@ -77,9 +77,14 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{name} is traced and has no value yet: call check_ranks outside of jit, grad and shard_map")
         if not isinstance(x, jax.Array):
             check_plain(name, x, "a pytree of jax arrays")
-        elif x.is_deleted():
-            raise ValueError(f"{name} was deleted, as a donated array is: pass the one that took its place")
+        check_exists(name, x)
         yield name, x
+
+
+def check_exists(name: str, x: Any) -> None:
+    """Raise ValueError if ``x`` is an array that was deleted or donated."""
+    if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
+        raise ValueError(f"{name} was deleted, as a donated array is: pass the one that took its place")
 
 
 def _replicas(x: Any) -> list[Replica]:

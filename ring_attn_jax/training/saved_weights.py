@@ -26,7 +26,7 @@ from ring_attn_core.model.weight_saving import check_savable, replacing, write
 
 from ..layers.parts import dtype_name
 from ..layers.transformer import RingTransformer
-from .ranks import agreed, check_kinds, together
+from .ranks import agreed, check_exists, check_kinds, together
 from .weights import _parameters, _turned
 
 LOADING = "loading weights"
@@ -154,6 +154,7 @@ def save_folder(
         arrays.update({name: p.get_value() for name, (_, p) in _parameters(model).items()})
         for name, x in arrays.items():
             check_savable(name, str(x.dtype), valued=isinstance(x, jax.Array | np.ndarray))
+            check_exists(name, x)
 
     def saved() -> None:
         weights, error = _whole(model), None
