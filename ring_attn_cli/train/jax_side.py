@@ -115,7 +115,10 @@ class StaticArguments(NamedTuple):
 
 
 class JaxTrainer:
-    """The model and the optimizer of a run in JAX over a mesh, with the computations of training and evaluation."""
+    """The model and the optimizer of a run in JAX over a mesh, with the computations of training and evaluation.
+
+    A step donates all arrays of both, so that XLA writes the new ones in their place: an array from before a step is deleted.
+    """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
         self._config, self._mesh = config, mesh
@@ -129,7 +132,7 @@ class JaxTrainer:
         self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=trained)
         self._place(self._optimizer)
         options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
-        self._step = jax.jit(_step, static_argnames=("graph", "how"), compiler_options=options)
+        self._step = jax.jit(_step, static_argnames=("graph", "how"), donate_argnames="state", compiler_options=options)
 
     def _made(self) -> RingTransformer:
         """Load the model of ``init_from``, or make one with the same initial weights as in PyTorch. Add the adapters of LoRA."""
@@ -165,13 +168,13 @@ class JaxTrainer:
         return TrainStep(float(value), float(norm))
 
     def losses(self, microbatch: Shard, ends: list[int]) -> Iterator[tuple[float, int]]:
-        sums, counts = _losses(self._model, self._placed([microbatch]), tuple(ends), self._how(microbatch))
+        sums, counts = _losses(*nnx.split(self._model), self._placed([microbatch]), tuple(ends), self._how(microbatch))
         return zip(np.asarray(sums).tolist(), np.asarray(counts).tolist(), strict=True)
 
     def wrong(self, microbatch: Shard) -> list[int]:
         labels = np.asarray(microbatch.labels)
         rows, tokens = np.nonzero(labels != -100)
-        best = _best(self._model, self._placed([microbatch]), (rows, tokens), self._how(microbatch))
+        best = _best(*nnx.split(self._model), self._placed([microbatch]), (rows, tokens), self._how(microbatch))
         missed = np.asarray(best) != labels[rows, tokens]
         return np.bincount(rows, missed, len(labels)).astype(int).tolist()
 
@@ -213,6 +216,10 @@ class JaxSide(JaxTrainer):
         self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
 
     def resume(self) -> ResumePoint | None:
+        """Load the newest checkpoint. Free the first weights and moments before, so that there is one copy on the devices."""
+        if self._checkpoints.steps():
+            for x in jax.tree.leaves(nnx.state((self._model, self._optimizer))):
+                x.delete()
         return self._checkpoints.resume(self._model, self._optimizer)
 
     def save(self, step: int, data: str) -> None:
@@ -260,9 +267,9 @@ def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArgu
     return value, norm, state
 
 
-@partial(nnx.jit, static_argnames=("ends", "how"))
-def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: StaticArguments) -> tuple[jax.Array, jax.Array]:
-    one = jax.tree.map(lambda x: x[0], batch)
+@partial(jax.jit, static_argnames=("graph", "ends", "how"))  # nnx.jit would return a copy of the weights
+def _losses(graph: Any, state: Any, batch: Batch, ends: tuple[int, ...], how: StaticArguments) -> tuple[jax.Array, jax.Array]:
+    model, one = nnx.merge(graph, state), jax.tree.map(lambda x: x[0], batch)
     hidden, before = _hidden(model, one, how), one.positions - one.extents[..., 0]
     sums, counts = [], []
     for begin, end in zip((0, *ends), ends, strict=False):
@@ -272,8 +279,9 @@ def _losses(model: RingTransformer, batch: Batch, ends: tuple[int, ...], how: St
     return jnp.stack(sums), jnp.stack(counts)
 
 
-@partial(nnx.jit, static_argnames=("how",))
-def _best(model: RingTransformer, batch: Batch, where: tuple[Any, Any], how: StaticArguments) -> jax.Array:
+@partial(jax.jit, static_argnames=("graph", "how"))
+def _best(graph: Any, state: Any, batch: Batch, where: tuple[Any, Any], how: StaticArguments) -> jax.Array:
+    model = nnx.merge(graph, state)
     hidden = _hidden(model, jax.tree.map(lambda x: x[0], batch), how)[where]
     best = (hidden @ model.head_weight.astype(hidden.dtype).T).argmax(-1)
     return jax.lax.with_sharding_constraint(best, NamedSharding(how.mesh, PartitionSpec()))  # replicated for all processes
