@@ -3,6 +3,8 @@
 python examples/jax_train.py
 """
 
+from functools import partial
+
 import jax
 import optax
 from flax import nnx
@@ -20,7 +22,7 @@ ids = jax.random.randint(jax.random.key(0), (4, 101), 0, 256)
 batch = shard_batch(ids, "zigzag", ranks=2)  # no rank: all shards side by side, in layout order; labels end in -100
 
 
-@nnx.jit
+@partial(nnx.jit, donate_argnums=(0, 1))  # new weights and moments are written in place of the old
 def train_step(model, optimizer, batch_ids, labels, positions):
     objective = lambda model: loss(model(batch_ids, positions, batch.length), labels, axis_name=None)  # whole arrays: no axis
     value, gradients = nnx.value_and_grad(objective)(model)

@@ -8,6 +8,7 @@ Started again, it resumes from its newest checkpoint. torch_train_lm.py takes th
 import itertools
 import sys
 import sysconfig
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ batches = iter(data)
 there = jax.NamedSharding(mesh, jax.P(None, None, "seq"))  # [microbatch, rows, tokens]
 
 
-@nnx.jit
+@partial(nnx.jit, donate_argnums=(0, 1))  # new weights and moments are written in place of the old
 def train_step(model, optimizer, microbatches):
     graph, weights = nnx.split(model, nnx.Param)
     total = (microbatches["labels"] != -100).sum()  # of all microbatches: each label weighs the same
