@@ -18,6 +18,7 @@ from ring_attn_cli.train import data
 from ring_attn_cli.train.config import Config, Data, Passkeys, RingConfig
 from ring_attn_core.data.batches import documents_of
 from ring_attn_core.data.chat import ChatTemplate, inside, template_files
+from ring_attn_core.data.tool_calls import ChatRow
 
 from ..support import corpus
 
@@ -190,7 +191,7 @@ WRONG: dict[str, tuple[str | None, Any, str]] = {
     "shortened": (LATER, CHATS[2], r"row 1: .* writes message 2 in another way if others follow, so .* pass chat=\"all\""),
     "a text": (CHATML, "hello", r"row 1: a chat must be a list of messages, got 'hello'"),
     "no role": (CHATML, [{"content": "x"}], r"row 1: a message must be like .*\"role\": \"user\".* got dict"),
-    "a noncharacter": (CHATML, [{"role": "user", "content": "\ufdd0"}], r"row 1: a message holds U\+FDD0"),
+    "a noncharacter": (CHATML, [{"role": "user", "content": "\ufdd0"}], r"row 1: a message or a tool holds U\+FDD0"),
     "half a letter": (CHATML, [{"role": "user", "content": "\ud800"}], r"row 1: the chat is not Unicode text"),
     "no assistant": (CHATML, [USER], r"chats.jsonl has no token of an assistant, which alone have labels"),
     "the sandbox": ("{{ messages.__class__.__mro__ }}", [USER], r"row 1: .* refuses it: access to attribute '__class__'"),
@@ -221,10 +222,10 @@ def test_arguments_that_do_not_go_with_chats_are_refused(tmp_path: Path, monkeyp
     parquet = write(tmp_path / "parquet", kind=".parquet")
     with pytest.raises(ValueError, match="column 'messages' must hold texts, got list"):
         tokens_of(parquet, tokenizer=tokenizer)
-    template = ChatTemplate(template_files(tokenizer), parts=False)
+    template, row = ChatTemplate(template_files(tokenizer), parts=False), ChatRow(CHATS[0], None)
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(ModuleNotFoundError, match=r"chat= needs jinja2: run pip install 'ring-attn\[data\]'"):
-        template.text_of(CHATS[0], "row 1")
+        template.text_of(row, "row 1")
 
 
 def test_a_run_checks_its_chats_before_it_starts(tmp_path: Path):

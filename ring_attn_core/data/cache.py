@@ -92,7 +92,7 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None, t
     if any(map(records.is_records, files)):  # the key of a folder of texts stays that of older versions
         what.append(("column", settings.column))
     if template is not None:
-        what.append(("chat", settings.chat, template.template, template.special))
+        what.append(("chat and tools", settings.chat, template.template, template.for_tools, template.special))
     return sha256(json.dumps(what).encode()).hexdigest()[:32]
 
 

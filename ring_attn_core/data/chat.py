@@ -1,6 +1,6 @@
 """Chats as texts: a tokenizer's chat template writes the messages of a row as one text and marks the assistant's parts.
 
-A template is a program in Jinja. jinja2, imported on first use, runs it in its sandbox. It sees ``messages``,
+A template is a program in Jinja. jinja2, imported on first use, runs it in its sandbox. It sees ``messages``, ``tools``,
 ``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers, but no ``strftime_now``: the date would
 make other tokens every day. The text inside ``{% generation %}`` blocks is the assistant's. If a template has no such block, the
 assistant's part is the text that the template adds for the message after the generation prompt.
@@ -17,12 +17,16 @@ from typing import Any, NamedTuple
 
 from ..files import parse_json, read_bytes
 from ..validation import in_words, missing_package
+from .tool_calls import CALLS, TOOLS, ChatRow, tools_of, with_calls
 
 CHOICES = "all", "assistant"
 """The values of ``chat``: all tokens of a chat have labels, or only the assistant's."""
 
 TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
 """The files beside a tokenizer.json that may hold its chat template."""
+
+FOR_TOOLS = "tool_use"
+"""The name of a template that transformers takes for chats with tools, if a tokenizer has several templates."""
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around the assistant's parts of a text while it is written: two noncharacters of Unicode, refused in messages."""
@@ -38,6 +42,8 @@ class TemplateFiles(NamedTuple):
     template: str
     special: tuple[tuple[str, str], ...]
     """The special tokens by name, such as ("eos_token", "</s>")."""
+    for_tools: str | None
+    """The template of chats with tools; None if it is ``template``."""
 
 
 def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
@@ -47,15 +53,16 @@ def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
     """
     folder = Path(tokenizer)
     folder = folder if folder.is_dir() else folder.parent
-    path, config = folder / TEMPLATE, folder / CONFIG
+    path, config, tool_use = folder / TEMPLATE, folder / CONFIG, folder / "additional_chat_templates" / f"{FOR_TOOLS}.jinja"
     try:
+        for_tools = read_bytes(tool_use).decode() if tool_use.exists() else None
         settings = parse_json(read_bytes(config)) if config.exists() else {}
         template = read_bytes(path).decode() if path.exists() else settings.get("chat_template")
     except (OSError, ValueError, AttributeError) as error:
         raise ValueError(f"the chat template in {folder} cannot be read ({error}): mend {TEMPLATE} or {CONFIG}") from error
     if isinstance(template, list):  # several templates, each with a name
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-        template = named.get("default")
+        template, for_tools = named.get("default"), for_tools or named.get(FOR_TOOLS)
     if not isinstance(template, str):
         raise ValueError(
             f'the tokenizer in {folder} has no chat template, neither {TEMPLATE} nor a "chat_template" in {CONFIG}: take the '
@@ -64,7 +71,7 @@ def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
     text = lambda x: x.get("content") if isinstance(x, dict) else x
     special = {name: text(x) for name, x in settings.items() if name.endswith("_token")}
     found = tuple(sorted((name, x) for name, x in special.items() if isinstance(x, str)))
-    return TemplateFiles(str(path if path.exists() else config), template, found)
+    return TemplateFiles(str(path if path.exists() else config), template, found, for_tools)
 
 
 class ChatTemplate:
@@ -72,10 +79,11 @@ class ChatTemplate:
 
     def __init__(self, files: TemplateFiles, parts: bool) -> None:
         self._files, self._parts = files, parts
-        self._marked = bool(re.search(r"\{%[-+]?\s*generation\b", files.template))
+        self._sources = files.template, files.for_tools or files.template
 
     @cached_property
-    def _template(self) -> Any:
+    def _templates(self) -> tuple[Any, Any]:
+        """The compiled templates of chats without tools and with tools."""
         try:
             import jinja2.ext  # type: ignore[import-not-found]  # optional
             import jinja2.nodes  # type: ignore[import-not-found]
@@ -104,45 +112,64 @@ class ChatTemplate:
         made.filters["tojson"] = lambda x, ensure_ascii=False, **how: json.dumps(x, ensure_ascii=ensure_ascii, **how)
         made.globals["raise_exception"] = refuse
         try:
-            return made.from_string(self._files.template)
+            return made.from_string(self._sources[0]), made.from_string(self._sources[1])
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {self._files.path} is no Jinja ({error}): mend it") from error
 
-    def text_of(self, chat: Any, where: str) -> tuple[str, list[Span] | None]:
+    def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
         """Return (text, spans) of a chat: its text, and the spans of the assistant's parts in order, or None without ``parts``.
 
-        Raise ValueError if the chat is not a list of messages, if the template refuses it, or if the assistant's parts cannot be
-        located. ``where``: file and row, the first words of the error.
+        Raise ValueError if the chat is not a list of messages, if the template refuses it or leaves out its tools or tool calls,
+        or if the assistant's parts cannot be located. ``where``: file and row, the first words of the error.
         """
-        messages = _messages(chat, where)
-        text, spans = _unmarked(self._write(messages, where))
+        chat = _checked(row, where)
+        written = self._write(chat, where)
+        self._check_tools(chat, written, where)
+        text, spans = _unmarked(written)
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"{where}: the chat is not Unicode text ({error.reason}): mend the row") from error
         if not self._parts:
             return text, None
-        return text, spans if self._marked else self._added(messages, text, where)
+        marked = re.search(r"\{%[-+]?\s*generation\b", self._sources[chat.tools is not None])
+        return text, spans if marked else self._added(chat, text, where)
 
-    def _write(self, messages: list[dict[str, Any]], where: str, prompt: bool = False) -> str:
-        template = self._template
-        tokens = dict(self._files.special)
+    def _write(self, chat: ChatRow, where: str, prompt: bool = False) -> str:
+        template = self._templates[chat.tools is not None]
+        arguments = dict(self._files.special) | chat._asdict() | {"documents": None, "add_generation_prompt": prompt}
         try:
-            return template.render(messages=messages, tools=None, documents=None, add_generation_prompt=prompt, **tokens)
+            return template.render(**arguments)
         except Exception as error:  # a template may raise any type
             raise ValueError(f"{where}: the chat template of {self._files.path} refuses it: {error}") from error
 
-    def _added(self, messages: list[dict[str, Any]], text: str, where: str) -> list[Span]:
+    def _check_tools(self, chat: ChatRow, written: str, where: str) -> None:
+        """Raise ValueError if the template writes the same text without the tools of the chat, or without its tool calls."""
+        uncalled = [{name: x for name, x in message.items() if name != CALLS} for message in chat.messages]
+        for what, without in ((TOOLS, chat._replace(tools=None)), (CALLS, chat._replace(messages=uncalled))):
+            if without == chat:
+                continue
+            try:
+                same = self._write(without, where) == written
+            except ValueError:  # the template needs what was left out
+                continue
+            if same:
+                raise ValueError(
+                    f"{where}: the chat template of {self._files.path} leaves out the chat's {what!r}: take a tokenizer whose "
+                    f"template writes them, or leave {what!r} out of the rows"
+                )
+
+    def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
         """Return the span that each assistant's message adds to ``text``: render the chat up to the message, without and with it.
 
         Raise ValueError unless the text without the message begins the text with the message, and both begin ``text``.
         """
         spans = []
-        for i, message in enumerate(messages):
+        for i, message in enumerate(chat.messages):
             if message["role"] != "assistant":
                 continue
-            before = self._write(messages[:i], where, prompt=True)
-            after = self._write(messages[: i + 1], where)
+            before = self._write(chat._replace(messages=chat.messages[:i]), where, prompt=True)
+            after = self._write(chat._replace(messages=chat.messages[: i + 1]), where)
             if not (after.startswith(before) and text.startswith(after)):
                 raise ValueError(
                     f"{where}: the chat template of {self._files.path} writes message {i + 1} in another way if others follow, "
@@ -153,16 +180,24 @@ class ChatTemplate:
         return spans
 
 
-def _messages(chat: Any, where: str) -> list[dict[str, Any]]:
-    """Return the messages of a chat without their null fields. Raise ValueError if the chat is not a list of messages."""
+def _checked(row: ChatRow, where: str) -> ChatRow:
+    """Return a chat in the form that templates read. Raise ValueError if it is not a list of messages, or on wrong tools.
+
+    Null fields of messages and empty lists of tool calls are left out.
+    """
+    chat, tools = row.messages, tools_of(row.tools, where)
     if not isinstance(chat, list) or not chat:
         raise ValueError(f"{where}: a chat must be a list of messages, got {in_words(chat)}: pass the column of the chats")
     for message in chat:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'{where}: a message must be like {{"role": "user", "content": "..."}}, got {in_words(message)}')
-    if BEGIN in (text := json.dumps(chat, ensure_ascii=False, default=str)) or END in text:
-        raise ValueError(f"{where}: a message holds U+FDD0 or U+FDD1, which are no characters: leave them out")
-    return [{name: x for name, x in message.items() if x is not None} for message in chat]
+    if BEGIN in (text := json.dumps([chat, tools], ensure_ascii=False, default=str)) or END in text:
+        raise ValueError(f"{where}: a message or a tool holds U+FDD0 or U+FDD1, which are no characters: leave them out")
+    messages = []
+    for i, message in enumerate(chat):
+        filled = {name: x for name, x in message.items() if x is not None and (name, x) != (CALLS, [])}
+        messages.append(with_calls(filled, f"{where}, message {i + 1}") if CALLS in filled else filled)
+    return ChatRow(messages, tools)
 
 
 def _unmarked(text: str) -> tuple[str, list[Span]]:

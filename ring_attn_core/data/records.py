@@ -6,12 +6,13 @@ JSON lines need the standard library only. pyarrow, imported on first use, reads
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ..files import open_file, parse_json
 from ..validation import in_words, missing_package
 from .documents import CHUNK, File, update, vanished
+from .tool_calls import TOOLS, ChatRow
 
 LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"
 SUFFIXES = LINES, PARQUET, ARROW
@@ -33,16 +34,37 @@ def without_descriptions(files: list[File]) -> list[File]:
     return [file for file in files if file.name.rpartition("/")[2] not in BESIDE]
 
 
-def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number (from 1) and the chat (a list of messages) of each row. Rows whose chat is null or empty are skipped.
+def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]]:
+    """Yield the number (from 1) and the chat of each row. Rows whose chat is null or empty are skipped.
 
-    Update the hash ``content`` with the file. Raise ValueError if the file cannot be read or ``column`` is missing. Messages are
-    not checked.
+    ``column``: the column of the messages. Update the hash ``content`` with the file. Raise ValueError if the file cannot be
+    read or ``column`` is missing.
     """
-    rows = (
-        _of_lines(file, column, content) if file.name.endswith(LINES) else _of_arrow(file, column, content, "lists of messages")
-    )
-    return ((row, chat) for row, chat in rows if chat is not None and chat != [])
+    columns = [column, *([TOOLS] if column != TOOLS else [])]
+    if file.name.endswith(LINES):
+        rows = _of_lines(file, columns, content)
+    else:
+        rows = ((row, map(_filled, values)) for row, values in _of_arrow(file, columns, content, "lists of messages"))
+    for row, (chat, *tools) in rows:
+        if chat is not None and chat != []:
+            yield row, ChatRow(chat, tools[0] if tools else None)
+
+
+def _filled(value: Any) -> Any:
+    """Return a value of an Arrow column without the null fields of its inner dicts; those of a message stay.
+
+    In Arrow all dicts of a column have the same fields: a field that one of them has is null in the others.
+    """
+    pruned = lambda x: _without_nulls(x) if isinstance(x, dict | list) else x
+    if not isinstance(value, list):
+        return pruned(value)
+    return [{name: pruned(x) for name, x in each.items()} if isinstance(each, dict) else each for each in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
@@ -51,8 +73,8 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
     Update the hash ``content`` with the file. Raise ValueError if the file cannot be read, or if ``column`` is missing or not
     text.
     """
-    rows = _of_lines(file, column, content) if file.name.endswith(LINES) else _of_arrow(file, column, content)
-    for row, text in rows:
+    rows = _of_lines(file, [column], content) if file.name.endswith(LINES) else _of_arrow(file, [column], content)
+    for row, (text,) in rows:
         if text is None or text == "":
             continue
         where = f"{file.path}, row {row}"
@@ -65,22 +87,23 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
         yield row, text
 
 
-def _of_lines(file: File, column: str, content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each nonblank line, from 1, and the value of ``column`` in its JSON object.
+def _of_lines(file: File, columns: Sequence[str], content: Any) -> Iterator[tuple[int, Any]]:
+    """Yield the number of each nonblank line, from 1, and the values of ``columns`` in its JSON object.
 
-    Blank lines are counted. Update the hash ``content`` with the file.
+    A column besides the first may be missing: its value is then None. Blank lines are counted. Update the hash ``content`` with
+    the file.
     """
     try:
         with io.BufferedReader(open_file(file.path), CHUNK) as opened:  # type: ignore[arg-type]
             for row, line in enumerate(opened, 1):
                 content.update(line)
                 if line.strip():
-                    yield row, _value(file, row, line, column)
+                    yield row, _values(file, row, line, columns)
     except OSError as error:
         raise vanished(file.path, error) from error
 
 
-def _value(file: File, row: int, line: bytes, column: str) -> Any:
+def _values(file: File, row: int, line: bytes, columns: Sequence[str]) -> list[Any]:
     where = f"{file.path}, line {row},"
     try:
         found = parse_json(line.decode("utf-8-sig" if row == 1 else "utf-8"))
@@ -88,20 +111,20 @@ def _value(file: File, row: int, line: bytes, column: str) -> Any:
         raise ValueError(f"{where} is not JSON: {error}; a file that ends in {LINES} has an object on each line") from error
     if not isinstance(found, dict):
         raise ValueError(f"{where} must be a JSON object, got {in_words(found)}")
-    if column not in found:
-        raise _without(where, column, found)
-    return found[column]
+    if columns[0] not in found:
+        raise _without(where, columns[0], found)
+    return [found.get(column) for column in columns]
 
 
 def _without(where: str, column: str, names: Any) -> ValueError:
     return ValueError(f"{where} has no column {column!r}: it has {', '.join(map(str, names)) or 'none'}; pass column=")
 
 
-def _of_arrow(file: File, column: str, content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
-    """Yield the number of each row of a Parquet or Arrow file, from 1, and its value in ``column``.
+def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
+    """Yield the number of each row of a Parquet or Arrow file, from 1, and its values in ``columns``.
 
-    Update the hash ``content`` with the file. ``what``: the column's type in the error message; "texts" requires strings,
-    anything else lists.
+    A column besides the first may be missing: its value is then None. Update the hash ``content`` with the file. ``what``: the
+    first column's type in the error message; "texts" requires strings, anything else lists.
     """
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional
@@ -111,10 +134,11 @@ def _of_arrow(file: File, column: str, content: Any, what: str = "texts") -> Ite
     row = 0
     try:
         with open_file(file.path) as opened:
-            for batch in _batches(pa, file, opened, column, what):
-                for value in batch.column(column):
+            for batch in _batches(pa, file, opened, columns, what):
+                held = [batch.column(column) if column in batch.schema.names else None for column in columns]
+                for i in range(batch.num_rows):
                     row += 1
-                    yield row, value.as_py()
+                    yield row, [None if values is None else values[i].as_py() for values in held]
     except pa.ArrowException as error:
         kind = "Parquet" if file.name.endswith(PARQUET) else "Arrow"
         raise ValueError(f"{file.path} cannot be read as {kind} ({error}): write it anew, or pass another pattern") from error
@@ -122,16 +146,18 @@ def _of_arrow(file: File, column: str, content: Any, what: str = "texts") -> Ite
         raise vanished(file.path, error) from error
 
 
-def _batches(pa: Any, file: File, opened: Any, column: str, what: str) -> Iterator[Any]:
-    """Yield the record batches of an open file. Raise ValueError if ``column`` is missing or does not hold ``what``.
+def _batches(pa: Any, file: File, opened: Any, columns: Sequence[str], what: str) -> Iterator[Any]:
+    """Yield the record batches of an open file. Raise ValueError if the first column is missing or does not hold ``what``.
 
-    ``pa``: the package pyarrow. ``what``: as in ``_of_arrow``.
+    ``pa``: the package pyarrow. ``columns``, ``what``: as in ``_of_arrow``.
     """
+    column = columns[0]
     if file.name.endswith(PARQUET):
         import pyarrow.parquet as parquet  # type: ignore[import-not-found]
 
         found = parquet.ParquetFile(opened)
-        schema, batches = found.schema_arrow, lambda: found.iter_batches(ROWS, columns=[column])
+        schema = found.schema_arrow
+        batches = lambda: found.iter_batches(ROWS, columns=[name for name in columns if name in schema.names])
     else:
         try:
             found = pa.ipc.open_stream(opened)  # the format that datasets writes

@@ -35,8 +35,8 @@ class SequenceShardedDataset:
     folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
     by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``: count positions from
     0 in each document. ``ignore_index``: the label of a token without a target. ``chat``: "all" or "assistant"; the column then
-    holds chats, lists of messages, which the tokenizer's chat template writes as texts. With "assistant" only the assistant's
-    tokens have labels.
+    holds chats, lists of messages, which the tokenizer's chat template writes as texts, with the tools of the column "tools" if
+    there is one. With "assistant" only the assistant's tokens have labels.
 
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
     passed to ``resume``, or else at the beginning.

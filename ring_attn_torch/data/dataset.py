@@ -34,8 +34,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
     by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``: count positions from
     0 in each document. ``ignore_index``: the label of a token without a target. ``chat``: "all" or "assistant"; the column then
-    holds chats, lists of messages, which the tokenizer's chat template writes as texts. With "assistant" only the assistant's
-    tokens have labels.
+    holds chats, lists of messages, which the tokenizer's chat template writes as texts, with the tools of the column "tools" if
+    there is one. With "assistant" only the assistant's tokens have labels.
 
     Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
     in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
