@@ -17,6 +17,7 @@ ONLY_IN_JAX = {
     "variants/sharded_dilated.py": "likewise",
     "sharded_summary_attention": "the same",
     "axes.py": "check_vma and mesh axes",
+    "inference/rank_model.py": "weights that are sharded over a mesh; in PyTorch they would be FSDP's",
     "attention_fn": "for flax's modules; torch.nn's MultiheadAttention takes none, so there is another module",
     "layers/adapters.py": "where attention_fn lives",
     "functional/dot_product.py": "the signature of jax.nn",

@@ -14,7 +14,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ring_attn_core.model.generation import Generation
 
 from .cache import KVCache
-from .forward import decoded, inside_shard_map, last_hidden, logits_of
+from .forward import decoded, last_hidden, logits_of
+from .rank_model import RankModel, Specs, specs_of
 from .sampling import drawn
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ SAME = PartitionSpec()
 
 
 class PlacedModel(NamedTuple):
-    """A model on a mesh: its compiled programs, and its replicated weights, which are the programs' first argument."""
+    """A model on a mesh: its compiled programs, and its weights, which are the programs' first argument."""
 
     mesh: Mesh
     axis_name: str
@@ -35,6 +36,8 @@ class PlacedModel(NamedTuple):
     @classmethod
     def of(cls, model: RingTransformer) -> PlacedModel:
         """Put a model's weights on its mesh; a model without one becomes a ring of one on its device.
+
+        Weights that are sharded over the mesh stay so. All others are replicated.
 
         Raise ValueError if the model's mesh has no devices.
         """
@@ -47,8 +50,9 @@ class PlacedModel(NamedTuple):
             mesh = _alone(axis_name, next(iter(leaves[0].devices())))
         elif not isinstance(mesh, Mesh):
             raise ValueError("the model was made with an AbstractMesh, which has no devices: make it with a Mesh")
-        weights = jax.device_put(tuple(leaves), NamedSharding(mesh, SAME))
-        return cls(mesh, axis_name, programs(graph, tree, mesh), weights)
+        specs = specs_of(leaves)
+        weights = jax.device_put(tuple(leaves), tuple(NamedSharding(mesh, spec) for spec in specs))
+        return cls(mesh, axis_name, programs(graph, tree, mesh, specs), weights)
 
     def put(self, x: Any) -> Any:
         """Replicate the arrays of a pytree on all devices of the mesh."""
@@ -79,15 +83,22 @@ class Programs(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
+def programs(graph: Any, tree: Any, mesh: Mesh, specs: Specs) -> Programs:
     """Build and cache a model's programs, so that another call of the same sizes compiles nothing.
 
     ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the structure into which the weights unflatten.
+    ``specs``: the PartitionSpecs of the weights.
     """
-    from flax import nnx
 
-    def model_of(weights: Sequence[jax.Array]) -> RingTransformer:
-        return inside_shard_map(nnx.merge(graph, jax.tree.unflatten(tree, weights)))
+    def model_of(weights: Sequence[jax.Array]) -> RankModel:
+        return RankModel.of(graph, tree, weights, specs)
+
+    def mapped(on_rank: Callable[..., Any], cache: KVCache) -> Callable[..., Any]:
+        """Apply ``jax.shard_map`` to ``on_rank(weights, cache, inputs)`` -> (result, cache).
+
+        Weights are sharded by ``specs`` and the cache by ``cache.specs``; inputs and result are replicated.
+        """
+        return jax.shard_map(on_rank, mesh=mesh, in_specs=(specs, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
@@ -98,7 +109,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
             last, cache = last_hidden(model_of(weights), cache, ids, lengths if equal is None else equal, fresh)
             return jnp.where(ends[:, None], last, hidden), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, chunk))
+        return mapped(on_rank, cache)(weights, cache, (hidden, chunk))
 
     @jax.jit
     def first(weights: Any, cache: KVCache, hidden: jax.Array, parameters: Any, ends: Any) -> Any:
@@ -107,7 +118,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
             new = _drawn(logits_of(model_of(weights), hidden), cache, parameters)
             return (new, _ended(new, cache, ends)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (hidden, parameters, ends))[0]
+        return mapped(on_rank, cache)(weights, cache, (hidden, parameters, ends))[0]
 
     @partial(jax.jit, donate_argnames="cache")
     def step(weights: Any, cache: KVCache, newest: Any, parameters: Any, ends: Any) -> Any:
@@ -117,17 +128,9 @@ def programs(graph: Any, tree: Any, mesh: Mesh) -> Programs:
             new = _drawn(logits[:, 0], cache, parameters)
             return (new, finished | _ended(new, cache, ends)), cache
 
-        return _mapped(on_rank, mesh, cache)(weights, cache, (newest, parameters, ends))
+        return mapped(on_rank, cache)(weights, cache, (newest, parameters, ends))
 
     return Programs(prefill, first, step)
-
-
-def _mapped(on_rank: Callable[..., Any], mesh: Mesh, cache: KVCache) -> Callable[..., Any]:
-    """Apply ``jax.shard_map`` to ``on_rank(weights, cache, inputs)`` -> (result, cache).
-
-    Weights, inputs and result are replicated; the cache is sharded by ``cache.specs``.
-    """
-    return jax.shard_map(on_rank, mesh=mesh, in_specs=(SAME, cache.specs, SAME), out_specs=(SAME, cache.specs))
 
 
 def _drawn(logits: jax.Array, cache: KVCache, parameters: Any) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from ..data.layout import to_layout
 from .cache import KVCache
 from .decode import tree_attention_decode
 from .prefill import prefill
+from .rank_model import RankModel, is_on, specs_of
 from .requests import Lengths
 from .step import DecodeStep
 
@@ -55,8 +55,8 @@ def decode_step(
 
     The logits equal those of the model on the whole sequence up to rounding, since sums are computed in another order. Raise
     ValueError if the cache does not fit the model, if a mask is neither causal nor a window before the token, if weights are
-    split over devices, or if an id is outside the vocabulary (a traced id gives NaN instead). To check for room, call
-    ``cache.check_room`` before.
+    sharded otherwise than over the model's mesh, or if an id is outside the vocabulary (a traced id gives NaN instead). To check
+    for room, call ``cache.check_room`` before.
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))
@@ -88,7 +88,7 @@ def prefill_prompts(
             [host_counts] * len(ids) if is_integer(host_counts) else host_counts, ids.shape[0], ids.shape[1], "what ids hold"
         )
 
-    def prompted(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
+    def prompted(model: RankModel, cache: KVCache, new: tuple[jax.Array, Any]) -> tuple[jax.Array, KVCache]:
         ids, lengths = new
         hidden, cache = last_hidden(model, cache, ids, counts if known else lengths, fresh)
         return logits_of(model, hidden), cache
@@ -97,31 +97,24 @@ def prefill_prompts(
 
 
 def _on_ring(function: Callable[..., Any], model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:
-    """Call ``function(model, cache, new)``, inside a shard_map if the model has a mesh; ``new`` is the same on each rank."""
+    """Call ``function(rank_model, cache, new)``, inside a shard_map if the model has a mesh; ``new`` is the same on each rank."""
     from flax import nnx
 
     if model.ring.mesh is None:
-        return function(model, cache, new)
+        return function(RankModel(model), cache, new)
     graph, state = nnx.split(model)
-    same = PartitionSpec()
+    leaves, tree = jax.tree.flatten(state)
+    same, of_weights = PartitionSpec(), specs_of(leaves)
 
-    def inside(state: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
-        return function(inside_shard_map(nnx.merge(graph, state)), cache, new)
+    def inside(weights: Any, cache: KVCache, new: tuple[Any, ...]) -> Any:
+        return function(RankModel.of(graph, tree, weights, of_weights), cache, new)
 
-    specs = same, cache.specs, same
+    specs = of_weights, cache.specs, same
     ring = jax.shard_map(inside, mesh=model.ring.mesh, in_specs=specs, out_specs=(same, cache.specs))
-    return ring(state, cache, new)
+    return ring(tuple(leaves), cache, new)
 
 
-def inside_shard_map(model: RingTransformer) -> Any:
-    """Remove the mesh from a model in place, so that its layers take a rank's shards. Return the model."""
-    model.ring = replace(model.ring, mesh=None)
-    for block in model.blocks:
-        block.attention.ring, block.mlp.where = model.ring, None
-    return model
-
-
-def decoded(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
+def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
     """Run ``decode_step`` inside shard_map; ``new``: the pair (ids, mask of real tokens or None)."""
     ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)
@@ -138,14 +131,12 @@ def decoded(model: RingTransformer, cache: KVCache, new: tuple[jax.Array, jax.Ar
     return logits_of(model, hidden), cache.advance(step)
 
 
-def last_hidden(
-    model: RingTransformer, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool
-) -> tuple[jax.Array, KVCache]:
+def last_hidden(model: RankModel, cache: KVCache, ids: jax.Array, lengths: Lengths, fresh: bool) -> tuple[jax.Array, KVCache]:
     """Return the last block's output [batch, dim] for the last token of each request, and the cache; call inside shard_map.
 
     The output is 0 if the request has no token in the chunk ``ids``. Arguments: as in :func:`prefill_prompts`.
     """
-    ring, axis = model.ring, cache.axis_name
+    ring, axis = model.model.ring, cache.axis_name
     ranks = cache.spec.ranks
     local = padded_local(ring.layout, ranks, ids.shape[1])
     lengths = jnp.minimum(lengths, ids.shape[1]) if isinstance(lengths, jax.Array) else lengths  # tokens beyond are padding
@@ -164,12 +155,14 @@ def last_hidden(
     return lax.psum(jnp.where(here.any(1)[:, None], last, 0), axis), cache.advance(step)
 
 
-def _through(model: RingTransformer, ids: jax.Array, step: DecodeStep, attend: Attend) -> jax.Array:
+def _through(model: RankModel, ids: jax.Array, step: DecodeStep, attend: Attend) -> jax.Array:
     """Return the output [b s dim] of the blocks for the tokens ``ids`` [b s] at the step's positions."""
-    x = model.embedded(ids)
-    for layer, block in enumerate(model.blocks):
+    with model.gathered(("embed",), ids):
+        x = model.model.embedded(ids)
+    for layer, block in enumerate(model.model.blocks):
         over_cache = partial(attend, block.attention, layer)
-        x = block.through(x, partial(block.attention.attended, over_cache, positions=step.positions))
+        with model.gathered(("blocks", layer), x):
+            x = block.through(x, partial(block.attention.attended, over_cache, positions=step.positions))
     return x
 
 
@@ -183,9 +176,11 @@ def _features(attention: RingAttention, q: jax.Array) -> dict[str, Any]:
     }
 
 
-def logits_of(model: RingTransformer, hidden: jax.Array) -> jax.Array:
+def logits_of(model: RankModel, hidden: jax.Array) -> jax.Array:
     """Return the logits [..., vocab] of the last block's output [..., dim]."""
-    return model.logits(model.norm(hidden))
+    head = "embed" if model.model.head is None else "head"
+    with model.gathered(("norm",), hidden), model.gathered((head,), hidden):
+        return model.model.logits(model.model.norm(hidden))
 
 
 def computes_in(model: RingTransformer) -> str:
@@ -215,11 +210,11 @@ def check_model(model: RingTransformer, traced: bool = False) -> None:
             "whole weights on every device: make the model without it, with save_weights and load_weights"
         )
     for path, p in weights:
-        sharding = getattr(p.get_value(), "sharding", None)
-        if sharding is not None and not isinstance(p.get_value(), Tracer) and not sharding.is_fully_replicated:
+        if not is_on(model.ring.mesh, p.get_value()):
             raise ValueError(
-                f"{'.'.join(map(str, path))} is sharded over devices, and generation needs whole weights on every device: "
-                "put the model's state on jax.NamedSharding(mesh, jax.P()), or load it so with load_weights"
+                f"{'.'.join(map(str, path))} is sharded over devices in another way than by a jax.NamedSharding over the model's "
+                "mesh, and generation gathers weights over that mesh only: put the model's state there, or make the model with "
+                "mesh=, that of its weights"
             )
 
 

@@ -213,14 +213,14 @@ class RingTransformer(nnx.Module):
         each chunk with the numbers of prefilled and of all prompt tokens. ``cache_dtype``: the dtype of the cache,
         "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
-        A model with ``mesh`` generates on all its devices, a model without one on its own device. Do not call it inside jit or
-        shard_map. The decode step is compiled once per number of requests and cache size. Prompt lengths are rounded up so that
-        few sizes occur.
+        A model with ``mesh`` generates on all its devices, a model without one on its own device. Weights that are sharded over
+        the mesh are gathered one layer at a time. Do not call it inside jit or shard_map. The decode step is compiled once per
+        number of requests and cache size. Prompt lengths are rounded up so that few sizes occur.
 
         Raise ValueError, before anything is computed, if an argument does not fit: empty prompts, text, ids outside the
         vocabulary, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a
-        window before the token, weights that are split over devices (FSDP, tensor parallelism), a chunk shorter than a prompt if
-        the model has ALiBi, or different arguments in the processes of a program.
+        window before the token, weights that are sharded otherwise than over ``mesh``, a chunk shorter than a prompt if the model
+        has ALiBi, or different arguments in the processes of a program.
         """
         from ..inference.generate import generated
 

@@ -1,0 +1,104 @@
+"""A model inside shard_map, whose weights are this rank's shards: it all-gathers them one layer at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax import lax
+from jax.core import Tracer
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from ..axes import sharded_like
+
+if TYPE_CHECKING:
+    from ..layers.transformer import RingTransformer
+
+Specs = tuple[PartitionSpec, ...]
+Path = tuple[Any, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankModel:
+    """A RingTransformer inside shard_map: its layers take a rank's tokens, and its weights are this rank's shards.
+
+    ``specs``: the PartitionSpec of each weight that is sharded, by its path in the model.
+    """
+
+    model: RingTransformer = field(kw_only=False)
+    specs: Mapping[Path, PartitionSpec] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, graph: Any, tree: Any, weights: Sequence[jax.Array], specs: Specs) -> RankModel:
+        """Make the model from this rank's shards, without its mesh, so that its layers take a rank's tokens.
+
+        ``graph``, ``tree``: from ``nnx.split`` and ``jax.tree.flatten`` of the state. ``specs``: of each of the ``weights``.
+        """
+        from flax import nnx
+
+        model = nnx.merge(graph, jax.tree.unflatten(tree, weights))
+        model.ring = replace(model.ring, mesh=None)
+        for block in model.blocks:
+            block.attention.ring, block.mlp.where = model.ring, None
+        by_path = nnx.to_flat_state(jax.tree.unflatten(tree, specs))
+        return cls(model, specs={path: spec.get_value() for path, spec in by_path if any(spec.get_value())})
+
+    @contextmanager
+    def gathered(self, part: Path, after: jax.Array) -> Iterator[None]:
+        """All-gather the weights of a part of the model, such as ("blocks", 0), for the time of the ``with`` block.
+
+        The gathers wait until ``after`` is computed. Otherwise XLA could start those of all layers at once, and a rank would hold
+        the whole model.
+        """
+        from flax import nnx
+
+        module: Any = self.model
+        for name in part:
+            module = module[name] if isinstance(name, int) else getattr(module, name)
+        sharded = [
+            (variable, self.specs[(*part, *path)])
+            for path, variable in (nnx.iter_graph(module) if self.specs else ())
+            if isinstance(variable, nnx.Variable) and (*part, *path) in self.specs
+        ]
+        shards = [variable.get_value() for variable, _ in sharded]
+        if shards:
+            _, ready = lax.optimization_barrier((after, shards))
+            for (variable, spec), shard in zip(sharded, ready, strict=True):
+                variable.set_value(_all_gathered(shard, spec))
+        yield
+        for (variable, _), shard in zip(sharded, shards, strict=True):
+            variable.set_value(shard)
+
+
+def _all_gathered(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Return the whole array of a rank's shard, the same on every rank."""
+    for dim, axes in enumerate(spec):
+        if axes:
+            shard = lax.all_gather(shard, axes, axis=dim, tiled=True, to="invarying")
+    return shard
+
+
+def specs_of(weights: Sequence[Any]) -> Specs:
+    """Return the PartitionSpec of each weight. Under jit, a weight that is sharded over Auto axes counts as replicated."""
+    return tuple(map(_spec_of, weights))
+
+
+def _spec_of(x: Any) -> PartitionSpec:
+    if isinstance(x, Tracer):
+        return sharded_like(x)
+    sharding = getattr(x, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated else PartitionSpec()
+
+
+def is_on(mesh: Any, x: Any) -> bool:
+    """Return True if the array is replicated or traced, or sharded by a NamedSharding over ``mesh``, a mesh or None."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(x, Tracer) or sharding is None or sharding.is_fully_replicated:
+        return True
+    if not isinstance(sharding, NamedSharding) or not isinstance(mesh, Mesh) or not isinstance(sharding.mesh, Mesh):
+        return False
+    of = sharding.mesh
+    return of.axis_names == mesh.axis_names and of.devices.shape == mesh.devices.shape and (of.devices == mesh.devices).all()
