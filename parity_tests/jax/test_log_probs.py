@@ -156,3 +156,10 @@ def test_what_has_no_log_probs_is_refused(arguments, message):
     given: dict[str, Any] = {"logits": X, "labels": Y} | arguments
     with pytest.raises(ValueError, match=message):
         token_log_probs(given.pop("logits"), given.pop("labels"), **given)
+
+
+def test_a_traced_ignore_index_is_refused_in_words():
+    call = jax.jit(lambda ignored: token_log_probs(X, Y, ignore_index=ignored))
+    with pytest.raises(ValueError, match=r"ignore_index must be a Python number, .* name it in static_argnums"):
+        call(-100)
+    np.testing.assert_array_equal(token_log_probs(X, Y, ignore_index=jnp.int32(-100)), token_log_probs(X, Y))

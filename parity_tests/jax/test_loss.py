@@ -158,6 +158,14 @@ def test_what_makes_no_loss_is_refused(arguments, message):
         loss(given.pop("logits"), given.pop("labels"), **given)
 
 
+def test_a_traced_ignore_index_is_refused_in_words_and_counted():
+    call = jax.jit(lambda ignored: loss(X, Y, ignore_index=ignored, axis_name=None))
+    with pytest.raises(ValueError, match=r"ignore_index must be a Python number, .* name it in static_argnums"):
+        call(-100)
+    count = jax.jit(lambda ignored: count_labels(Y, ignore_index=ignored, axis_name=None))
+    assert [int(count(ignored)) for ignored in (1, -100)] == [0, Y.size]
+
+
 def test_labels_are_counted_inside_shard_map_or_whole():
     with pytest.raises(ValueError, match="'seq' is no mesh axis here: call count_labels inside"):
         count_labels(Y)

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ring_attn_core.model.chunks import check_dtypes, check_loss
-from ring_attn_core.problem.checks import check_number
+from ring_attn_core.problem.checks import check_static_number
 
 from ..attend.tiles import accumulation_dtype
 from ..axes import on_auto_axes, sharded_like, vary_alike
@@ -53,10 +53,10 @@ def token_log_probs(
     ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; softmax and sums over tokens, such
     as the head's gradient, are in at least float32. Second derivatives are not supported.
 
-    Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
+    Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit, or if ``ignore_index`` is traced.
     """
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
-    check_number("ignore_index", ignore_index)
+    check_static_number("ignore_index", ignore_index)
     check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, "sum")
     x = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ring_attn_core.model.chunks import check_dtypes, check_loss, check_weights
-from ring_attn_core.problem.checks import check_number
+from ring_attn_core.problem.checks import check_number, check_static_number
 from ring_attn_core.validation import in_words
 
 from ..attend.tiles import accumulation_dtype
@@ -65,13 +65,13 @@ def loss(
     each rank. Under check_vma=False the loss is right but not differentiable: JAX would not sum the gradients over the ranks, and
     would multiply each by the number of ranks.
 
-    Raise ValueError if it is differentiated under check_vma=False, if shapes do not fit, or if it is called with an axis outside
-    of shard_map. A label outside the vocabulary, or for a mean a weight that is negative or not finite, makes the loss and its
-    gradients NaN on each rank, since traced values cannot raise.
+    Raise ValueError if it is differentiated under check_vma=False, if shapes do not fit, if ``ignore_index`` is traced, or if it
+    is called with an axis outside of shard_map. A label outside the vocabulary, or for a mean a weight that is negative or not
+    finite, makes the loss and its gradients NaN on each rank, since traced values cannot raise.
     """
     optional = {"head": head, "label_weights": label_weights}
     _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})
-    check_number("ignore_index", ignore_index)
+    check_static_number("ignore_index", ignore_index)
     check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     check_weights(None if label_weights is None else label_weights.shape, labels.shape)
