@@ -18,7 +18,7 @@ Console = pytest.importorskip("rich.console").Console
 
 from ring_attn_cli.demo import exactness, report, text, training  # noqa: E402
 from ring_attn_cli.demo.judge import Check, exit_status, missed  # noqa: E402
-from ring_attn_cli.demo.run import available  # noqa: E402
+from ring_attn_cli.demo.run import available, run  # noqa: E402
 from ring_attn_cli.demo.settings import DemoSettings  # noqa: E402
 from ring_attn_cli.processes import Crews, Failure, Message  # noqa: E402
 from ring_attn_core.masks import causal  # noqa: E402
@@ -66,6 +66,16 @@ def test_a_mistake_is_answered_in_one_line(arguments: tuple[str, ...], words: st
     done = ring_attn("demo", *arguments)
     assert done.returncode == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["losses.png", "plan.png", "demo.json"])
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr("ring_attn_cli.demo.run.gather", lambda *_: pytest.fail("the demo has begun"))
+    (tmp_path / name).mkdir()
+    with pytest.raises(ValueError, match=f"{name} is a folder: name a file in it"):
+        run(DemoSettings.of(True), "both", tmp_path)
 
 
 def test_what_is_not_installed_is_left_out_in_words(monkeypatch: pytest.MonkeyPatch):

@@ -66,3 +66,13 @@ def test_wrong_arguments_are_named(arguments: list[str], words: str):
     done = CliRunner().invoke(app, ["doctor", *arguments])
     assert done.exit_code == 2
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("option", ["--json", "--table"])
+def test_a_file_that_cannot_be_written_is_refused_before_a_model_is_tried(
+    option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setattr(models, "verdicts", lambda *_: pytest.fail("a model was tried"))
+    for path, words in ((tmp_path / "absent" / "a", "there is no folder"), (tmp_path, "is a folder: name a file in it")):
+        done = CliRunner().invoke(app, ["doctor", "--model", "LlamaForCausalLM", option, str(path)])
+        assert done.exit_code == 2 and words in done.stderr, done.output

@@ -110,9 +110,14 @@ def _number(check: Check) -> str:
     return f"{check.value:.1e}" if check.passed else f"[red]{check.value:.1e}[/]"
 
 
+def files(out: Path) -> list[Path]:
+    """Return the paths of losses.png, plan.png and demo.json in the folder ``out``."""
+    return [out / "losses.png", out / "plan.png", out / "demo.json"]
+
+
 def write(out: Path, settings: DemoSettings, gathered: Gathered, seconds: float) -> list[Path]:
-    """Write losses.png, plan.png and demo.json into the folder ``out`` and return their paths."""
-    paths = [out / "losses.png", out / "plan.png", out / "demo.json"]
+    """Write the three files into the folder ``out`` and return their paths."""
+    paths = files(out)
     plot_losses(gathered.losses, paths[0], words.title(settings.plan))
     image.save(settings.plan, paths[1])
     paths[2].write_text(json.dumps(document(settings, gathered, seconds), indent=1) + "\n")

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
+from ..output_files import check_writable
 from ..processes import Failure
 from . import report
 from .gather import gather
@@ -23,13 +24,16 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
     """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
 
     ``framework``: "both", "jax" or "torch". Return the exit status: 0, 1 if a bound is missed or a process fails, 130 after
-    Ctrl-C. Raise ValueError if the framework is unknown or not installed, or if ``out`` cannot be made a folder.
+    Ctrl-C. Raise ValueError if the framework is unknown or not installed, if ``out`` cannot be made a folder, or if a file in it
+    cannot be written, before anything is computed.
     """
     frameworks, left_out = available(framework)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"{out} cannot be made a folder ({error.strerror}): pass another --out FOLDER") from error
+    for file in report.files(out):
+        check_writable(file)
     console = Console(highlight=False)
     console.print(report.opening(settings, left_out))
     began = time.perf_counter()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from ring_attn_core.plan.measured import save
+from ring_attn_core.plan.measured import check_folder, save
 
 from ..processes import Crews, check_count, check_installed
 from .timings import FITTED, NARROW, Timings, record, warning
@@ -26,8 +26,8 @@ TITLES = {"torch": "PyTorch", "jax": "JAX"}
 def run(framework: str, ranks: int | None, network: float, console: Console) -> None:
     """Measure this machine in one framework or both, print its records, and save them in the user's cache folder.
 
-    Raise ValueError if an option is invalid, a framework is not installed, or there are too few GPUs; and
-    :class:`processes.Failure` if a process fails.
+    Raise ValueError if an option is invalid, a framework is not installed, there are too few GPUs, or the folder cannot be
+    written; and :class:`processes.Failure` if a process fails.
     """
     if framework not in ("both", *TITLES):
         raise ValueError(f"unknown framework {framework!r}: choose one of both, {', '.join(TITLES)}")
@@ -37,6 +37,7 @@ def run(framework: str, ranks: int | None, network: float, console: Console) -> 
     check_installed(frameworks or TITLES)
     gpus = gpus_here()
     count = ranks_of(ranks, gpus)
+    check_folder()
     for name in frameworks:
         timings = measured(name, count, gpus > 0)
         machine = record(timings, network * 1e9)

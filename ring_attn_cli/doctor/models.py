@@ -14,6 +14,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..output_files import check_writable
 from ..processes import Crews, Failure, Parent, check_installed
 
 if TYPE_CHECKING:
@@ -66,11 +67,14 @@ class Verdict:
 def run(model: str, seconds: float, console: Console, json_file: Path | None, table_file: Path | None) -> None:
     """Try one class of transformers or all, print each verdict, and write them to the files.
 
-    Raise ValueError if the class is unknown.
+    Raise ValueError if the class is unknown or a file cannot be written, before a model is tried.
     """
     check_installed(["torch", "transformers"])
     if seconds <= 0:
         raise ValueError(f"--seconds must be above 0, got {seconds:g}")
+    for file in (json_file, table_file):
+        if file is not None:
+            check_writable(file)
     known = classes()
     if model != "all" and model not in known:
         raise ValueError(f"unknown --model {model!r}: pass all, or a causal or masked class of transformers, as LlamaForCausalLM")

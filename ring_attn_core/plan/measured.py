@@ -39,6 +39,18 @@ def path_of(framework: str, device: str) -> Path:
     return Path.home() / ".cache" / "ring-attn" / f"{framework}-{re.sub('[^A-Za-z0-9.]+', '-', device)}.json"
 
 
+def check_folder() -> None:
+    """Raise ValueError if no record can be written. Make the folder of the records, and write and delete a file in it."""
+    folder = path_of("", "").parent
+    part = folder / f".{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise _unwritable(folder, error) from error
+
+
 def save(machine: Machine, framework: str) -> Path:
     """Write a record atomically and return its path: write a temporary file beside it, then rename the temporary file.
 
@@ -51,8 +63,12 @@ def save(machine: Machine, framework: str) -> Path:
         part.write_text(machine.to_json() + "\n")
         part.replace(path)
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror or error}): make its folder writable") from error
+        raise _unwritable(path, error) from error
     return path
+
+
+def _unwritable(path: Path, error: OSError) -> ValueError:
+    return ValueError(f"{path} cannot be written ({error.strerror or error}): make its folder writable")
 
 
 def stored(framework: str, device: str) -> Machine | None:
