@@ -163,6 +163,22 @@ def model_on_rank(group: Group, positions: Any) -> None:
     model(torch.zeros(1, 3, dtype=torch.long), positions, key_extents=row, longest_path=6)
 
 
+@pytest.mark.parametrize("odd", [0, 1])
+def test_key_extents_of_bool_on_one_rank_are_every_ranks_error_by_dtype(gloo, odd):
+    dtypes = [torch.bool if rank == odd else torch.int32 for rank in range(2)]
+    for outcome in gloo.outcomes(2, typed_on_rank, PerRank(*dtypes)):
+        assert isinstance(outcome, ValueError)
+        assert str(outcome).startswith(f"rank {odd}: key_extents must have an integer dtype, got bool")
+
+
+def typed_on_rank(group: Group, dtype: torch.dtype) -> None:
+    rank = rank_in(group)
+    model = RingTransformer(9, 8, 1, 2, layout="contiguous", group=group)
+    key_extents = TREE["key_extents"][:, 3 * rank : 3 * rank + 3].to(dtype)
+    positions = TREE["positions"][:, 3 * rank : 3 * rank + 3]
+    model(torch.zeros(1, 3, dtype=torch.long), positions, key_extents=key_extents, longest_path=4)
+
+
 TREES: dict[str, Any] = {
     "another completion": (([-1, 0, 0], [4, 7, 5]), ([-1, 0, 0], [4, 5, 7])),
     "another prompt": (([-1, 0, 0], [4, 6, 6]), ([-1, 0, 0], [3, 6, 7])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ring_attn_core.data.tree_shards import check_one_tree, spans_of
@@ -34,7 +35,7 @@ def agree_on_tree(
     fits = is_integer(longest) and longest > 0 and all(isinstance(x, Tensor) for x in arrays)
     fits = fits and tuple(key_extents.shape) == (*shape, 2)
     fits = fits and (positions is None or tuple(positions.shape) in (shape, shape[1:]))
-    fits = fits and not any(x.is_floating_point() or x.is_complex() for x in arrays)
+    fits = fits and not any(x.is_floating_point() or x.is_complex() or x.dtype == torch.bool for x in arrays)
     fits &= not isinstance(layout, BalancedLayout) or layout.seq_local == shape[1]
     with same_error(group):
         spans = _spans(ids, key_extents, positions, layout, ring) if fits else None
