@@ -176,6 +176,14 @@ def test_one_ranks_mistake_is_everybodys_error(gloo):
         assert str(outcome).startswith("rank 1: x holds 5 tokens, and of length=5 over 2 ranks in zigzag a shard has 4")
 
 
+def test_a_layout_that_one_rank_forgets_is_every_ranks_error(gloo):
+    for rank in range(2):
+        for outcome in gloo.outcomes(2, mistaken_on_rank, 4, PerRank(*(None if each == rank else "zigzag" for each in range(2)))):
+            assert isinstance(outcome, ValueError)
+            assert str(outcome).startswith(f"rank {rank}: values must be [1, 5, ...], one for each token of the rollouts' rows")
+            assert "pass layout= for this rank's shard" in str(outcome)
+
+
 def mistaken_on_rank(group: Group, tokens: int, layout: Any = "zigzag") -> None:
     unpack_rollouts(torch.ones(1, tokens), PACKED, group=group, layout=layout)
 

@@ -18,7 +18,7 @@ from ring_attn_core.data.trees import TreeExtents
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.validation import in_words
 
-from ..ring.agreement import AgreedCall, agree_on
+from ..ring.agreement import AgreedCall, agree_on, refuse
 from ..ring.groups import Group, group_of, is_dtensor, rank_in, ranks_of
 from .gather import AllGather, _ring
 from .layout import from_layout
@@ -94,7 +94,8 @@ def unpack_rollouts(
     ranks.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``values`` do not have the shape of the rollouts, or
-    if ranks have shards of different shapes, or other rollouts. Ranks compare shapes and rollouts at every call, in one exchange.
+    if ranks have shards of different shapes, or other rollouts. Ranks compare shapes and rollouts at every call, in one exchange,
+    but not without ``layout``: an error there is reported to the ranks of ``group``, in case they wait for this rank's shard.
     """
     ring = None if layout is None else _ring(group)
     ranks = ranks_of(ring)
@@ -107,7 +108,12 @@ def unpack_rollouts(
     tensor = isinstance(values, Tensor)
     kind = (tuple(values.shape), str(values.dtype), values.device.type) if tensor else ((), "", "cpu")
     alike: Any = (("shape", kind[0]), ("dtype", kind[1]), ("layout", layout), ("rollouts", _digest(rollouts, ranks)))
-    agree_on(AgreedCall("unpack_rollouts", kind[2], alike, each_time=True), ring, check)
+    try:
+        agree_on(AgreedCall("unpack_rollouts", kind[2], alike, each_time=True), ring, check)
+    except ValueError as error:
+        if layout is None and not torch.compiler.is_compiling():
+            refuse(error, _ring(group))  # this rank may have forgotten the layout, and the others wait for its shard
+        raise
     wide = values.to(torch.promote_types(values.dtype, torch.float32)) if values.is_floating_point() else values
     if layout is not None:
         whole: Any = wide if ring is None or ranks == 1 else _GatherAlike.apply(wide, ring)
