@@ -88,7 +88,7 @@ class RingAttention(Projections):
         each step; dropout applies only if it is passed. ``dropout_offset``: as in ring_attention.
 
         ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or ``TracedLayout.of`` it; None: the
-        layer's own.
+        layer's own, with which such a shard is silently wrong (:class:`RingTransformer` notices most).
 
         ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
         tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens hides

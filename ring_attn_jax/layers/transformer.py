@@ -26,6 +26,7 @@ from .attention import RingAttention
 from .auto_shard import ShardedRows, check_alone
 from .block import Block
 from .parts import LinearMap, RMSNorm, dtype_name, look_up, product, resharded
+from .placed import placed
 from .ring import LayerArguments, LayerRing
 
 
@@ -135,6 +136,9 @@ class RingTransformer(nnx.Module):
         ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`;
         ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape, or if a layer refuses an argument.
 
+        Raise ValueError if an extent begins after its query under a causal mask, or if a key extent does not contain its token
+        with ``longest_path``, as if the shard's ``layout`` is missing. Traced arrays cannot raise: logits of such tokens are NaN.
+
         ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: head h of layer i, both counted from
         0, draws as head ``i * heads + h``, so layers drop independently. ``dropout_offset``: as in ring_attention; (global index
         of the first batch row, 0) if ranks hold different rows. With ``mesh`` it is set automatically.
@@ -153,7 +157,9 @@ class RingTransformer(nnx.Module):
             raise ValueError(f"ids must be integers [batch, tokens], got {ids.dtype} {list(ids.shape)}")
         if positions is None and longest_path is None:
             positions = self.ring.positions(ids.shape[1], layout)
-        x = self.embedded(ids)
+        causal = self.config.mask.lo is not None and self.config.mask.lo >= 0
+        tree = key_extents if longest_path is not None else None
+        x = placed(self.embedded(ids), extents if causal else None, tree, length, layout, self.ring)
         call = caller(self.activations)
         for layer, block in enumerate(self.blocks):
             offset = layer_offset(dropout_offset, layer, self.config.heads)

@@ -71,7 +71,8 @@ def ring_attention(
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
-            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
+            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``; without it such a shard is silently
+            wrong.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see: ``document_extents``, ``prefix_extents``. An extent that ends before it begins or reaches beyond

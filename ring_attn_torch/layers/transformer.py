@@ -26,6 +26,7 @@ from .attention import RingAttention
 from .auto_shard import ShardedRows, check_alone
 from .block import Block
 from .parts import LinearMap, RMSNorm, dtype_name
+from .placed import agree_on_places
 from .ring import LayerArguments, LayerRing
 from .tree_agreement import agree_on_tree
 
@@ -132,7 +133,8 @@ class RingTransformer(nn.Module):
         ``longest_path``, ``layout``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a
         wrong shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
         If ``longest_path`` and ``key_extents`` are passed, raise ValueError on all ranks if their shards do not form the same
-        trees. On a GPU only the first call with a batch of a given shape compares the shards. A compiled model never does.
+        trees. Under a causal mask raise ValueError on all ranks if an extent begins after its query, as if the shard's ``layout``
+        is missing. On a GPU only the first call with a batch of a given shape checks the shards. A compiled model never does.
 
         ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
         head h of layer i, both counted from 0, draws as head ``i * heads + h``, so layers drop independently.
@@ -158,6 +160,9 @@ class RingTransformer(nn.Module):
             check_ids(ids, self.config.vocab, self.ring)
         if longest_path is not None and key_extents is not None and eager_only([ids, key_extents]):
             agree_on_tree(ids, key_extents, positions, longest_path, layout, self.ring)
+        causal = self.config.mask.lo is not None and self.config.mask.lo >= 0
+        if causal and extents is not None and eager_only([ids, extents]):
+            agree_on_places(ids, extents, length, layout, self.ring)
         if positions is None and longest_path is None:
             with same_error(ring_of(self.ring.group)):
                 positions = self.ring.positions(ids.shape[1], ids.device, layout)

@@ -1,0 +1,69 @@
+"""A batch whose tokens cannot lie where its extents place them is refused by RingTransformer, or gives NaN under jit."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from ring_attn_core import causal, full
+from ring_attn_jax import RingTransformer, shard_batch
+
+from .ring import mesh_of
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "documents": {"documents": jnp.arange(32)[None] // 8 * 8},
+    "tree": {"tree": ([-1, 0, 0], [8, 14, 10])},
+}
+
+
+@pytest.mark.parametrize("explicit", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_model_without_the_layout_of_its_shard_raises_or_gives_nan_under_jit(kind, explicit):
+    shard = shard_batch(jnp.arange(32)[None], "balanced", 4, **GIVEN[kind])
+    mesh = jax.make_mesh((4,), ("seq",)) if explicit else mesh_of(4)
+    arrays = shard.ids, shard.positions, shard.extents, shard.key_extents
+
+    def call(model: Any, arrays: Any, layout: Any) -> Any:
+        ids, positions, extents, key_extents = arrays
+        how = {"extents": extents, "key_extents": key_extents, "longest_path": shard.longest_path, "layout": layout}
+        return model(ids, positions, shard.length, **how)
+
+    with jax.set_mesh(mesh) if explicit else nullcontext():
+        model = RingTransformer(vocab=99, dim=16, depth=1, heads=4, mesh=mesh, rngs=nnx.Rngs(0))
+        with pytest.raises(ValueError, match=r"pass the layout by which .*, layout=shard.layout for a balanced one"):
+            call(model, arrays, None)
+        jitted = nnx.jit(call, static_argnums=2)
+        assert jnp.isnan(jitted(model, arrays, None)).any()
+        assert jnp.isfinite(jitted(model, arrays, shard.layout)).all()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", GIVEN)
+def test_a_model_inside_shard_map_without_the_layout_of_its_shard_gives_nan(kind):
+    shard = shard_batch(jnp.arange(32)[None], "balanced", 4, **GIVEN[kind])
+    model, weights = nnx.split(RingTransformer(vocab=99, dim=16, depth=1, heads=4, rngs=nnx.Rngs(0)))
+
+    def logits(layout: Any) -> Any:
+        def call(weights: Any, shard: Any) -> Any:
+            how = {"extents": shard.extents, "key_extents": shard.key_extents, "longest_path": shard.longest_path}
+            return nnx.merge(model, weights)(shard.ids, shard.positions, shard.length, **how, layout=layout)
+
+        mapped = jax.shard_map(call, mesh=mesh_of(4), in_specs=(jax.P(), jax.P(None, "seq")), out_specs=jax.P(None, "seq"))
+        return jax.jit(mapped)(weights, shard)
+
+    assert jnp.isnan(logits(None)).any()
+    assert jnp.isfinite(logits(shard.layout)).all()
+
+
+@pytest.mark.parametrize(("mask", "length", "refused"), [(causal(), 8, True), (causal(), 6, False), (full(), 8, False)])
+def test_an_extent_that_begins_after_its_query_is_refused_under_a_causal_mask(mask, length, refused):
+    extents = jnp.tile(jnp.asarray([0, 6]), (1, 8, 1)).at[0, 6].set(jnp.asarray([7, 8]))  # with length 6 of a padded query
+    model = RingTransformer(vocab=9, dim=8, depth=1, heads=2, layout="contiguous", mask=mask, mesh=mesh_of(2), rngs=nnx.Rngs(0))
+    words = r"the extent of row 0, position 6 is \[7, 8\], so the query sees no key under a causal mask"
+    with pytest.raises(ValueError, match=words) if refused else nullcontext():
+        model(jnp.zeros((1, 8), jnp.int32), length=length, extents=extents)

@@ -1,0 +1,82 @@
+"""The check that the tokens of a RingTransformer's batch lie where their extents place them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from ring_attn_core.data.placed import check_placed, misplaced
+from ring_attn_core.layouts import named
+from ring_attn_core.plan.balanced_layout import BalancedLayout
+from ring_attn_core.validation import is_integer, is_traced
+
+from ..attend.keys import clipped
+from ..axes import sharded_like
+from ..call.traced import TracedLayout, every_position
+from ..data.extents import on_host
+from .parts import resharded
+from .ring import LayerRing
+
+
+def placed(
+    x: jax.Array,
+    extents: Any,
+    key_extents: Any,
+    length: Any,
+    layout: BalancedLayout | TracedLayout | None,
+    ring: LayerRing,
+) -> jax.Array:
+    """Return ``x`` [b s dim] with NaN at tokens that cannot lie where their extents place them. If values are known, raise.
+
+    ``extents``: those of causal queries, or None. ``key_extents``: those of a tree, or None. ``length``, ``layout``: arguments of
+    the call. Leave arrays of wrong shapes and dtypes to the layers, which refuse them. Raise ValueError if an extent is misplaced
+    and its value is known: outside of jit, with a mesh.
+    """
+    arrays = [(of_tree, given) for of_tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
+    tokens = _tokens(x.shape[1], layout, ring) if arrays else None
+    if tokens is None:
+        return x
+    wrong: Any = None
+    for of_tree, given in arrays:
+        values = on_host(given) if isinstance(tokens, np.ndarray) else None
+        if values is not None:
+            inside = slice(None) if of_tree or not _is_known(length) else tokens < length
+            check_placed(values[:, inside], tokens[inside], of_tree)
+            continue
+        found = misplaced(clipped(jnp.asarray(given)), tokens, of_tree)
+        found = found if of_tree or not _is_known(length) else found & (tokens < length)
+        wrong = found if wrong is None else wrong | found
+    if wrong is None:
+        return x
+    return jnp.where(resharded(wrong, PartitionSpec(*sharded_like(x)[:2]), x)[..., None], jnp.nan, x)
+
+
+def _is_known(length: Any) -> bool:
+    return is_integer(length) and not is_traced(length)
+
+
+def _fits(extents: Any, x: jax.Array) -> bool:
+    shape, dtype = getattr(extents, "shape", None), getattr(extents, "dtype", None)
+    return shape == (*x.shape[:2], 2) and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+
+
+def _tokens(count: int, layout: BalancedLayout | TracedLayout | None, ring: LayerRing) -> Any:
+    """Return the position of each of ``count`` tokens: NumPy if known, else traced. Return None if the layout does not fit."""
+    where = ring.sharded
+    if where is None:
+        tokens: Any = ring.positions(count, layout)
+    elif isinstance(layout, TracedLayout):
+        tokens = on_host(layout.table)
+        tokens = (layout.table if tokens is None else tokens).reshape(-1)
+    elif isinstance(layout, BalancedLayout):
+        tokens = every_position(layout).reshape(-1)
+    else:
+        local = count // where.ranks
+        runs = (run for rank in range(where.ranks) for run in named(layout or ring.layout)(rank, where.ranks, local))
+        held = [run.start + run.stride * np.arange(run.length, dtype=np.int32) for run in runs]
+        tokens = np.concatenate([np.empty(0, np.int32), *held])
+    return tokens if tokens.shape == (count,) else None
