@@ -73,7 +73,7 @@ class Checkpoints:
         dtypes of the model or optimizer differ between processes (``check_ranks`` compares the values), an array was
         deleted, another run saves in the folder, some processes do not see the first one's folder, or ``close`` was called; the
         error is the same in each process.
-        Raise OSError in each process if the previous save has failed, and only in those processes that cannot start to write.
+        Raise OSError in each process if the previous save has failed, or if any process cannot start to write.
         """
         self.wait()
         arrays: dict[str, jax.Array] = {}
@@ -107,9 +107,12 @@ class Checkpoints:
             self._undeleted = self._folder.delete_old(self.keep)
 
         try:
-            self._files.begin(new, arrays)
-        except OSError as error:
-            raise _failed(step, error) from error
+            agreed(lambda: self._files.begin(new, arrays))
+        except Exception as error:
+            self._files.abandon()
+            if isinstance(error, OSError):
+                raise _failed(step, error) from error
+            raise
         thread = ThreadPoolExecutor(1, "checkpoint")
         self._pending = step, thread.submit(self._files.end, new, self._folder.where(step), commit)
         thread.shutdown(wait=False)  # the thread ends after the save
@@ -125,7 +128,7 @@ class Checkpoints:
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
         file (delete its folder to resume from the one before); or if processes see different checkpoints. Then nothing changes,
-        and the error is the same in each process, unless arrays can be read in some processes only.
+        and the error is the same in each process.
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)
@@ -166,11 +169,16 @@ class Checkpoints:
             return progress
 
         result: list[ResumePoint] = []
+        loaded: dict[str, jax.Array] = {}
+
+        def read() -> None:
+            try:
+                loaded.update(self._files.read(where, arrays))
+            except Exception as error:
+                raise _damaged(where, error) from error
+
         agreed(lambda: result.append(checked()))
-        try:
-            loaded = self._files.read(where, arrays)
-        except Exception as error:
-            raise _damaged(where, error) from error
+        agreed(read)
         for which, module in (("model", model), ("optimizer", optimizer)):
             names = [name for name in mine if name.startswith(f"{which}.")]
             if names:

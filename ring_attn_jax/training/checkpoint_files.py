@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from ring_attn_core.model.checkpoint_folder import RUN, check_files, digests, seen
 from ring_attn_core.model.progress import Kinds
 from ring_attn_core.model.weight_files import read_json
+
+T = TypeVar("T")
 
 STATE = "state"
 """The folder of the arrays within a checkpoint."""
@@ -22,49 +27,76 @@ EARLIER = "run/metadata"
 PATIENCE_MS = 20 * 60 * 1000
 """Milliseconds that a process waits for the others at the end of a save, as in orbax."""
 
+WRITTEN = ".written-{}"
+"""The file by which a process says that its shards are written. The first process deletes it before it completes a checkpoint."""
+
 _saves = count()
 
 
 class CheckpointFiles:
-    """A writer and reader of named arrays through orbax. Writing runs in the background."""
+    """A writer and reader of named arrays through orbax. Writing runs in the background.
+
+    It uses orbax's handler without orbax's checkpointer, in whose barriers all processes wait for one that has failed.
+    """
 
     def __init__(self) -> None:
         import orbax.checkpoint as orbax
 
-        self._orbax = orbax.AsyncCheckpointer(orbax.PyTreeCheckpointHandler())
+        self._handler = orbax.PyTreeCheckpointHandler()
+        self._writes: list[Any] = []
 
     def begin(self, folder: Path, arrays: dict[str, jax.Array]) -> None:
         """Copy the arrays to host memory, and start writing this process's shards into ``folder``."""
         import orbax.checkpoint as orbax
 
-        self._orbax.save(folder / STATE, args=orbax.args.PyTreeSave(arrays))
+        self._writes = []
+        (folder / STATE).mkdir(exist_ok=True)
+        saving = self._handler.async_save(_orbax_path(folder / STATE), args=orbax.args.PyTreeSave(arrays))
+        self._writes = list(_completed(saving) or ())
+
+    def abandon(self) -> None:
+        """Wait until this process writes nothing more. Ignore errors: the save has failed already."""
+        for write in self._writes:
+            with suppress(Exception):
+                write.result()
 
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
         """Wait until all processes have written. The first one then passes the size and digest of each file to ``commit``.
 
-        ``done``: the folder's path once ``commit`` has renamed it. Call this in a background thread. If the first process fails,
-        it raises its own error and each other process an OSError.
+        ``done``: the folder's path once ``commit`` has renamed it. Call this in a background thread. A process that fails raises
+        its own error, and each other process an OSError. No process waits for one that has failed.
         """
         from orbax.checkpoint import multihost
 
-        self._orbax.wait_until_finished()
+        number, barrier, processes = next(_saves), multihost.get_barrier_sync_fn(), jax.process_count()
+        meet = lambda name: barrier(key=f"ring_attn/checkpoint/{number}/{name}", timeout_ms=PATIENCE_MS)
+        marks = [folder / WRITTEN.format(process) for process in range(processes)]
+        writes, self._writes = self._writes, []  # they hold the copies in host memory
         try:
+            try:
+                for write in writes:
+                    write.result()
+                marks[jax.process_index()].touch()
+            finally:
+                meet("written")
             if jax.process_index() == 0:
+                _check_written(marks)
+                self._handler.finalize(_orbax_path(folder / STATE))
                 commit(digests(folder))
         finally:
-            multihost.get_barrier_sync_fn()(key=f"ring_attn/checkpoint/{next(_saves)}", timeout_ms=PATIENCE_MS)
+            meet("completed")
         if not seen(done / RUN):
             raise OSError("process 0 could not complete it")
 
     def read(self, where: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the arrays of a checkpoint by name, each with the sharding of its namesake in ``like``."""
+        """Return the arrays of a checkpoint by name, each with the sharding of its namesake in ``like``. Wait for no process."""
         import orbax.checkpoint as orbax
 
         places = jax.tree.map(orbax.utils.to_shape_dtype_struct, like)
         restore = orbax.args.PyTreeRestore(
             places, restore_args=orbax.checkpoint_utils.construct_restore_args(places), partial_restore=True
         )
-        return self._orbax.restore(where / STATE, args=restore)
+        return self._handler.restore(_orbax_path(where / STATE), args=restore)
 
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
         """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
@@ -72,13 +104,48 @@ class CheckpointFiles:
         ``run``: the content of ``run.json``, whose digests are compared with the files. Each process compares its part.
         """
         check_files(where, run, None, jax.process_index(), jax.process_count())
-        found: Any = self._orbax.metadata(where / STATE)
-        tree = getattr(found, "item_metadata", found)
-        return kinds_of(getattr(tree, "tree", tree))
+        try:
+            found: Any = self._handler.metadata(_orbax_path(where / STATE))
+        except ValueError as error:
+            raise OSError(str(error)) from error
+        return kinds_of(getattr(found, "tree", found))
 
     def close(self) -> None:
         """Stop orbax's threads."""
-        self._orbax.close()
+        self._handler.close()
+
+
+def _orbax_path(path: Path) -> Any:
+    from etils.epath import Path as OrbaxPath
+
+    return OrbaxPath(path)
+
+
+def _completed(saving: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end in an event loop of its own, in another thread if this one runs a loop, as in a notebook."""
+
+    def run() -> T:
+        loop = asyncio.new_event_loop()
+        try:
+            return loop.run_until_complete(saving)
+        finally:
+            loop.close()
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return run()
+    with ThreadPoolExecutor(1, "checkpoint-copy") as thread:
+        return thread.submit(run).result()
+
+
+def _check_written(marks: list[Path]) -> None:
+    """Delete the marks of all processes. Raise OSError if a process has none, because it could not write its shards."""
+    absent = [str(process) for process, mark in enumerate(marks) if not seen(mark)]
+    if absent:
+        raise OSError(f"process{'es' * (len(absent) > 1)} {', '.join(absent)} could not write")
+    for mark in marks:
+        mark.unlink()
 
 
 def kinds_of(arrays: dict[str, Any]) -> Kinds:
