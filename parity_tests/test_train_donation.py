@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,12 +33,12 @@ WAYS = ("whole", "sharded", "adapters")
 def config_in(folder: Path, way: str) -> Config:
     """A run of one block on two devices; with adapters, of a frozen model."""
     config = config_of(folder, way, 2, 3)
-    config = replace(config, model=config.model | {"depth": 1})
+    config = replace(config, model={**config.model, "depth": 1})
     if way == "adapters":
         model = {name: x for name, x in config.model.items() if name != "param_dtype"}
         save_weights(RingTransformer(**model, rngs=nnx.Rngs(0)), folder / "base")
         return replace(config, model={}, init_from=str(folder / "base"), lora=LoRA(rank=2))
-    return replace(config, model=config.model | {"tied": way == "whole"}, ring=replace(config.ring, weights=way))
+    return replace(config, model={**config.model, "tied": way == "whole"}, ring=replace(config.ring, weights=way))
 
 
 @contextmanager
@@ -64,7 +65,7 @@ def test_a_step_writes_the_new_state_in_place_of_the_old(way: str, tmp_path: Pat
         graph, state = nnx.split((side._model, side._optimizer))
         rest = side._placed(microbatches), jnp.asarray(side._config.seed)
         how = side._how(microbatches[0])
-        compiled = side._step.lower(graph, state, *rest, how).compile()
+        compiled: Any = side._step.lower(graph, state, *rest, how).compile()
         old = state_of(side)
         held = sum(x.addressable_shards[0].data.nbytes for x in old)
         assert compiled.memory_analysis().alias_size_in_bytes == held

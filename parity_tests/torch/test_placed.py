@@ -15,7 +15,9 @@ from ring_attn_torch.ring.groups import Group, rank_in, ranks_of
 def without_layout(group: Group, odd: int | None, kind: str) -> None:
     """Call a model on this rank's shard of a balanced layout, on rank ``odd`` (None: on all ranks) without the layout."""
     ranks, rank = ranks_of(group), rank_in(group)
-    given = {"documents": torch.arange(32)[None] // 8 * 8} if kind == "documents" else {"tree": ([-1, 0, 0], [8, 14, 10])}
+    given: dict[str, Any] = (
+        {"documents": torch.arange(32)[None] // 8 * 8} if kind == "documents" else {"tree": ([-1, 0, 0], [8, 14, 10])}
+    )
     shard = shard_batch(torch.arange(32)[None], "balanced", ranks, rank, **given)
     model = RingTransformer(vocab=99, dim=16, depth=1, heads=4, group=group)
     arrays: dict[str, Any] = {"extents": shard.extents, "key_extents": shard.key_extents, "longest_path": shard.longest_path}

@@ -122,7 +122,7 @@ def _orbax_path(path: Path) -> Any:
 
 
 def _completed(saving: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in an event loop of its own. If this thread runs a loop, as in a notebook, use another thread."""
+    """Run a coroutine to its end in an event loop of its own. If this thread runs a loop, as a notebook's, use another thread."""
 
     def run() -> T:
         loop = asyncio.new_event_loop()
