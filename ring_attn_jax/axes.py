@@ -46,8 +46,8 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
 def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
     """Return the dtype names of q, k and v.
 
-    Raise ValueError if an argument is not an array, is float64 that JAX would cut to float32, or has a symbolic size other than
-    the batch.
+    Raise ValueError if an argument is not an array, or has a symbolic size other than the batch. Raise it too for a float64 array
+    that JAX would cut to float32.
     """
     for name, array in zip("qkv", (q, k, v), strict=True):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):

@@ -48,9 +48,9 @@ def attend_block(
 ) -> tuple[Float[Array, "batch queries heads v_dim"], Float[Array, "batch queries heads"]]:
     """Compute attention of a block of queries over a block of keys, both anywhere in a longer sequence.
 
-    ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see,
-    in float32 (float64 for float64), both differentiable; :func:`merge` merges such pairs. A query that sees no key has out 0 and
-    lse -inf.
+    Return ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may
+    see, in float32 (float64 for float64). Both are differentiable. :func:`merge` merges such pairs. A query that sees no key has
+    out 0 and lse -inf.
 
     ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens
     beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may be traced.

@@ -73,10 +73,10 @@ def sharded_ring_attention(
     [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask is that of one device: each shard gets
     the global index of its first batch row and head as its offset, and dropout_offset is added.
 
-    Works with Auto and with Explicit mesh axes (those of ``jax.make_mesh``; train with them under ``jax.set_mesh(mesh)``,
-    called before the weights are made), inside and outside jit, and under jax.vmap, whose spmd_axis_name may be a mesh axis
-    other than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded, and outside jit
-    arrays on devices outside the mesh are copied to it; the arguments of a jit must lie on the mesh, or be uncommitted.
+    Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: train with them under
+    ``jax.set_mesh(mesh)``, called before the weights are made. Works under jax.vmap; its spmd_axis_name may be a mesh axis other
+    than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded. Outside jit, arrays on
+    devices outside the mesh are copied to it. The arguments of a jit must lie on the mesh, or be uncommitted.
 
     Raise ValueError if the mesh lacks an axis, if sizes are not multiples of the sizes of its axes, or as ring_attention does.
     """
@@ -187,10 +187,9 @@ def _compiled(
 def program(on_shards: Any, where: ShardedAxes, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
     """Wrap ``on_shards``, a function of the shards, in a jitted shard_map that returns out, or (out, lse) if ``return_lse``.
 
-    ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX then gives the mapped arrays of the program another type than the
-    others, and its check of the axes that an array varies over refuses to combine the two (jax 0.10 to 0.12), so the check is
-    off. The result does not depend on the check: with or without it, the gradients of replicated arrays are summed where the
-    shard_map ends.
+    ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX then gives mapped arrays another type than other arrays, and the
+    check ``check_vma`` refuses to combine the two types (jax 0.10 to 0.12). So the check is off. The result does not depend on
+    the check: with or without it, the gradients of replicated arrays are summed where the shard_map ends.
     """
     out_specs = (specs["q"], specs["q"]) if return_lse else specs["q"]
     return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=not mapped))
@@ -248,7 +247,10 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: ShardedAxes) -> None:
-    """Raise ValueError if an array is not 4-dimensional, or if its sizes are not multiples of the sizes of the mesh axes."""
+    """Raise ValueError if an array is not 4-dimensional, or if its sizes are not multiples of the sizes of the mesh axes.
+
+    A single key or value head need not be a multiple.
+    """
     shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:

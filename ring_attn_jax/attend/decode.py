@@ -33,7 +33,7 @@ A chunk of CHUNK scores has at least CONVERTED slots. A converted chunk fits int
 """
 
 FEW_ROWS = 128
-"""The largest number of rows (queries times heads) for which ``_products`` multiplies the keys of all kv heads at once."""
+"""The largest number of rows (queries times heads) for which ``_products`` and ``_sums`` multiply all kv heads at once."""
 
 
 class DecodeArrays(NamedTuple):
@@ -72,7 +72,10 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
 
 
 def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
-    """Merge packed pairs, of all splits (``ranks`` None) or of ``ranks`` ranks, into one pair [b n h e+1] by a kernel."""
+    """Merge packed pairs [pairs b n h e+1] into one pair [b n h e+1] by a kernel.
+
+    ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
+    """
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
@@ -80,9 +83,9 @@ def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> j
 def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge packed pairs, of all splits (``ranks`` None) or of ``ranks`` ranks, and the sinks by a kernel.
+    """Merge packed pairs [pairs b n h e+1] and the sinks by a kernel. Return out [b n h e] in q's dtype and lse [b n h] float32.
 
-    Return out [b n h e] in q's dtype and lse [b n h] in float32.
+    ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
     """
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": sinks.astype(jnp.float32)}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
@@ -108,8 +111,8 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
 def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     """Compute attention over this rank's slots in plain jnp, one chunk of slots at a time.
 
-    Return out and lse packed in one array [b n h e+1]. The v of invisible slots may hold NaN: set it to 0 only if the product
-    p v of a chunk is not finite.
+    Return out and lse packed in one array [b n h e+1]. The v of invisible slots may hold NaN. So if a chunk's product p v is not
+    finite, compute the product again with v set to 0 in these slots.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]

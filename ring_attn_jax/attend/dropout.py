@@ -33,7 +33,7 @@ class DropoutState(NamedTuple):
 def dropout_state(seed: Any, offset: Any) -> DropoutState:
     """Return the dropout state of a seed and an offset. Return ``seed`` unchanged if it is a ``DropoutState``.
 
-    Raise ValueError if the offset is not a pair, if a number is not an int or a 0-d integer array, or if an int is out of range.
+    Raise ValueError if the offset is not a pair, or if the seed or an offset is not an int in range or a 0-d integer array.
     """
     if isinstance(seed, DropoutState):
         return seed

@@ -125,7 +125,7 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend for the size of ``keys``: in a balanced layout "direct" receives shards of several sizes."""
+        """Return this backend for shards as long as ``keys``: in a balanced layout "direct" receives shards of another length."""
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:

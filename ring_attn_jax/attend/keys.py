@@ -54,7 +54,7 @@ def clipped(extents: jax.Array) -> jax.Array:
 
 
 def unpack(keys: Keys) -> jax.Array | None:
-    """Unpack the key mask, bool [b t], from its bits. Return None if every key is visible."""
+    """Unpack the key mask, bool [b t], from its bits. Return None if ``keys`` have no key mask."""
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 
@@ -68,7 +68,7 @@ def joined(parts: Keys, tokens: int) -> Keys:
 
 
 def cut(keys: Keys, first: jax.Array, tokens: int) -> Keys:
-    """Return ``tokens`` keys from index ``first`` on, as contiguous arrays."""
+    """Return the ``tokens`` keys from index ``first`` on."""
     return along_tokens(lambda x: lax.dynamic_slice_in_dim(x, first, tokens, 1), keys)
 
 

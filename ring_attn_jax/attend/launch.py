@@ -90,7 +90,7 @@ def makes_descriptors() -> bool:
 
 @contextmanager
 def compile_for(capability: int) -> Iterator[None]:
-    """Trace and lower for an NVIDIA GPU of compute capability ``capability``, such as 90, on a host without one.
+    """Trace and lower for an NVIDIA GPU of compute capability ``capability``, such as 90, on a host without such a GPU.
 
         with compile_for(90):
             jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -110,7 +110,7 @@ def compile_for(capability: int) -> Iterator[None]:
 
 
 def capability() -> int:
-    """Return the compute capability of the NVIDIA GPU to trace for, such as 90; 0 without a GPU."""
+    """Return the compute capability of the NVIDIA GPU to trace for, such as 90; 0 without an NVIDIA GPU."""
     target = _target.value
     return _of_this_host() if target is None else target
 

@@ -4,7 +4,7 @@ A rank's token positions ascend, so the key positions [first, end) that a query 
 
     [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
 
-The converted extents hold the mask and the documents. Key extents are converted alike to local indices of the queries.
+The converted extents also express the mask. Key extents are converted in the same way, to local indices of the queries.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TracedRuns:
     """The backend of a traced layout: it converts each step's positions to local indices, and calls ``backend``.
 
     The plan is made for contiguous shards. So ``q_start`` and ``k_start`` of a row hold indices into ``score.positions``, not
-    positions: the index of the query shard's first token and that of the key shard's. The extents hold the mask.
+    positions: the index of the first token of the query shard and of the key shard. The extents express the mask.
     """
 
     backend: Backend

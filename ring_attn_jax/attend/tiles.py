@@ -53,7 +53,7 @@ class Tile(NamedTuple):
         return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch)
 
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
-        """Load a tile of ``x`` [b n heads ...] as [rows, groups, heads / groups, block, ...], >= float32, 0 at invalid tokens."""
+        """Load ``x`` [b n heads ...] as [rows groups heads/groups block ...], >= float32. ``valid_only``: 0 at invalid tokens."""
         tile = self.tokens_of(x).astype(accumulation_dtype(x.dtype))
         if valid_only:
             tile = jnp.where(self.valid.reshape(1, -1, *[1] * (x.ndim - 2)), tile, 0)
@@ -275,17 +275,17 @@ class Pair:
 
     @property
     def q_pos(self) -> jax.Array:
-        """Return the queries' global positions, int32 [block_q], or their local indices if the positions are a traced table."""
+        """Return the queries' global positions, int32 [block_q]; in a traced layout their indices in the shard instead."""
         return self.row.q_start + self.row.stride * self.queries.index
 
     @property
     def k_pos(self) -> jax.Array:
-        """Return the keys' global positions, int32 [block_k], or their local indices if the positions are a traced table."""
+        """Return the keys' global positions, int32 [block_k]; in a traced layout their indices in the shard instead."""
         return self.row.k_start + self.row.stride * self.keys.index
 
 
 def zero_unless(visible: jax.Array, tile: jax.Array) -> jax.Array:
-    """Return ``tile`` with 0 where ``visible`` is False. Most tiles are all visible: to skip the select there saves 5 %."""
+    """Return ``tile`` with 0 where ``visible`` is False. Skip the select if all are visible, as in most tiles: this saves 5 %."""
     return lax.cond(visible.all(), lambda: tile, lambda: jnp.where(visible, tile, 0))
 
 

@@ -25,7 +25,7 @@ from .prepare import Arrays, CompiledCall, checked, problem_of
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
-"""The checkpoint name of both lse and its rest, so that a policy that saves lse saves both."""
+"""The checkpoint names of out and of lse. LSE_NAME is also the name of lse's rest, so a policy that saves lse saves both."""
 
 
 class OpInputs(NamedTuple):

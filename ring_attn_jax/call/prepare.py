@@ -44,8 +44,8 @@ class Arrays(NamedTuple):
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Describe the call as plain data, without array values.
 
-    Raise ValueError if an argument is not an array, or if q, k or v is float64 that JAX would cut to float32 or has a symbolic
-    size other than the batch.
+    Raise ValueError if an argument is not an array. Raise it too if q, k or v has a symbolic size other than the batch, or is
+    float64 that JAX would cut to float32.
     """
     dtypes = dtype_names(q, k, v)
     of_seed = () if arrays.dropout_seed is None else (OptionalArray("dropout_seed", (), "uint32"),)
@@ -79,7 +79,7 @@ class CompiledCall(NamedTuple):
         return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=self.backend.two_arrays and not self.plan.travels)
 
     def scored(self, arrays: Arrays) -> Score:
-        """Return the score parameters with this call's extents, sinks, ALiBi slopes and dropout seed."""
+        """Return the score parameters with this call's extents, sinks, ALiBi slopes, dropout state and traced positions."""
         return replace(
             self.score,
             extents=arrays.extents,

@@ -64,8 +64,8 @@ def ring_attention(
         v: ``[batch, kv_local, kv_heads, v_dim]``.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
-            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, static under jit, or its TracedLayout;
-            without it such a shard is silently wrong.
+            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, static under jit, or its TracedLayout.
+            Any other layout silently gives wrong results for such a shard.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see: ``document_extents``, ``prefix_extents``.

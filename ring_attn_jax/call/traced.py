@@ -61,10 +61,11 @@ class TracedLayout:
 
 
 def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[int, ...], axis_name: str | None) -> Any:
-    """Return ``options`` for contiguous shards, and ``arrays`` with the layout's positions and with extents that hold the mask.
+    """Convert ``options`` and ``arrays`` of a call in ``layout`` to those of a call on contiguous shards. Return both.
 
-    ``shape``: the shape of q, which is a shard of the ring ``axis_name``, or global if ``axis_name`` is None. Raise ValueError
-    if an argument does not fit the layout or is not supported with it.
+    The new arrays hold the layout's positions, and extents that express the mask and hide the padding. ``shape``: the shape of q,
+    which is a shard of the ring ``axis_name``, or global if ``axis_name`` is None. Raise ValueError if an argument does not fit
+    the layout or is not supported with it.
     """
     ranks, local = layout.table.shape
     for name in ("length", "kv_length"):

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 class Shard(NamedTuple):
     """The return value of ``shard_batch``. Each array is in layout order along dimension 1.
 
-    A shard is a pytree whose leaves are its arrays, so a jitted function may take it whole: length, layout and longest_path are
-    static.
+    A shard is a pytree: the arrays are its leaves, and length, layout and longest_path are static. So a jitted function may take
+    a shard as an argument.
     """
 
     ids: jax.Array
@@ -43,7 +43,7 @@ class Shard(NamedTuple):
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: jax.Array | None = None
-    """int32 [batch, tokens, 2]: first and end of the queries that see each key; [0, 0) in padded slots. None without trees."""
+    """int32 [batch, tokens, 2]: first and end of the queries that may see a key; [0, 0) in padded slots. None without trees."""
     layout: BalancedLayout | None = None
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
     longest_path: int | None = None

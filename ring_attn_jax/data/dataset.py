@@ -21,8 +21,8 @@ class SequenceShardedDataset:
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
     each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
     rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has none. But a
-    rank reads only its own tokens, plus one more token at the end of each of its runs. With ``"striped"`` it reads the tokens of
-    all ranks twice, for ids and for labels, because its tokens lie apart and all next tokens are on other ranks.
+    rank reads only its own tokens, plus one more token at the end of each of its runs. In the layout ``"striped"`` a rank reads
+    the tokens of all ranks twice, for ids and for labels: its own tokens lie apart, and their next tokens are on other ranks.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
@@ -34,9 +34,9 @@ class SequenceShardedDataset:
     files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the package tokenizers, or its
     folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
     by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``: count positions from
-    0 in each document. ``ignore_index``: the label of a token without a target. ``chat``: "all" or "assistant"; the column then
-    holds chats, lists of messages, which the tokenizer's chat template writes as texts, with the tools of the column "tools" if
-    there is one. With "assistant" only the assistant's tokens have labels.
+    0 in each document. ``ignore_index``: the label of a token without a target. ``chat``: "all" or "assistant" if the column
+    holds chats, that is, lists of messages. The tokenizer's chat template writes a chat as a text, with the tools of the column
+    "tools" if that exists. With "assistant" only the assistant's tokens have labels.
 
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
     passed to ``resume``, or else at the beginning.
@@ -127,7 +127,7 @@ class SequenceShardedDataset:
 
     @property
     def vocab(self) -> int | None:
-        """Return the largest id + 1, or None for token arrays."""
+        """Return the vocabulary size, which is the largest possible id + 1, or None for token arrays."""
         return self._batches.vocab
 
     @property

@@ -25,7 +25,8 @@ def to_layout(
 
     ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the smallest length that
     the layout can split equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim`` or
-    ``ranks`` is invalid. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
+    ``ranks`` is invalid. A layout is a name, the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or its
+    TracedLayout.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
@@ -64,7 +65,8 @@ def positions(
     seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
     other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
 
-    ``rank`` may be traced (``lax.axis_index``). Raise ValueError if ``rank`` is an int outside 0 .. ranks - 1.
+    ``rank`` may be traced (``lax.axis_index``). Raise ValueError if ``rank`` is an int outside 0 .. ranks - 1, or if the layout
+    is unknown or of another length.
     """
     check_rank(rank, ranks)
     if isinstance(layout, TracedLayout):

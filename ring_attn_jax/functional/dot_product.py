@@ -61,9 +61,9 @@ def dot_product_attention(
 
     ``mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, broadcasting
     against [batch, heads, length, kv_length]. It must be the same for all heads. Apart from unused keys (padding), it must be a
-    band, or the intersection of one interval of keys for each query and one interval of queries for each key (documents, a
-    prefix, a prefix tree). A mask that is an argument of jit has no values while it is traced, so it is not checked: if the mask
-    has another form for a query, that query's out is NaN.
+    band, or the intersection of two masks: one gives each query an interval of keys, and one gives each key an interval of
+    queries. Documents, prefixes and prefix trees have this form. A mask that is an argument of jit has no values while it is
+    traced, so it is not checked: if the mask has another form for a query, that query's out is NaN.
 
     ``implementation``: None chooses the backend, "xla" is plain JAX. ``return_residual``: also return lse, in key's dtype and
     without a gradient, as in JAX. ``axis_name``: the mesh axis of the ring; None is one device, without a mesh. ``layout``,
@@ -71,8 +71,8 @@ def dot_product_attention(
 
     A query that sees no key has out 0 and lse -inf, as with JAX's "cudnn"; JAX's "xla" returns the mean of all values instead.
 
-    Raise ValueError if a ``bias`` is passed, if ``implementation`` is neither None nor "xla", if a mask with known values differs
-    between heads or has another form, and as ring_attention does.
+    Raise ValueError if a ``bias`` is passed, if ``implementation`` is neither None nor "xla", or if a mask with known values
+    differs between heads or has another form. Raise it too if ring_attention refuses an argument.
     """
     if bias is not None:
         raise ValueError(
@@ -194,11 +194,11 @@ def _window(size: Any) -> Band:
 
 
 def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
-    """Convert a global mask to arguments of the ring. Also return bool [rows, queries]: True if they equal the query's mask.
+    """Convert a global mask to arguments of the ring. Also return bool [rows, queries]: True if they express the query's mask.
 
-    The second result is None if the mask's values are known, because then the arguments equal every query's mask. ``shape``:
-    batch, heads, length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not fit, if a
-    mask with known values differs between heads, or if arguments cannot express it.
+    The second result is None if the mask's values are known, because then the arguments express the mask of every query.
+    ``shape``: batch, heads, length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not
+    fit. Raise it too if a mask with known values differs between heads, or if arguments cannot express it.
     """
     sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
     if len(sizes) != 4 or not hasattr(mask, "ndim") or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
@@ -226,7 +226,10 @@ def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[Den
 
 
 def _traced_mask_arguments(visible: jax.Array) -> tuple[DenseMaskArguments, jax.Array]:
-    """Return the tightest intervals around ``visible`` bool [rows, queries, keys], and bool [rows, queries]: True if exact."""
+    """Return the tightest extents and key extents around ``visible`` bool [rows, queries, keys], and bool [rows, queries].
+
+    The bool is True for a query whose visible keys the extents and key extents express exactly.
+    """
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]
     key = jnp.arange(visible.shape[2], dtype=jnp.int32)[None, None]

@@ -87,8 +87,8 @@ class KVCache(Requests):
         ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two above
         max |x| / 448 of the first completed step.
 
-        ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
-        ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
+        ``window``: the number of positions before itself that a query sees. With a window a request may have any length.
+        ``capacity`` is then the number of newest tokens of a request that each rank keeps, at least ``window + room`` (default).
         ``room`` (by default ``window``): the most tokens of a step and of a rollback. ``page``: the number of slots per rank
         by which :meth:`reserve` grows the cache. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without
         a mesh, call this inside ``jax.shard_map`` over that axis: it makes this rank's arrays.
@@ -199,7 +199,7 @@ class KVCache(Requests):
         return replace(self, owners=owners, **changed)
 
     def part(self, layer: int | jax.Array, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer: all requests, or with a ``step`` its requests with their new tokens."""
+        """Return this rank's part of a layer for all requests; with a ``step``, for the step's requests, new tokens included."""
         k, v = self.k[layer], self.v[layer]
         if step is not None and step.rows is not None:
             k, v = (x[step.into[:, 0]] for x in (k, v))

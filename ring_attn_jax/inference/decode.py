@@ -49,8 +49,8 @@ def tree_attention_decode(
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Each rank attends to its own slots; then one all-gather carries out and lse, packed in one array of float32 (float64 for
-    float64), and every rank merges them in rank order, with the formula of :func:`merge` (Tree Attention, Shyam et al.,
+    Each rank attends to its own slots. Then one all-gather carries out and lse, packed in one array of float32 (float64 for
+    float64). Every rank merges the ranks' pairs in rank order, with the formula of :func:`merge` (Tree Attention, Shyam et al.,
     arXiv:2408.04093). So all ranks get the same bits.
 
     Arguments (those not listed mean the same as in ``ring_attention``):
@@ -93,7 +93,7 @@ def tree_attention_decode(
 def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) of a checked problem.
 
-    ``call``: the launches of the kernels; None: the backend is "blockwise". ``ring``: the name of its axis and its number of
+    ``call``: the launches of the kernels; None: the backend is "blockwise". ``ring``: the name of the mesh axis and the number of
     ranks.
     """
     axis_name, ranks = ring

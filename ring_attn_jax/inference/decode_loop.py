@@ -35,9 +35,9 @@ class PlacedModel(NamedTuple):
 
     @classmethod
     def of(cls, model: RingTransformer) -> PlacedModel:
-        """Put a model's weights on its mesh; a model without one becomes a ring of one on its device.
+        """Put a model's weights on its mesh. A model without a mesh becomes a ring of one rank on its device.
 
-        Weights that are sharded over the mesh stay so. All others are replicated.
+        Weights that are sharded over the mesh keep their sharding. All other weights are replicated.
 
         Raise ValueError if the model's mesh has no devices.
         """
@@ -172,7 +172,7 @@ class DecodeLoop:
         self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._parameters, self._ends)
 
     def step(self) -> None:
-        """Append the newest token of each unfinished request to the cache, and draw the next one."""
+        """Append the newest token of each unfinished request to the cache, and draw each request's next token."""
         inputs = self._placed.weights, self.cache, self.newest, self._parameters, self._ends
         self.newest, self.cache = self._placed.compiled.step(*inputs)
 

@@ -48,15 +48,17 @@ def decode_step(
     """Append a few tokens to every request in the cache. Return their logits and the cache.
 
     ``model``: a RingTransformer. If it has no ``mesh``, call this inside ``jax.shard_map`` over its axis. ``ids``: the tokens,
-    the same on every rank. ``cache``: made for ``model.config`` over the model's ring, in its compute dtype or float8, without a
-    window or with one as wide as the widest of the layers. ``valid``: True for real tokens. The other tokens of a row, at any
-    place, are not cached, and their logits are undefined. All ranks compute the same logits, each with its part of the cache.
+    the same on every rank. ``cache``: made for ``model.config`` over the model's ring, in the model's compute dtype or float8;
+    its window is None or at least the widest window of a layer. ``valid``: True for real tokens. The other tokens of a row, at
+    any place, are not cached, and their logits are undefined. All ranks compute the same logits, each with its part of the cache.
     Dropout is off. Call it inside jax.jit, with the cache donated.
 
-    The logits equal those of the model on the whole sequence up to rounding, since sums are computed in another order. Raise
-    ValueError if the cache does not fit the model, if a mask is neither causal nor a window before the token, if weights are
-    sharded otherwise than over the model's mesh, or if an id is outside the vocabulary (a traced id gives NaN instead). To check
+    The logits equal those of the model on the whole sequence up to rounding, since sums are computed in another order. To check
     for room, call ``cache.check_room`` before.
+
+    Raise ValueError if the cache does not fit the model, if a mask is neither causal nor a window before the token, or if the
+    model has a ``head_axis`` or weights sharded otherwise than over its mesh. Raise it too if an id is outside the vocabulary
+    (a traced id gives NaN instead).
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))
@@ -189,7 +191,7 @@ def computes_in(model: RingTransformer) -> str:
 
 
 def check_model(model: RingTransformer, traced: bool = False) -> None:
-    """Raise ValueError if ``model`` is not a RingTransformer, or if its masks or sharded weights prevent decoding.
+    """Raise ValueError if ``model`` is not a RingTransformer, or if its masks, ``head_axis`` or sharded weights prevent decoding.
 
     Raise it too if the weights are traced, unless ``traced`` is True.
     """

@@ -35,7 +35,7 @@ class RankModel:
     def of(cls, graph: Any, tree: Any, weights: Sequence[jax.Array], specs: Specs) -> RankModel:
         """Make the model from this rank's shards, without its mesh, so that its layers take a rank's tokens.
 
-        ``graph``, ``tree``: from ``nnx.split`` and ``jax.tree.flatten`` of the state. ``specs``: of each of the ``weights``.
+        ``graph``, ``tree``: from ``nnx.split`` and ``jax.tree.flatten`` of the state. ``specs``: one for each of the ``weights``.
         """
         from flax import nnx
 
@@ -50,8 +50,8 @@ class RankModel:
     def gathered(self, part: Path, after: jax.Array) -> Iterator[None]:
         """All-gather the weights of a part of the model, such as ("blocks", 0), for the time of the ``with`` block.
 
-        The gathers wait until ``after`` is computed. Otherwise XLA could start those of all layers at once, and a rank would hold
-        the whole model.
+        The gathers wait until ``after`` is computed. Otherwise XLA could gather all layers at once, and a rank would hold the
+        whole model.
         """
         from flax import nnx
 

@@ -92,7 +92,7 @@ class Requests:
         return replace(self, **arrays, owners=jax.device_put(owners, self.owners.sharding), spec=spec)
 
     def rollback(self, lengths: Lengths) -> Self:
-        """Truncate each request to its first ``lengths`` tokens, ints or int32 [batch], the same on each rank.
+        """Truncate each request to its first ``lengths`` tokens: an int, one int each, or integers [batch], equal on all ranks.
 
         A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length so
         far. Raise ValueError if a request goes further, unless the values are traced (under jit).
@@ -133,7 +133,7 @@ class Requests:
         return replace(self, **arrays)
 
     def evict(self, rows: Rows) -> Self:
-        """Empty the requests ``rows`` and overwrite their keys and values with 0, so that nothing of them remains in memory."""
+        """Empty the requests ``rows``, with their keys and values overwritten by 0 in the returned cache."""
         of = self._rows(rows)
         return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 

@@ -43,10 +43,12 @@ def of_first(
 ) -> list[jax.Array]:
     """Return a layer's scales of k and v [kv_heads], with each 0 replaced by a power of two above max |x| / 448.
 
-    It is the smallest such power; 448 is the largest float8 number. The maximum is over the ``new`` k or v of all ranks, so that
-    every x / scale fits into float8; if it is 0, the scale is 1. ``nothing`` (0-d bool): True if the cache is empty. Then scales
-    that are already set are replaced too, since a step that did not advance may have set them; otherwise they stay. Multiplying
-    float8 by a power of two is exact in the other dtypes.
+    A scale is the smallest such power; 448 is the largest float8 number. The maximum is over the ``new`` k or v of all ranks, so
+    that every x / scale fits into float8; if the maximum is 0, the scale is 1. A product of a float8 number and a power of two
+    has no rounding error within the range of a wider dtype.
+
+    ``nothing`` (0-d bool): True if the cache is empty. Then scales that are already set are replaced too, since a step that did
+    not advance may have set them. If ``nothing`` is False, they stay.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])

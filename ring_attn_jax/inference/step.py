@@ -152,15 +152,16 @@ def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Array:
-    """Return how many of each request's ``chunk`` new tokens are cached: at most its ``room``, or with a window all.
+    """Return the number of new tokens [b] that enter the cache: ``chunk`` with a window, else at most ``room``.
 
-    ``chunk``, ``room``: numbers of tokens [b]. New tokens beyond the room are neither cached nor counted; cached tokens stay.
+    ``chunk``, ``room``: each request's numbers of new tokens and of free places, [b]. New tokens beyond the room are neither
+    cached nor counted; cached tokens stay.
     """
     return jnp.minimum(chunk, room) if held.spec.window is None else chunk
 
 
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
-    """Return the slots that this rank writes, and the positions of all its slots afterwards.
+    """Return ``slots``, which this rank writes, and ``k_positions``, the positions of all its slots after that, by name.
 
     For each token [b, writes], ``here`` is True if this rank caches it, ``slot_index`` is its slot before wrapping around, and
     ``position`` its position. Other tokens, and tokens beyond the last free slot, get an index beyond the slots, which the

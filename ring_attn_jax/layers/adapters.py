@@ -49,7 +49,7 @@ def attention_fn(
           documents. It must be the same for all heads, and let each query see one interval of keys, apart from keys hidden from
           all queries. Any other mask is refused. Under jit its values are unknown, so each query that does not fit gets NaN. A
           query that sees no key gets 0; flax takes the mean of all values.
-        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh; flax drops other probabilities.
+        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh. flax drops different probabilities.
           ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,
           since products keep the inputs' full precision and the softmax is in at least float32 anyway.
@@ -57,7 +57,7 @@ def attention_fn(
           ``attn_weights_value_einsum`` are refused.
 
     Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises. A module with
-    ``decode=True`` passes one token at a time, so it works only on a ring of one.
+    ``decode=True`` passes one token at a time, so it works only on a ring of one rank.
     """
     options = Options(layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic)
     return RingAttentionFunction(ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), options)

@@ -1,4 +1,4 @@
-"""The check that the tokens of a RingTransformer's batch lie where their extents place them."""
+"""The check that a RingTransformer's tokens have positions that fit their extents. It finds a missing ``layout`` argument."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def placed(
     layout: BalancedLayout | TracedLayout | None,
     ring: LayerRing,
 ) -> jax.Array:
-    """Return ``x`` [b s dim] with NaN at tokens that cannot lie where their extents place them. If values are known, raise.
+    """Return ``x`` [b s dim] with NaN at misplaced tokens: their position contradicts their extent or key extent.
 
-    ``extents``: those of causal queries, or None. ``key_extents``: those of a tree, or None. ``length``, ``layout``: arguments of
-    the call. Leave arrays of wrong shapes and dtypes to the layers, which refuse them. Raise ValueError if an extent is misplaced
-    and its value is known: outside of jit, with a mesh.
+    An extent that begins after its causal query is a contradiction, and so is a tree's key extent without its own token.
+    ``extents``: of causal queries, or None. ``key_extents``: of a tree, or None. ``length``, ``layout``: arguments of the call.
+    Arrays of wrong shapes and dtypes are not checked, because the layers refuse them. Raise ValueError at a misplaced token if
+    the extents have known values, that is, outside of jit and with a mesh.
     """
     arrays = [(of_tree, given) for of_tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
     tokens = _tokens(x.shape[1], layout, ring) if arrays else None

@@ -51,7 +51,7 @@ class LayerRing:
     def positions(self, tokens: int, layout: BalancedLayout | TracedLayout | None = None) -> jax.Array:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
 
-        With a mesh, return the positions of all shards in layout order; ``tokens`` is then the number of all their tokens.
+        With a mesh, return the positions of all shards in layout order; ``tokens`` is then the total of all shards.
         ``layout``: a layout in place of the field ``layout``; None: the field.
         """
         where = self.sharded

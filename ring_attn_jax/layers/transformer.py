@@ -67,7 +67,7 @@ class RingTransformer(nnx.Module):
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
     ``tied``: the head is the embedding. ``mlp_bias``: the MLP's linear maps have biases. ``published``: the data that
     ``load_llama`` keeps for ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are
-    cast to it at use, so gradients of float32 weights, and their sums over ranks, are float32 even if it is jnp.bfloat16.
+    cast to it at use, so gradients of float32 weights, and sums of them over ranks, are float32 even for jnp.bfloat16.
     ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a time, None for all. It limits the memory of
     the ``hidden`` features, which the backward then recomputes once, as it does anyway if ``activations`` is not "keep". The
     other arguments are those of :class:`RingAttention`.
@@ -136,8 +136,9 @@ class RingTransformer(nnx.Module):
         ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`;
         ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape, or if a layer refuses an argument.
 
-        Raise ValueError if an extent begins after its query under a causal mask, or if a key extent does not contain its token
-        with ``longest_path``, as if the shard's ``layout`` is missing. Traced arrays cannot raise: logits of such tokens are NaN.
+        Raise ValueError if an extent begins after its query under a causal mask, or if with ``longest_path`` a key extent does
+        not contain its own token. This happens if the shard's ``layout`` is not passed. For traced arrays nothing is raised: the
+        logits of such tokens are NaN.
 
         ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: head h of layer i, both counted from
         0, draws as head ``i * heads + h``, so layers drop independently. ``dropout_offset``: as in ring_attention; (global index
@@ -223,10 +224,10 @@ class RingTransformer(nnx.Module):
         the mesh are gathered one layer at a time. Do not call it inside jit or shard_map. The decode step is compiled once per
         number of requests and cache size. Prompt lengths are rounded up so that few sizes occur.
 
-        Raise ValueError, before anything is computed, if an argument does not fit: empty prompts, text, ids outside the
-        vocabulary, numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a
-        window before the token, weights that are sharded otherwise than over ``mesh``, a chunk shorter than a prompt if the model
-        has ALiBi, or different arguments in the processes of a program.
+        Raise ValueError, before anything is computed, for empty prompts, text, ids outside the vocabulary, numbers outside their
+        range, ``top_k`` or ``top_p`` at temperature 0, or different arguments in the processes of a program. Raise it too if the
+        model has a mask that is neither causal nor a window before the token, a ``head_axis``, or weights sharded otherwise than
+        over ``mesh``, or if a model with ALiBi gets a chunk shorter than a prompt.
         """
         from ..inference.generate import generated
 

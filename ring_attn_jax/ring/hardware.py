@@ -34,5 +34,5 @@ def device_name() -> str:
 
 @lru_cache
 def _stored(device: str) -> Machine | None:
-    """Read this machine's record of measured speeds or None, and cache it, so that equal calls trace to the same strategy."""
+    """Return this machine's record of measured speeds or None. It is cached, so that equal calls trace to the same strategy."""
     return stored("jax", device)

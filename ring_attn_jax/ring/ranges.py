@@ -14,7 +14,7 @@ from .step import Ring, Step
 
 
 class RingPass:
-    """One pass over a ring, ``name`` "forward" or "backward". As a context manager it does nothing, unlike PyTorch's."""
+    """One pass over a ring, ``name`` "forward" or "backward". As a context manager it does nothing in JAX."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0

@@ -69,9 +69,9 @@ class Checkpoints:
         ``nnx.Rngs`` included. The call first waits for the previous save. It reads no array after it returns, so the next step
         may donate them.
 
-        Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
-        dtypes of the model or optimizer differ between processes (``check_ranks`` compares the values), an array was
-        deleted, another run saves in the folder, some processes do not see the first one's folder, or ``close`` was called; the
+        Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, an array was deleted,
+        or ``close`` was called. Raise it too if names, shapes or dtypes of arrays differ between processes (``check_ranks``
+        compares values), another run saves in the folder, or a process does not see the folder that process 0 has made. The
         error is the same in each process.
         Raise OSError in each process if the previous save has failed, or if any process cannot start to write.
         """

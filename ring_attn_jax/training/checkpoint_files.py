@@ -89,7 +89,7 @@ class CheckpointFiles:
             raise OSError("process 0 could not complete it")
 
     def read(self, where: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the arrays of a checkpoint by name, each with the sharding of its namesake in ``like``. Wait for no process."""
+        """Return the arrays of a checkpoint by name, sharded like those of ``like``. No process waits for another."""
         import orbax.checkpoint as orbax
 
         places = jax.tree.map(orbax.utils.to_shape_dtype_struct, like)
@@ -101,7 +101,7 @@ class CheckpointFiles:
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
         """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
 
-        ``run``: the content of ``run.json``, whose digests are compared with the files. Each process compares its part.
+        ``run``: the content of ``run.json``, whose digests are compared with the files. Each process compares a part.
         """
         check_files(where, run, None, jax.process_index(), jax.process_count())
         try:
@@ -140,7 +140,7 @@ def _completed(saving: Coroutine[Any, Any, T]) -> T:
 
 
 def _check_written(marks: list[Path]) -> None:
-    """Delete the marks of all processes. Raise OSError if a process has none, because it could not write its shards."""
+    """Delete ``marks``, the file ``WRITTEN`` of each process. Raise OSError if one is absent: its process could not write."""
     absent = [str(process) for process, mark in enumerate(marks) if not seen(mark)]
     if absent:
         raise OSError(f"process{'es' * (len(absent) > 1)} {', '.join(absent)} could not write")
@@ -154,6 +154,6 @@ def kinds_of(arrays: dict[str, Any]) -> Kinds:
 
 
 def run_of(where: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the content of the file that records the run's progress."""
+    """Return the path and the content of the file in checkpoint ``where`` that records the run's progress."""
     file = where / RUN if (where / RUN).exists() or not (where / EARLIER).exists() else where / EARLIER
     return file, read_json(file)

@@ -91,9 +91,9 @@ def _replicas(x: Any) -> list[Replica]:
     """Return a Replica for each copy of ``x`` in this process that must be equal to another copy, here or elsewhere.
 
     A value that is not a jax.Array has one Replica, since every process should hold the same value. An array has a Replica for
-    each local device whose shard another device holds too, in this process or in another one. If there are several processes,
-    and one of them holds the whole array, it has a Replica on each of its devices, since every process should hold the same
-    array. Any other array has one Replica, of its dtype and shape only: its contents have no copy to compare with.
+    each local device whose shard another device holds too, in this process or in another one. With several processes, an array
+    on the devices of one process has a Replica for each of these devices, since every process should hold the same array. Any
+    other array has one Replica, of its dtype and shape only: its contents have no copy to compare with.
     """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]
@@ -147,7 +147,7 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Run the block in all processes, and raise in each of them the error of the lowest process whose block raises.
+    """Run the ``with`` block in all processes, and raise in each of them the error of the lowest process whose block raises.
 
     An OSError stays an OSError, any other error becomes a ValueError. The block may append texts to the yielded list; these must
     be the same in each process. The ValueError is a RankDifference if the texts differ, or if only some processes had an error.

@@ -39,14 +39,14 @@ PAUSES = 0.5, 1.5, 3.0, 5.0
 def save_weights(model: RingTransformer, folder: str | Path) -> None:
     """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing save.
 
-    The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors`` (beyond 5 GB several
-    files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
-    either package reads it. A temporary folder is written beside ``folder`` and renamed, so after an error or a kill the previous
-    save is complete.
+    The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors``, or beyond 5 GB several
+    files and an index. Weights have the names and orientation of ``to_numpy``, each in its own dtype. ``load_weights`` of either
+    package reads the folder. A temporary folder is written beside ``folder`` and renamed, so after an error or a kill the
+    previous save is complete.
 
     Sharded weights are gathered. With several processes (``jax.distributed``) each must call it; process 0 writes, and all calls
     return after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
-    processes, or the folder holds other files, and OSError if it cannot be written. The error is the same in each process.
+    processes, or the folder holds other files. Raise OSError if it cannot be written. The error is the same in each process.
     """
     save_folder(model, folder, lambda config: {CONFIG: config.to_json().encode()}, OWN.renamed)
 
@@ -61,7 +61,7 @@ def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = 
 
     Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
     missing, unexpected or of another shape than in the config; the error names them. The error is the same in each process if the
-    mesh spans all processes, and is raised before any weight is read, unless a file is overwritten during the load.
+    mesh spans all processes. It is raised before any weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
@@ -140,9 +140,9 @@ def save_folder(
     files: Callable[[TransformerConfig], dict[str, bytes]],
     renamed: Callable[[str], str],
 ) -> None:
-    """Save each weight under the name ``renamed(name)``, and the other files: ``files(config)`` maps their names to contents.
+    """Save a model's weights and other files in ``folder``. Each process must call it.
 
-    Each process must call it.
+    ``files(config)``: the contents of the other files by name. ``renamed(name)``: a weight's name in the saved file.
     """
     from safetensors.numpy import save_file
 

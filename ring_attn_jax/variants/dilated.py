@@ -71,9 +71,9 @@ def dilated_attention(
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in at least
     float32, natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf, gradients 0.
 
-    Raise ValueError at trace time if segments and dilations differ in number, segments do not increase, a dilation does not
-    divide its segment, there are more patterns than heads under mixing "heads", q and k differ in length, or ``ring_attention``
-    refuses an argument.
+    Raise ValueError at trace time if segments and dilations differ in number, segments do not increase, or a dilation does not
+    divide its segment. Raise it too if there are more patterns than heads under mixing "heads", q and k differ in length, or
+    ``ring_attention`` refuses an argument.
     """
     options = Options(
         layout="contiguous",

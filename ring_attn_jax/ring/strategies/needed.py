@@ -1,4 +1,4 @@
-"""The strategy "direct" in a balanced layout: all keys that a rank needs arrive in one exchange, and are attended to in one step.
+"""The strategy "direct" in a balanced layout: one exchange brings a rank the keys it needs from all others, for one step.
 
 The plan (``plan/needed.py`` of the core) determines the keys. They are in transfer while the rank attends to its own keys. Then
 they are sorted by position, as kernels need them. Array sizes are static in JAX: each rank sends each other rank equally many
@@ -175,7 +175,7 @@ def _with_returned(total: jax.Array, dkv: jax.Array, places: Places, ring: Ring)
 def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     """Return bool [b s]: True at queries that may see keys which this rank neither holds nor receives.
 
-    Return None if the strategy sends all keys. Traced extents have no values that could raise an error, so ``marked`` is needed.
+    Return None if the strategy sends all keys. Traced extents have no values to check, so ``marked`` sets these queries to NaN.
     """
     plan = ring.plan
     if not isinstance(plan, NeededPlan):
