@@ -40,7 +40,7 @@ from .tiles import Pair, TileInputs, accumulation_dtype, dot
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain jnp, tile by tile. ``even``: True if runs fill equal slots (see ``TileInputs``)."""
+    """The backend "blockwise": plain jnp, tile by tile. ``even``: True if each run has an equal part of the shard."""
 
     two_arrays: ClassVar[bool] = False
     even: bool = True

@@ -212,7 +212,7 @@ class Pair:
         return zero_unless(self.visible.any(-1)[..., None], tile)
 
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return the unmasked scores [b g r block_q block_k], and the backward's tanh(scale q . k / softcap) or None."""
+        """Return the unmasked scores [b g r block_q block_k], and for the backward tanh(scale q . k / softcap) or None."""
         scores, tanh = dot("bgrqd,bgkd->bgrqk", q_tile, k_tile), None
         if self.inputs.score.softcap is not None:
             tanh = jnp.tanh(scores / self.inputs.score.softcap)

@@ -56,7 +56,7 @@ class TracedLayout:
         return self.table.shape[1]
 
     def check(self, ranks: object, length: object) -> None:
-        """Raise ValueError if this layout has another number of ranks or another length."""
+        """Raise ValueError if this layout has another number of ranks than ``ranks``, or another length than ``length``."""
         check_layout(self, ranks, length)
 
 

@@ -118,7 +118,7 @@ def _(*_: Any) -> Any:
 
 
 def as_int32(name: str, positions: Any) -> Any:
-    """Convert integer positions to int32; clamp greater traced positions to 2^31 - 1. Return other objects unchanged.
+    """Convert integer positions to int32. Clamp traced positions to at most 2^31 - 1. Return other objects unchanged.
 
     Raise ValueError if a position exceeds int32; traced positions are not checked.
     """

@@ -54,7 +54,7 @@ class ShardedRows(NamedTuple):
 
 
 def check_global(ids: Any, mask: Any) -> None:
-    """Raise ValueError if ``ids`` are not integers [batch, tokens], or if ``mask`` is not None or bool of the shape of ids."""
+    """Raise ValueError if ``ids`` are not integers [batch, tokens], or if a ``mask`` is not bool of the shape of ids."""
     shape, dtype = getattr(ids, "shape", ()), getattr(ids, "dtype", None)
     if len(shape) != 2 or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         got = type(ids).__name__ if dtype is None else f"{dtype} {list(shape)}"
@@ -65,7 +65,7 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:
-    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or any of the shards' arguments ``of_shards`` with it."""
+    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or any of ``of_shards``, arguments for shards, with it."""
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

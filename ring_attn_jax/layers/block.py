@@ -56,7 +56,8 @@ class Block(nnx.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
     ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
-    all. ``mlp_bias``: the MLP's linear maps have biases. The norms use the attention's eps; norms and MLP use its weight dtype.
+    all. ``mlp_bias``: the MLP's linear maps have biases. The norms use the attention's eps, norms and MLP the dtype of
+    the attention's weights.
     """
 
     def __init__(

@@ -101,7 +101,7 @@ class CheckpointFiles:
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
         """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
 
-        ``run``: the content of ``run.json``, whose digests are compared with the files. Each process compares a part.
+        ``run``: the content of ``run.json``, whose digests are compared with the files. Each process compares some of them.
         """
         check_files(where, run, None, jax.process_index(), jax.process_count())
         try:

@@ -149,9 +149,9 @@ def _gathered(text: str) -> list[str]:
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
     """Run the ``with`` block in all processes, and raise in each of them the error of the lowest process whose block raises.
 
-    An OSError stays an OSError, any other error becomes a ValueError. The block may append texts to the yielded list; these must
-    be the same in each process. The ValueError is a RankDifference if the texts differ, or if only some processes had an error.
-    ``call`` names the block in the error of texts that differ.
+    With several processes an OSError stays an OSError, and any other error becomes a ValueError. The block may append texts to
+    the yielded list; these must be the same in each process. The ValueError is a RankDifference if the texts differ, or if only
+    some processes had an error. ``call`` names the block in the error of texts that differ.
 
     ``mesh``: the mesh of the block's model. If it does not span all processes, each process raises only its own error.
     """
@@ -194,8 +194,8 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
     """Call ``function`` in every process, and return a list of all processes' return values, which must be JSON values.
 
     Each process must call ``agreed``. If the function raises in any process, each process raises the error of the lowest such
-    process: an OSError stays an OSError, any other error becomes a ValueError. Raise ValueError if ``alike`` (values by name)
-    differs between processes.
+    process. With several processes an OSError stays an OSError, and any other error becomes a ValueError. Raise ValueError if
+    ``alike`` (values by name) differs between processes.
     """
     error, value = None, None
     try:

@@ -30,7 +30,7 @@ from .ranks import agreed, check_exists, check_kinds, together
 from .weights import _parameters, _turned
 
 LOADING = "loading weights"
-"""The name of the call in error messages, the same for each kind of folder."""
+"""The name of the call in error messages, both for ``load_weights`` and for ``load_llama``."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
 """Pauses in seconds between retries while processes find different weights."""

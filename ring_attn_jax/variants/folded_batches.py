@@ -131,8 +131,8 @@ def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
 def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
     """Return alpha_i, or 0 for queries that see no key in the pattern.
 
-    ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the Z of that maximum. lse itself is not used, because
-    its rounding would change the weights for huge scores.
+    ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the greatest Z_i. lse itself is not used, because its
+    rounding would change the weights for huge scores.
     """
     top, total = (fold(x, place, rank) for x in sums)
     return _exp(lse_i, top) / jnp.where(total > 0, total, 1)

@@ -1,4 +1,4 @@
-"""The strategy "direct" in a balanced layout: one exchange brings a rank the keys it needs from all others, for one step.
+"""The strategy "direct" in a balanced layout: one exchange brings a rank all keys that it needs from others, for one step.
 
 The plan (``plan/needed.py`` of the core) determines the keys. They are in transfer while the rank attends to its own keys. Then
 they are sorted by position, as kernels need them. Array sizes are static in JAX: each rank sends each other rank equally many
@@ -29,7 +29,7 @@ from .ring import rows, rows_between
 
 
 def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]:
-    """Yield a step on this rank's own keys, and one on all keys that it receives, if any rank receives any."""
+    """Yield a step on this rank's own keys, and if any rank receives keys, a step on all keys that this rank receives."""
     if not plan.hops:
         yield NeededStep(keys, ring, None, rows(ring, 0))
         return
@@ -175,7 +175,7 @@ def _with_returned(total: jax.Array, dkv: jax.Array, places: Places, ring: Ring)
 def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     """Return bool [b s]: True at queries that may see keys which this rank neither holds nor receives.
 
-    Return None if the strategy sends all keys. Traced extents have no values to check, so ``marked`` sets these queries to NaN.
+    Return None if the strategy sends all keys. Traced extents cannot raise, so ``marked`` sets the out of these queries to NaN.
     """
     plan = ring.plan
     if not isinstance(plan, NeededPlan):
