@@ -30,7 +30,7 @@ class Candidate:
     """A backend: its name, and functions that return a reason against a problem in words, or None.
 
     ``objection``: why the backend cannot run the problem. ``drawback``: why "auto" skips the backend, although it runs the
-    problem if requested by name. ``leaves``: why the backend, although it can run the problem, leaves the backward to "triton".
+    problem if requested by name. ``leaves``: why "auto" takes the backend for the forward only, and "triton" for the backward.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Candidate:
 
 
 def _balanced(problem: Problem) -> str | None:
-    """Return why kernels cannot run a problem in a balanced layout; None if they can, or in any other layout.
+    """Return why the Triton kernels cannot run a problem in a balanced layout; None if they can, or for any other layout.
 
-    Kernels take each shard of a balanced layout as one run.
+    The kernels take each shard of a balanced layout as one run of tokens.
     """
     layout = problem.options.layout
     if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
@@ -108,7 +108,7 @@ def _untried() -> str | None:
 
 
 def _slower_than_portable(problem: Problem) -> str | None:
-    """Return why "auto" runs a backward by the portable kernels although Hopper's kernels could, or None.
+    """Return why "auto" runs the backward by the portable kernels, if they are faster than Hopper's; else None.
 
     Measured on one H200 with 2 x 8,192 tokens, causal, 16 heads of 64; milliseconds of Hopper's / the portable backward: with
     softcap 1.79 / 3.53 on Triton 3.6 and 3.34 / 3.05 on 3.9; with dropout 2.18 / 3.13 on 3.6 and 3.67 / 3.58 on 3.9. With heads
@@ -181,7 +181,7 @@ def _cudnn(problem: Problem) -> str | None:
 
 
 def check_vendor(options: Options, differentiates_lse: bool) -> None:
-    """Raise ValueError if a vendor's backend is to compute deterministic gradients or a gradient of lse."""
+    """Raise ValueError if a backend of ``VENDORS`` is to compute deterministic gradients or a gradient of lse."""
     backend = options.backend
     if backend in VENDORS and options.deterministic:
         raise ValueError(f'backend={backend!r} adds gradients in any order, so it is not deterministic: use backend="auto"')
@@ -209,12 +209,12 @@ PASSES = "forward", "backward"
 
 
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
-    """Select a backend, compile its kernels, and return the launch parameters; None for "blockwise" or a vendor's backend.
+    """Select a backend, compile its kernels, and return the launch parameters; None for "blockwise" or a backend of ``VENDORS``.
 
-    ``anywhere``: the runs may start at any position, as in ``attend_block``. ``passes``: the passes whose kernels are compiled.
-    If a kernel cannot run, or spills far more registers than when it was measured, "auto" warns and takes the next backend. For
-    Hopper's kernels "auto" decides about forward and backward separately. Raise ValueError if a backend requested by name cannot
-    run.
+    ``anywhere``: the runs of tokens may start at any position, as in the public ``attend_block``. ``passes``: the passes whose
+    kernels are compiled. If a kernel cannot run, or spills more registers than obstacles.py allows, "auto" warns and takes the
+    next backend. For Hopper's kernels "auto" decides about forward and backward separately. Raise ValueError if a backend
+    requested by name cannot run, or its name is unknown.
     """
     from .call import call_of
 
@@ -264,7 +264,7 @@ def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dic
 
 
 def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
-    """Return every launch of the pass ``name``."""
+    """Return the launches of the pass ``name``, "forward" or "backward"; for the backward without those of the forward."""
     from . import steps
 
     return list({"forward": steps.of_forward, "backward": steps.of_backward}[name](call, len(problem.steps.shifts)))
@@ -276,7 +276,7 @@ def _left_to_portable(problem: Problem) -> frozenset[str]:
 
 
 def _new_to_hopper(problem: Problem) -> str | None:
-    """Return a warning if "auto" skips Hopper's kernels only because this release of Triton is untested; else None."""
+    """Return the reason if "auto" skips Hopper's kernels only because this release of Triton is untested; else None."""
     return _untried() if _hopper(problem) is None else None
 
 

@@ -1,6 +1,6 @@
 """Launches bound to a compiled kernel on one GPU, so that each start only fills in the addresses of the arrays.
 
-This module parses the offsets of the kernel's parameters from its PTX, and caches TMA descriptors by the address of the array.
+The offsets of a kernel's parameters come from its PTX; TMA descriptors are cached by the address of the array.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _PARAMETER = re.compile(r"^\s*\.param (?:\.align (\d+) )?\.(\w+)[^,\[\n]*(?:\[(\
 class Parameters(NamedTuple):
     """The parameter values of a kernel, in order, with placeholders (0 or empty bytes) for addresses and TMA descriptors.
 
-    ``arrays``: (index in ``values``, array name) of each pointer. ``descriptors``: (index, array name, cache) of each TMA
-    descriptor.
+    ``arrays``: (index in ``values``, array name) of each pointer. ``descriptors``: (index in ``values``, array name, cache) of
+    each TMA descriptor.
     """
 
     values: list[Any]
@@ -52,7 +52,7 @@ class DescriptorCache(dict[int, bytes]):
 
 
 class BoundLaunch:
-    """A launch bound to one GPU; several threads may start it at the same time."""
+    """A launch compiled and loaded for one GPU, ``device``; several threads may start it at the same time."""
 
     def __init__(self, launch: Launch, capability: int, device: int) -> None:
         kernel = compiled(launch, capability)
@@ -102,11 +102,11 @@ def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorF
 
 
 def layout(ptx: str, tensor_maps: list[bool]) -> tuple[struct.Struct, list[int]]:
-    """Return the ``struct`` packing of a kernel's parameters, and the offset of each in bytes.
+    """Return the ``struct`` packing of a kernel's parameters, and the offset of each parameter in bytes.
 
-    The packing follows the ".param" declarations of the PTX (PTX ISA). ``tensor_maps``: whether each parameter is a TMA
-    descriptor. The last parameters, pointers to scratch memory, are 0. Raise RuntimeError if the declarations do not match
-    ``tensor_maps``.
+    The packing follows the ".param" declarations of the PTX (PTX ISA). ``tensor_maps``: for each parameter of the launch, whether
+    it is a TMA descriptor. Pointers to Triton's scratch memory, at most two, come last and are packed as 0. Raise RuntimeError if
+    the declarations do not match ``tensor_maps``.
     """
     entry = ptx[ptx.index(".entry") :]
     found = _PARAMETER.findall(entry[: entry.index("\n)")])

@@ -20,15 +20,16 @@ BEYOND = 2**30
 @hashed_once
 @dataclass(frozen=True)
 class RingCall:
-    """The parameters that all launches of one ring share; ``array_names`` names the optional arrays.
+    """The parameters that all launches of one call of ring attention share; ``array_names`` names the call's optional arrays.
 
-    Shapes describe a step's shards, which a strategy may join. ``packed``: keys travel, and k and v are one array [batch, tokens,
-    kv_heads, head_dim + v_dim] with float32 gradients; otherwise k and v are two arrays. ``aligned``: all runs have stride 1 and
-    start at multiples of 16, so one call of Philox serves several probabilities. ``zero_masked``: some keys may be unused
-    (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included, may see no key and hold NaN.
-    ``capability``: compute capability of the GPU, such as 90. ``tma``: the launcher can pass TMA descriptors. ``hopper``:
-    Hopper's kernels run if they take the call, except in the passes ("forward", "backward") listed in ``portable``.
-    ``tiles_override``: tiles that replace the result of ``choose_tiles``, for comparison.
+    ``seq_local``, ``kv_local``: queries and keys per step; if a strategy joins the shards of several ranks, those of all. A shard
+    consists of ``q_runs`` or ``k_runs`` equally long runs (arithmetic progressions of token positions). ``packed``: keys travel,
+    and k and v are one array [batch, tokens, kv_heads, head_dim + v_dim] with float32 gradients; else k and v are two arrays.
+    ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
+    ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,
+    may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``: the launcher can pass TMA
+    descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes ("forward", "backward") listed in
+    ``portable``. ``tiles_override``: tiles that replace the result of ``choose_tiles``, for comparison.
     """
 
     batch: int
@@ -79,7 +80,7 @@ class RingCall:
 
     @property
     def numbers(self) -> dict[str, Argument | None]:
-        """Return the scalar arguments of each kernel that computes scores, by parameter.
+        """Return the scalar arguments of the kernels that compute scores, by parameter; None for features that the call lacks.
 
         ``inner`` multiplies q . k. The product is the score in base 2, or with softcap the argument of tanh.
         """
@@ -95,7 +96,7 @@ class RingCall:
 
     @lru_cache(maxsize=4096)  # noqa: B019  # records are few, and equal ones share an entry
     def of_keys(self, tokens: int) -> RingCall:
-        """Return the parameters of the launches on a shard of ``tokens`` keys."""
+        """Return a copy of this record for a shard of ``tokens`` keys."""
         return replace(self, kv_local=tokens)
 
     def q_tiles(self, block: int) -> int:
@@ -117,8 +118,8 @@ class RingCall:
 def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: frozenset[str] = frozenset()) -> RingCall:
     """Return the parameters that the launches of a problem share.
 
-    ``anywhere``: the runs may start at any position, as in ``attend_block``. ``portable``: the passes that the portable kernels
-    run although ``backend`` is "hopper".
+    ``anywhere``: the runs of tokens may start at any position, as in the public ``attend_block``. ``portable``: the passes
+    ("forward", "backward") that the portable kernels run although ``backend`` is "hopper".
     """
     plan, (b, s, h, d), (_, t, g, _) = problem.steps, problem.q_shape, problem.k_shape
     head_split = plan.head_split or HeadSplit(h, g, 1)

@@ -34,14 +34,14 @@ PTX_VERSIONS = {103: 88, 110: 90, 121: 88}
 writes the version of its own assembler, but in a JAX program XLA's assembler, which may be older, reads the PTX."""
 
 NO_ROOM = errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES
-"""The error numbers of folders that cannot be written."""
+"""The error numbers of a write into a folder that is full, read-only or forbidden."""
 
 PATIENCE = 2
 """Seconds of compilation after which a message appears on the terminal."""
 
 _one_at_a_time = threading.RLock()
 _left: list[str] = []
-"""Triton's own cache folder, if this process uses a temporary folder in its place; else empty."""
+"""A list with Triton's own cache folder, if this process uses a temporary folder in its place; else empty."""
 
 MODULES = {
     "forward": "portable.forward",
@@ -88,7 +88,7 @@ def compiled(launch: Launch, capability: int) -> Any:
 
 @contextmanager
 def _slow_notice(kernel: str) -> Iterator[None]:
-    """Print a line if compilation takes longer than ``PATIENCE`` and stderr is a terminal; erase it at the end."""
+    """Print a line if stderr is a terminal and the with block takes longer than ``PATIENCE``; erase the line at the end."""
     shown = threading.Event()
 
     def notify() -> None:
@@ -116,7 +116,7 @@ def _compiled(
     stages: int,
     capability: int,
 ) -> Any:
-    """Compile a kernel, and return it or the error that Triton raised; the result is cached."""
+    """Compile a kernel, and return it or the error that Triton raised; cached. OSError and MemoryError are raised instead."""
     try:
         source = _source(kernel, dict(signature), dict(constants), divisible)
         options = {
@@ -149,7 +149,7 @@ def _source(kernel: str, types: dict[str, str], values: dict[str, Any], divisibl
 
 
 def _kept(source: Any, capability: int, options: dict[str, Any]) -> Any:
-    """Compile a source through Triton's cache, or through a temporary cache if Triton's cannot be written."""
+    """Compile a source through Triton's cache folder, or through a temporary folder if Triton's cannot be written."""
     import triton
     from triton.backends.compiler import GPUTarget
 
@@ -213,7 +213,7 @@ def broken_triton() -> str | None:
 
 
 def triton_release() -> tuple[int, ...]:
-    """Return (major, minor) of Triton's version: (0, 0) without Triton, (sys.maxsize, 0) for a version without numbers."""
+    """Return (major, minor) of Triton's version: (0, 0) without Triton, (sys.maxsize, 0) if no such numbers begin the version."""
     version = triton_version()
     number = re.match(r"(\d+)\.(\d+)", version)
     return (int(number[1]), int(number[2])) if number else (sys.maxsize, 0) if version else (0, 0)
@@ -231,7 +231,7 @@ def triton_version() -> str:
 
 @cache
 def interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 at its first import)."""
+    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 when Triton was first imported)."""
     from triton import knobs
 
     return knobs.runtime.interpret

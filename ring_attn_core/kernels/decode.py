@@ -1,4 +1,4 @@
-"""Decoding on GPUs: the parameters that all launches of a call share, the number of splits, and the tiles."""
+"""Decoding on GPUs: the parameters that all launches of a call share, the number of splits of the cache, and the tiles."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ NATIVE_FP8 = 89
 """The first compute capability with instructions that convert float8_e4m3fn."""
 
 LEAST_SLOTS = 256
-"""Smallest number of slots of a split; with fewer, starting a program takes longer than its loads."""
+"""Smallest number of cache slots (tokens) in a split; with fewer, starting a program takes longer than its loads."""
 
 MOST_ROWS = 64
-"""Largest number of rows of a query tile."""
+"""Largest number of rows in a query tile; a row is one query of one query head."""
 
 
 @hashed_once
@@ -24,8 +24,8 @@ MOST_ROWS = 64
 class DecodeCall:
     """The parameters that all launches of one decoding call share. ``array_names``: names of the call's optional arrays.
 
-    ``fp8``: k and v have one byte per element. ``tiles_override``, ``splits_override``: replacements of the computed values, for
-    comparison.
+    ``queries``: queries per batch row and head. ``slots``: tokens that this rank's cache has room for, per batch row. ``fp8``: k
+    and v have one byte per element. ``tiles_override``, ``splits_override``: replacements of the computed values, for comparison.
     """
 
     batch: int
@@ -108,11 +108,12 @@ def residents(call: DecodeCall) -> int:
 
 
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
-    """Return the number of splits that takes the least time, with at least ``least`` tiles per split.
+    """Return the number of splits of a cache of ``tiles`` key tiles that takes the least time.
 
-    ``programs``: programs per split; ``at_once``: programs that the GPU runs at the same time. All programs read equally much at
-    the same rate, so they run in waves. A wave takes about 3 us per tile, plus about 10 us (4 tiles) to start and end its
-    programs. Among equal times this function takes the fewest splits, because splits are merged afterwards.
+    A split has at least ``least`` tiles, unless the cache has fewer. ``programs``: programs per split; ``at_once``: programs that
+    the GPU runs at the same time. All programs read equally much at the same rate, so they run in waves. A wave takes about 3 us
+    per tile, plus about 10 us (4 tiles) to start and end its programs. Among equal times this function takes the fewest splits,
+    because splits are merged afterwards. Without programs the result is 1.
     """
     if programs == 0:
         return 1

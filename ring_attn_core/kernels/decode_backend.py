@@ -16,7 +16,7 @@ BACKENDS = "triton", "blockwise"
 
 
 def objection(problem: Decode) -> str | None:
-    """Return why the Triton kernels cannot compute a problem, in words; None if they can."""
+    """Return why the Triton kernels cannot decode a problem; None without a reason. The kernels are not compiled here."""
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:

@@ -21,7 +21,7 @@ MAX_DYNAMIC_SHARED = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
 SHARED_UNASKED = 48 * 2**10
-"""Bytes of shared memory that a kernel gets by default."""
+"""Most bytes of shared memory that a program may use unless ``load`` raises the kernel's limit."""
 
 TENSOR_MAP = 128
 """Bytes of an encoded TMA descriptor (CUtensorMap)."""
@@ -63,8 +63,8 @@ class DescriptorFormat(NamedTuple):
 class LaunchBuffer:
     """A buffer for the parameters of one start of a kernel, with a pointer to each parameter.
 
-    The buffer may be reused as soon as the start returns. The pointers are needed because the driver takes TMA descriptors only
-    by pointer.
+    ``size``: bytes of all parameters. ``offsets``: offset of each parameter in bytes. The buffer may be reused as soon as the
+    start returns. The pointers are needed because the driver takes TMA descriptors only by pointer.
     """
 
     def __init__(self, size: int, offsets: Sequence[int]) -> None:
@@ -99,7 +99,7 @@ def start(kernel: Kernel, grid: int, stream: int, parameters: LaunchBuffer) -> N
 
 
 def encode(address: int, of: DescriptorFormat) -> bytes:
-    """Encode the TMA descriptor of the array at ``address``; TMA reads 0 outside of the array."""
+    """Return the encoded TMA descriptor of the array at ``address`` in the format ``of``; TMA reads 0 outside of the array."""
     memory = ctypes.create_string_buffer(TENSOR_MAP + TENSOR_MAP_ALIGNMENT)
     begin = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
     rank = len(of.shape)
@@ -124,12 +124,12 @@ def encode(address: int, of: DescriptorFormat) -> bytes:
 
 
 def write_value(stream: int, address: int, value: int) -> None:
-    """Write a 32-bit value to device memory, without a kernel, once all earlier work of the stream is done."""
+    """Let the stream write a 32-bit value to device memory, without a kernel, once all earlier work of the stream is done."""
     check(_driver().cuStreamWriteValue32_v2(stream, address, value, 0), "cuStreamWriteValue32")
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
-    """Let the stream wait until the 32-bit value at ``address`` is ``value`` or later, in arithmetic modulo 2**32."""
+    """Let the stream wait until the 32-bit number at ``address`` minus ``value`` is at least 0, as a signed 32-bit number."""
     check(_driver().cuStreamWaitValue32_v2(stream, address, value, WAIT_GEQ), "cuStreamWaitValue32")
 
 

@@ -138,7 +138,7 @@ class Launch:
 
     @cached_property
     def divisible(self) -> frozenset[str]:
-        """Return the parameters divisible by 16: addresses of arrays (by contract), and int32 values with ``divided``."""
+        """Return the parameters that 16 divides: addresses of arrays (by contract), and such int32 values with ``divided``."""
         return frozenset(
             parameter
             for parameter, x in self.arguments

@@ -1,4 +1,4 @@
-"""Reasons why launches cannot run on a GPU, found by compiling them; "auto" then takes the next backend."""
+"""Reasons why kernel launches cannot run on a GPU, found by compiling them. With backend="auto" another backend then runs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ from .launch import Launch
 from .tile_sizes import shared_memory
 
 MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600, "hopper_wide_dq": 600, "hopper_wide_dkv": 600}
-"""Largest stack, in bytes of spilled registers per thread, at which "auto" takes a kernel. With Triton 3.6 and 3.9, heads of 64
-and 128 need at most 352 forward and 560 backward, with any features (parity_tests/core/hopper_launches.json)."""
+"""By kernel: the largest stack, in bytes of spilled registers per thread, at which "auto" takes it; other kernels have no limit.
+With Triton 3.6 and 3.9, heads of 64 and 128 need at most 352 bytes in the forward and 560 in the backward, with any features
+(parity_tests/core/hopper_launches.json)."""
 
 
 def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
-    """Return why any of the launches cannot run on a GPU of compute capability ``capability``; None if all can.
+    """Return why one of the launches cannot run on a GPU of compute capability ``capability``, such as 90; None if all can.
 
-    ``spilling``: accept a kernel that spills more registers than when it was measured, although the spills make it slow.
+    ``spilling``: accept a kernel whose stack exceeds ``MOST_STACK``, although the spilled registers make it slow. If Triton
+    interprets kernels on the CPU, nothing is compiled, and the result is None.
     """
     if interpreted():
         return None
@@ -36,7 +38,7 @@ def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True)
 
 
 def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> str | None:
-    """Return why a compiled kernel cannot run; None if it can."""
+    """Return why a compiled kernel cannot run, or, unless ``spilling``, why it is slow; None without such a reason."""
     its, triton, most = f"its kernel {launch.kernel}", f"Triton {triton_version()}", shared_memory(capability)
     if kernel.metadata.shared > most:
         return f"{its} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"
@@ -56,7 +58,7 @@ def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> 
 
 
 def cause_of(error: BaseException) -> str:
-    """Summarize an error of Triton, LLVM or ptxas in one line, the same for equal causes."""
+    """Summarize an error of Triton, LLVM or ptxas in one line, without the names of temporary PTX files."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = [re.sub(r"\S*\.ptx\b", "its PTX", line.strip()) for line in str(error).splitlines()]

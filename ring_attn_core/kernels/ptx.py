@@ -41,7 +41,7 @@ FIRST = 3, 8
 """The first release of Triton whose PTX is changed."""
 
 ADDRESS = {"bfe.u32": "15", "and.b32": "32767"}
-"""Instructions that cut an address to 15 bits, and their last operand; addresses count 16 bytes (PTX ISA, matrix descriptors)."""
+"""The instructions that cut an address to 15 bits, each with its last operand (PTX ISA, matrix descriptors)."""
 
 OLDER_GPU = 80
 """A compute capability for which Triton 3.9 still uses the older of its two assemblers."""
@@ -61,9 +61,9 @@ _before: Callable[..., Any] | None = None
 
 
 def as_before(ptx: str) -> str:
-    """Rewrite PTX so that products get registers and descriptors as in Triton 3.7; all values stay the same.
+    """Rewrite PTX so that wgmma instructions get registers and descriptors as in Triton 3.7; no computed value changes.
 
-    Instructions that do not match the patterns of 3.8 and 3.9 exactly are left unchanged.
+    Instructions that do not match the patterns of Triton 3.8 and 3.9 exactly are left unchanged.
     """
     written = Counter(register for registers in _WRITTEN.findall(ptx) for register in _REGISTER.findall(registers))
     found = ((match[2], (match[1], match[3].split(", "))) for match in _DEFINITION.finditer(ptx))
@@ -84,7 +84,7 @@ def as_before(ptx: str) -> str:
 
 
 def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[str, str]:
-    """Return the registers that hold a copy and that only products read, each with the register that it copies."""
+    """Return {copy: source} for each register that is a copy of another, ``source``, and that only wgmma instructions read."""
     uses, in_products = Counter(_REGISTER.findall(ptx)), Counter(_REGISTER.findall("".join(_PRODUCT.findall(ptx))))
     moved = {register: operands[0] for register, (operation, operands) in definitions.items() if operation == "mov.b32"}
     return {
@@ -95,7 +95,7 @@ def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[s
 
 
 def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | None:
-    """Return (address register, constant) if a descriptor is computed as the sum of the two, else None."""
+    """Return (address register, constant) if ``register`` holds a descriptor computed as the sum of these two, else None."""
     operation, operands = definitions.get(register, ("", []))
     if operation != "or.b64" or not operands[1].isdecimal() or int(operands[1]) % 2**32:
         return None
@@ -115,7 +115,7 @@ def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | No
 
 @contextmanager
 def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
-    """Apply ``as_before`` to the kernels that this thread compiles in the block, if this release of Triton needs it.
+    """Apply ``as_before`` to the kernels that this thread compiles in the with block, if this release of Triton needs it.
 
     Other threads compile as usual.
     """

@@ -57,7 +57,7 @@ def in_one_pass(call: RingCall) -> bool:
 
 
 def _takes(call: RingCall, name: str) -> bool:
-    """Return whether Hopper's kernels run the pass ``name`` of a call."""
+    """Return whether Hopper's kernels run the pass ``name``, "forward" or "backward", of a call."""
     return call.hopper and name not in call.portable and refusal(call) is None
 
 
@@ -68,7 +68,7 @@ def zeroes_queries(call: RingCall) -> bool:
 
 @lru_cache(maxsize=4096)
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that merges one shard of keys into (out, lse). ``first``, ``last``: the step's place in the ring."""
+    """Return the launch that merges one shard of keys into (out, lse). ``first``, ``last``: the ring's first, last step."""
     launch = portable.forward(call, first, last)
     return hopper.forward(call, launch) if _takes(call, "forward") else launch
 
@@ -95,9 +95,10 @@ def dkv(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
-    """Return the launches that compute extra inputs of a step's launch from extents or key extents.
+    """Return the launches that compute the inputs that a Hopper kernel needs under extents, such as the tiles that it visits.
 
-    ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". Only Hopper's kernels need these inputs.
+    ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". The result is empty if the call has neither
+    extents nor key extents, or if a portable kernel runs instead.
     """
     if not call.by_extents or not _takes(call, "forward" if kernel == "forward" else "backward"):
         return ()

@@ -4,7 +4,7 @@
 ``hopper_tiles`` serves Hopper's forward (called by hopper/launches.py), ``wide_tiles`` its backward in two passes (called by
 hopper/wide_launches.py), ``blockwise_tiles`` the plain backends (called by attend/tiles.py of both packages). Hopper's backward
 in one pass has ``HOPPER_BACKWARD_KEYS`` keys per tile, and the queries per tile that ``queries`` in hopper/launches.py returns.
-``hopper_passes`` chooses between the two.
+``hopper_passes`` chooses between one pass and two.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from ..runs import clamp, only_where
 
 MASK_BLOCK = 1024
-"""Number of keys whose mask one program unpacks."""
+"""Number of keys whose bits of the key mask one program unpacks."""
 MASK_SPAN = 64
 """Number of keys of a span; one flag per span records whether the key mask hides any of them."""
 
@@ -41,7 +41,7 @@ class TileConfig:
 
 
 def shared_memory(capability: int) -> int:
-    """Return the bytes of shared memory per block at a compute capability.
+    """Return the largest shared memory of a thread block, in bytes, at a compute capability such as 90.
 
     Source: CUDA C++ Programming Guide, technical specifications.
     """
@@ -62,10 +62,11 @@ def choose_tiles(
 ) -> TileConfig:
     """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head dimensions at a compute capability.
 
-    ``features``: optional arrays of the call and "softcap"; "softcap" and "dropout_seed" (dropout) take registers. The comments
-    beside the numbers give milliseconds on one H200 with bf16, a causal mask, 16,384 tokens, and 16 heads of 128 or 32 heads of
-    64; the second-best choice is in brackets. Datacenter GPUs from sm_90 on read 16-bit tiles by TMA; with padded dimensions over
-    256 only the forward does. Products in float32 are unrolled, so larger tiles would take minutes to compile.
+    ``features``: names of the call's optional arrays, and "softcap" if the call has one; "softcap" and "dropout_seed" (dropout)
+    take registers. The comments beside the numbers give milliseconds on one H200 with bf16, a causal mask, 16,384
+    tokens, and 16 heads of 128 or 32 heads of 64; the second-best choice is in brackets. Datacenter GPUs from sm_90 on read
+    16-bit tiles by TMA; with padded dimensions over 256 only the forward does. Products in float32 are unrolled, so larger tiles
+    would take minutes to compile.
     """
     width = max(head_dim, v_dim)
     tma = capability >= 90
@@ -93,7 +94,7 @@ def choose_tiles(
 
 
 def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int]:
-    """Return block_q, block_k, warps and stages for head dimensions of 65 to 128."""
+    """Return block_q, block_k, warps and stages for a padded head dimension of 128; for the times see ``choose_tiles``."""
     if kernel == "forward":
         if capability == 90:
             return 128, 128, 8, 3  # 2.18 (128 x 64 2.34)
@@ -108,10 +109,10 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 
 def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int, bool]:
-    """Return block_q, block_k, warps, stages and tma for head dimensions of 257 to 512.
+    """Return block_q, block_k, warps, stages and tma for a padded head dimension of 512.
 
-    Times are in ms on one H100, 4 heads of 512. 64 rows of a tile take 64 KiB. The backward does not use TMA, because its
-    accumulators would then spill to memory.
+    Times in the comments are in ms on one H100, with 4 heads of 512. 64 rows of a tile take 64 KiB. The backward does not use
+    TMA, because its accumulators would then spill to memory.
     """
     if shared_memory(capability) < 128 * 1024:
         return (32, 16, 4, 1, False) if kernel == "forward" else (16, 16, 4, 1, False)
@@ -163,9 +164,9 @@ class WideConfig:
     """Tiles of the two-pass Hopper backward, and their stages: the number of tiles in flight to shared memory.
 
     Pass of dq: tiles of ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys; ``k_stages`` of k, ``v_stages`` of v.
-    ``q_in_registers``: its products read q and dout from registers.
+    ``q_in_registers``: its products read q and dout from registers, else from shared memory.
     Pass of dk and dv: tiles of ``dkv_block_q`` queries; ``q_stages`` of q and of dout. ``kv_in_registers``: its products read k
-    and v from registers.
+    and v from registers, else from shared memory. ``registers``, ``producer_registers``: see ``HopperConfig``.
     """
 
     block_q: int
@@ -233,7 +234,7 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, exte
 
 
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:
-    """Return (block_q, block_k) of the plain backends.
+    """Return (block_q, block_k), the queries and keys per tile of the backend "blockwise" in plain jnp or torch.
 
     ``score_rows``: batch size times query heads. ``q_slot``, ``k_slot``: tokens of a run of queries and of keys, the upper bounds
     of a tile.

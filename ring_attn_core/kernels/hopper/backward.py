@@ -63,7 +63,7 @@ from .register_layouts import accumulator, here, matrix
 
 
 class BackwardConstants(NamedTuple):
-    """The compile-time constants of the kernel. STAGES: tiles of q in flight. OUT_STAGES: tiles of dout in flight."""
+    """The compile-time constants of ``hopper_backward``. STAGES: tiles of q in flight. OUT_STAGES: tiles of dout in flight."""
 
     H: Any
     G: Any
@@ -89,7 +89,7 @@ class BackwardConstants(NamedTuple):
 
 
 class BackwardArguments(NamedTuple):
-    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None."""
+    """The arguments of ``hopper_backward`` without its TMA descriptors; an array that the call does not have is None."""
 
     rows: Any
     key_ranges: Any
@@ -118,7 +118,7 @@ class BackwardArguments(NamedTuple):
 
 
 class BackwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and mbarriers of full tiles: ``own_full`` signals the producer, all others the consumers."""
+    """The tiles in shared memory, and mbarriers of loaded tiles: ``own_full`` signals the producer, the others consumers."""
 
     q: Any
     dout: Any
@@ -284,8 +284,8 @@ class RunOfQueries(NamedTuple):
     """A run of queries, with the interval of queries that see each key of the program.
 
     Without extents, the band lets queries ``begin .. begin + width`` see a key. With extents, ``begin`` is the key's index in the
-    tile. With key extents, queries ``first_query .. first_query + queries - 1`` may see a key. ``bias``: the ALiBi bias of the
-    keys. ``stream``: the Philox key of the head's dropout mask.
+    key tile. With key extents, queries ``first_query .. first_query + queries - 1`` may see a key. ``bias``: the keys' part of
+    the ALiBi bias, in base 2. ``stream``: the Philox key of the head's dropout mask.
     """
 
     begin: Any
@@ -331,8 +331,8 @@ def visit_queries(
 ):  # fmt: skip
     """Visit one query tile: add to dk and dv, hand dq to the adder warp, and return the next tile's position, s, dk and dv.
 
-    ``at``: this tile's position (stage, phase, step). ``s``: on entry k q^T of this tile, on return k q^T of the next tile, which
-    overlaps with dq and dk. No product stays in flight at the end, because ptxas would serialize products across a loop's edge.
+    ``at``: this tile's position (stage, mbarrier phase, step). ``s``: on entry k q^T of this tile, on return that of the next,
+    computed beside dq and dk. No product stays in flight at the end, because ptxas would serialize products across a loop's edge.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
@@ -414,7 +414,7 @@ def visit_queries(
 
 @gluon.jit
 def visible(m0, run, shared, number, args, sizes: gl.constexpr):
-    """Return the mask of visible pairs, bool [keys, queries], of the tile at ``m0``, the ``number``-th of ``shared.steps``."""
+    """Return the mask of visible pairs, bool [keys, queries], of the query tile at ``m0``, with index ``number`` in ``Steps``."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)

@@ -19,7 +19,7 @@ from .register_layouts import by_eights, rows_and_columns, rows_by_lines
 
 @gluon.jit
 def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
-    """Return the mask of keys ``j`` that some query of the shard sees, by the band, the length and the key mask."""
+    """Return the mask of keys ``j`` that some query of the shard sees, by the band, the runs' lengths and the key mask."""
     some = gl.zeros_like(j)
     for q_run in range(sizes.Q_RUNS):
         row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
@@ -36,8 +36,8 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 def hide_unseen(tile, args, work, sizes: gl.constexpr):
     """Zero the keys or values in ``tile`` that no query sees, because 0 times NaN is NaN.
 
-    With extents or key extents, set every element that is not finite to 0, visible or not. A query that sees such a key has NaN
-    in out. Its gradients are all NaN without extents, but not all NaN with extents.
+    With extents or key extents, set every element that is not finite to 0, visible or not. A query that sees such an element has
+    NaN in out. The query's gradients are all NaN without extents, but not all NaN with extents.
     """
     LINES: gl.constexpr = rows_by_lines(tile.shape[1], gl.num_warps())
     j = work.n0 + gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES))

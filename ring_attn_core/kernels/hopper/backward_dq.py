@@ -64,7 +64,7 @@ def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
-    """Return how many key tiles add to a query tile before the program's key tile does, and how many add to it in all."""
+    """Return how many key tiles add to a query tile's dq before the program's key tile does, and how many add in all."""
     turn = 0
     turns = 0
     for k_run in range(sizes.K_RUNS):
@@ -89,7 +89,7 @@ def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
 
 @gluon.jit
 def wait_for_turn(at, turn):
-    """Spin until ``turn`` programs have added to the query tile and their sums are visible.
+    """Spin until the counter at ``at`` is ``turn``: that many programs have added to the query tile, and the sums are visible.
 
     The load is relaxed, because an acquire would empty the L1 cache at each step; TMA adds in the L2 cache, so L1 does not
     matter.
@@ -106,7 +106,7 @@ def wait_for_turn(at, turn):
 
 @gluon.jit
 def next_turn(at, by):
-    """Wait until this program's addition is complete, then add ``by`` to the turn: 1, or at the last key tile -turn (reset)."""
+    """Wait until this program's addition is complete, then add ``by`` to the turn counter at ``at``: 1, or -turn to reset it."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     increment = gl.full([32], 0, gl.int32, EACH) + by
@@ -119,7 +119,7 @@ def next_turn(at, by):
 
 @gluon.jit
 def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
-    """Store the accumulators of dq to shared memory in register order, so that no data moves between threads.
+    """Store the accumulators of a step's dq to shared memory in register order, so that no data moves between threads.
 
     Register r of thread t in warpgroup w becomes float 4096 * w + 512 * (r // 4) + 4 * t + r % 4: a thread stores 16 bytes at a
     time. ``hopper_dq`` restores the order.
@@ -140,7 +140,7 @@ def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
 
 @constexpr_function
 def layout_of_dq(block_q):
-    """Return the layout of dq, [64, 128] or [128, 64], in two warpgroups: each holds half of the columns, or of the queries."""
+    """Return the layout of dq in two warpgroups: each has half of the columns of [64, 128], or half of the rows of [128, 64]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 2] if block_q == 64 else [8, 1], [16, 64, 16])
 
 
@@ -156,7 +156,7 @@ def hopper_dq(
     BLOCK_Q: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """Load the sums of a query tile, undo the register order of ``hand_over``, scale them, and store dq in its dtype."""
+    """Load the dq sums of a query tile, undo the register order of ``hand_over``, scale them, and store them in dq's dtype."""
     q_slot = S // Q_RUNS
     tiles = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0).to(tl.int64)

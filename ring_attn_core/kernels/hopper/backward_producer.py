@@ -33,7 +33,7 @@ from .parts import bring_parts, expect_parts
 from .register_layouts import here, matrix, rows_by_lines
 
 STEPS = gl.constexpr(4)
-"""Number of query tiles whose ``Steps`` are in shared memory: those that consumers read, and those that the scout found ahead."""
+"""Number of query tiles whose data ``Steps`` holds: those that consumers read, and those that the scout has found ahead."""
 
 WHOLE = gl.constexpr(1 << 30)
 """Flag in ``first_query``: each query of the tile sees each key of the program, so no score needs a mask."""
@@ -43,7 +43,7 @@ MASKED_ROWS = gl.constexpr(1 << 29)
 
 
 class Steps(NamedTuple):
-    """The data of STEPS query tiles in shared memory, and the mbarriers of the scout and the producer.
+    """The data of STEPS query tiles in shared memory, one tile per step, and the mbarriers of the scout and the producer.
 
     ``first_query``: index of a tile's first query, with flags. ``lse2``, ``delta``: f32, one for each query. ``seen``: a word
     for each query with its visible keys, see ``seen_of_tile``; a placeholder without extents. ``full``: mbarriers on which the
@@ -212,7 +212,7 @@ def bring_queries(source, at, full, tiles, stage, clean, cleaned, number, shared
 
 @gluon.jit
 def zero_fully_masked(tiles, stage, lse2):
-    """Zero the rows of a tile in shared memory whose lse2 is infinite, eight at a time to save registers."""
+    """Zero the rows of q or dout in shared memory whose lse2 is infinite, eight rows at a time to save registers."""
     ROWS: gl.constexpr = tiles.shape[2]
     COLUMNS: gl.constexpr = tiles.shape[4]
     LINES: gl.constexpr = rows_by_lines(64, 1)
@@ -225,7 +225,7 @@ def zero_fully_masked(tiles, stage, lse2):
 
 @gluon.jit
 def seen_of_tile(args, work, sizes: gl.constexpr, token, inside):
-    """Return a word for each query: the first visible key of the tile (low 8 bits) and the number of visible keys (above)."""
+    """Return an int32 for each query: the first visible key of the program's tile in the low 8 bits, the number of them above."""
     at = args.key_ranges + (work.batch * sizes.K_RUNS + work.k_run).to(gl.int64) * 2 * args.S + token
     begin = gl.load(at, mask=inside, other=0)
     end = gl.load(at + args.S, mask=inside, other=0)
@@ -236,7 +236,7 @@ def seen_of_tile(args, work, sizes: gl.constexpr, token, inside):
 
 @gluon.jit
 def bias_of_queries(args, work, sizes: gl.constexpr, q_run, head, i):
-    """Return the ALiBi bias between each query and the tile's first key, in base 2."""
+    """Return the ALiBi bias between each query ``i`` and the first key of the program's tile, in base 2."""
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     slope = gl.load(args.alibi_slopes + head).to(gl.float32) * LOG2E
     return slope * (row.k_start - row.q_start + row.stride * (work.n0 - i)).to(gl.float32)

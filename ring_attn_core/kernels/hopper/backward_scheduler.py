@@ -24,8 +24,8 @@ from ..portable.rows import Tiles, load_row, seen_from, tiles_in_band
 class KeyWork(NamedTuple):
     """The key tile of a program, and the query tiles that it visits.
 
-    ``group``: key head. ``k_tile``: index of the key tile in run ``k_run``. ``n0``: local index of its first key. ``k_slot``,
-    ``q_slot``: tokens of a key run and of a query run, padding included.
+    ``group``: key head. ``k_tile``: index of the key tile in run ``k_run``. ``n0``: local index of the tile's first key.
+    ``k_slot``, ``q_slot``: tokens of a key run and of a query run, padding included.
 
     ``first``, ``last``: range of query tiles in each query run, ``last`` exclusive. ``visited``: how many of these tiles the
     program visits for one query head. ``steps``: the sum of ``visited`` over the runs and the query heads of the key head.
@@ -117,7 +117,7 @@ def walk_of(work, q_run):
 
 @gluon.jit
 def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
-    """Return whether the program visits a query tile; without ``gaps`` it visits every tile, else the tile's extents decide."""
+    """Return whether the program visits a query tile: without ``gaps`` always, else if the tile's extents meet the key tile."""
     if args.query_tiles is None:
         some = True
     else:
@@ -133,7 +133,7 @@ def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
 
 @gluon.jit
 def queries_of_keys(j, args, work, row):
-    """Return [first, end) of the queries of a run that see each key, by the band and by its key extent."""
+    """Return first and end (exclusive) of the queries of a run that see each key ``j``, by the band and the key extent."""
     first, end = seen_from(j, args.key_extents, work.batch, args.T, row)
     return gl.maximum(first, j + row.lo), gl.minimum(end, j + row.hi + 1)
 
@@ -160,7 +160,7 @@ def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
 
 @gluon.jit
 def keys_in_extents(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Return [first, end) of the key tiles of a run that queries of a tile may see by their extents.
+    """Return first and end (exclusive) of the key tiles of a run that queries of a query tile may see by their extents.
 
     ``adder`` calls this function one tile ahead, so ``tile`` may be -1; that result is not used.
     """

@@ -52,7 +52,7 @@ from .scheduler import NUMBERS, announced, run_of, tile_at
 
 
 class ForwardConstants(NamedTuple):
-    """The compile-time constants of the kernel. GROUPS: consumer warpgroups. STAGES: tiles of k, and of v, in flight."""
+    """The compile-time constants of ``hopper_forward``. GROUPS: consumer warpgroups. STAGES: tiles of k, and of v, in flight."""
 
     H: Any
     G: Any
@@ -76,7 +76,7 @@ class ForwardConstants(NamedTuple):
 
 
 class ForwardArguments(NamedTuple):
-    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None.
+    """The arguments of ``hopper_forward`` without its TMA descriptors; an array that the call does not have is None.
 
     ``tickets``: counter of the query tiles taken so far. ``total``: number of query tiles. ``together``: heads taken at a time.
     """
@@ -263,8 +263,8 @@ class WarpgroupQueries(NamedTuple):
 class WarpgroupState(NamedTuple):
     """The state that a warpgroup carries from key tile to key tile.
 
-    ``step``: number of the next step. ``acc``: sums of p v. ``p``: the last tile's probabilities, not yet multiplied with its
-    values. ``m``: row max in base 2. ``l``: row sum of exponentials.
+    ``step``: number of the next step, which is one key tile. ``acc``: sums of p v. ``p``: the last tile's probabilities, not yet
+    multiplied with the values. ``m``: row max in base 2. ``l``: row sum of exponentials.
     """
 
     step: Any
@@ -297,7 +297,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Compute and store out and lse of 64 queries; return the number of the step after their last key tile."""
+    """Compute and store out and lse of a warpgroup's 64 queries; return the number of the step after their last key tile."""
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
@@ -361,7 +361,7 @@ def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Visit the tiles of a run after the first ``done``: first those that need a mask, then the others. Return the new state."""
+    """Visit a run's key tiles, without the first ``done``: those that need a mask, then the others. Return the new state."""
     masked = count_partly_seen(run.tiles)
     for t in range(done, masked):
         n0 = partly_seen(t, run.tiles) * sizes.BLOCK_K
@@ -376,7 +376,7 @@ def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, 
 def visit_keys(
     progress, queries, run, n0, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr
 ):  # fmt: skip
-    """Visit one key tile; its softmax overlaps with the previous tile's product p v. Return the new state.
+    """Visit one key tile; its softmax overlaps with the previous tile's product p v. Return the new ``WarpgroupState``.
 
     No product stays in flight at the end, because across a loop's edge ptxas would serialize the products.
     """
@@ -421,7 +421,7 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args, sizes: gl.constexpr):
     """Wait for the products q k^T and return their scores, with -inf for keys hidden by the key mask.
 
-    At most LATER later products stay in flight. The wait also keeps q in its registers until the products are complete.
+    At most LATER products, issued after these, stay in flight. The wait also keeps q in registers until these are complete.
     """
     some_hidden = False
     if args.key_mask is not None:

@@ -80,15 +80,15 @@ def finish(acc, m, l, i, before, shared, args, work, sizes: gl.constexpr, GROUP:
 
 @gluon.jit
 def elements_of_lse(lse, i, args, work, sizes: gl.constexpr):
-    """Return pointers to lse of the queries ``i``, and the mask of those inside the run."""
+    """Return pointers to the lse of the queries ``i``, and the mask of the queries that lie inside the run."""
     return lse + ((first_token(args, work, sizes) + i) * sizes.H + work.head), i < args.S // sizes.Q_RUNS
 
 
 @gluon.jit
 def elements_of_out(args, work, sizes: gl.constexpr, GROUP: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return pointers to the elements of out for 64 queries, and the mask of those inside the array.
+    """Return pointers to the elements of out for a warpgroup's 64 queries, and the mask of the elements inside the array.
 
-    Here and below, keep the order of the additions: with other orders ptxas spills registers to the stack.
+    Keep the order of the additions here, and in the functions below: with other orders ptxas spills registers to the stack.
     """
     i = gl.expand_dims(gl.arange(0, 64, gl.SliceLayout(1, LAYOUT)), 1)
     e = gl.expand_dims(gl.arange(0, sizes.BLOCK_E, gl.SliceLayout(0, LAYOUT)), 0)
@@ -106,7 +106,7 @@ def elements_of_out_f32(out, args, work, sizes: gl.constexpr, GROUP: gl.constexp
 
 @gluon.jit
 def offsets(i, e, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Return the first query's offset, each row's offset from it, and the mask of elements inside the array."""
+    """Return the offset of the first query in out, each row's offset from there, and the mask of elements inside the array."""
     m0 = work.m0 + GROUP * 64
     first = ((first_token(args, work, sizes) + m0) * sizes.H + work.head) * sizes.E
     return first, i * (sizes.H * sizes.E), (m0 + i < args.S // sizes.Q_RUNS) & (e < sizes.E)

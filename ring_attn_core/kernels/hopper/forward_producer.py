@@ -25,7 +25,7 @@ from .scheduler import announce, extents_of_group, key_tiles, next_place, start_
 
 @gluon.jit
 def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
-    """Load each query tile of this program by TMA: q, then for each step its keys and the previous step's values."""
+    """Load by TMA for each query tile of this program: q, then in each step the step's keys and the previous step's values."""
     STAGES: gl.constexpr = sizes.STAGES
     step = gl.to_tensor(0)
     loads = gl.to_tensor(0)
@@ -89,7 +89,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
 
 @gluon.jit
 def take(args):
-    """Take a ticket, the number of the next free query tile, from a global counter by an atomic addition."""
+    """Take a ticket, the number of the next query tile that no program has taken, from a global counter by an atomic addition."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + args.tickets.to(gl.int64)
     text: gl.constexpr = (
@@ -105,9 +105,9 @@ def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, n0=0):
     """Load the keys of a step by TMA, and store their key mask and a flag, set if some elements are not finite.
 
     Mask and flag are loaded before the stage is free, to hide their latency. The flag concerns values in the forward, and keys in
-    the pass of dq. Consumers read the flag of a step after they release its keys, but before they release the keys of two steps
-    later, so there are twice as many flags as stages. ``n0``: local index of the first key, stored beside the flag if there are
-    intervals.
+    the pass of dq. Consumers read a step's flag after they release the step's keys, but before they release the keys of two steps
+    later, so there are twice as many flags as stages. ``n0``: local index of the first key; with key extents it is stored beside
+    the flag.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES

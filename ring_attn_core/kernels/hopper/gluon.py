@@ -1,4 +1,4 @@
-"""Gluon, Triton's language of explicit layouts: functions that differ between Triton's releases, and layouts for the host."""
+"""Gluon, Triton's language of explicit layouts: functions that differ between Triton's releases, and shared-memory layouts."""
 
 from __future__ import annotations
 

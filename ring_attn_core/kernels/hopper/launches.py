@@ -28,10 +28,10 @@ If a GPU has fewer, or other kernels occupy some, then programs that start late 
 KV_HEADS_TOGETHER = 8
 """The most key heads that the backward processes at a time; fewer if these already have ``KEY_TILES_TOGETHER`` key tiles."""
 KEY_TILES_TOGETHER = 1024
-"""Number of key tiles, of 128 keys, from which on no further key head joins those that the backward processes at a time.
+"""The backward processes just enough key heads at a time to have this many key tiles of 128 keys, if KV_HEADS_TOGETHER allows.
 
-Programs that run at the same time then read the same queries from the L2 cache. In a longer sequence programs drift further
-apart, so fewer heads fit.
+Programs that run at the same time then read the same queries from the L2 cache. In a longer sequence the programs of a head
+drift further apart, so fewer heads fit.
 
 TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens, 16/16 heads of 128 549 / 552 / 545, 32/8 heads
 461 / 515 / 537, 32/32 heads of 64 419 / 431 / 442. With 1 / 2 / 4 / 8 heads of 128: 32,768 tokens 561 / 563 / 558 / 543, 131,072
@@ -40,7 +40,7 @@ TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens
 
 
 def forward(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of the Hopper forward, with the arrays and outputs of the launch ``portable``."""
+    """Return the launch of the Hopper forward; arrays and outputs are those of ``portable``, the portable forward's launch."""
     d, e = _widths(call)
     tiles = tiles_of_forward(call)
     of_portable = dict(portable.constants)
@@ -81,24 +81,24 @@ def forward(call: RingCall, portable: Launch) -> Launch:
 
 
 def tiles_of_forward(call: RingCall) -> HopperConfig:
-    """Return the tiles of the forward."""
+    """Return the tiles of the Hopper forward."""
     d, e = _widths(call)
     return hopper_tiles(d.total, e, call.features)
 
 
 def _widths(call: RingCall) -> tuple[TileColumns, int]:
-    """Return the padded head dimensions of q and k, and of v.
+    """Return the padded head dimensions of q and k, as main and tail part, and of v.
 
-    Split q and k into two parts only if v has at most 128 padded columns.
+    The tail part has columns only if v has at most 128 padded columns.
     """
     e = columns(call.v_dim)
     return in_parts(call.head_dim) if e <= 128 else TileColumns(columns(call.head_dim), 0), e
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
-    """Return the arguments for the arrays ``names`` of portable/extent_lists.py, by parameter, if the call needs them.
+    """Return, by parameter, the kernel arguments for those of the arrays ``names`` of portable/extent_lists.py that are needed.
 
-    Calls without extents or key extents need none. ``intervals`` is only for calls with key extents, ``key_tiles`` for others.
+    Calls without extents and key extents need none. ``intervals`` is only for calls with key extents, ``key_tiles`` for others.
     """
     left_out = "key_tiles" if "key_extents" in call.array_names else "intervals"
     return {f"{name}_ptr": Array(name, "int32") for name in names if call.by_extents and name != left_out}
@@ -132,7 +132,7 @@ def parts(
 
 
 def heads_together(call: RingCall) -> int:
-    """Return the number of query heads processed at a time: all that use the key heads whose k and v fit into L2_SHARE."""
+    """Return the number of query heads processed at a time: those of the key heads whose k and v fit into L2_SHARE, or of one."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
@@ -140,16 +140,16 @@ def heads_together(call: RingCall) -> int:
 
 SUM_ROWS = 32
 SUM_COLUMNS = 256
-"""Shape of the float32 dq sums of one query tile; one TMA operation adds to all of them."""
+"""SUM_ROWS and SUM_COLUMNS: shape of the float32 dq sums of one query tile; one TMA operation adds to all of them."""
 TURN_SPACING = 8
-"""Number of 32-bit words from the turn of one query tile to the turn of the next."""
+"""Number of 32-bit words between the turn counters of two query tiles; a counter says how many key tiles have added to dq."""
 
 
 @lru_cache(maxsize=4096)
 def sums_of_dq(call: RingCall) -> tuple[int, int]:
     """Return the shape of the array of dq sums: the sums of every query tile, then one turn counter per tile.
 
-    The array must be all 0 before the first step; see hopper/backward_dq.py.
+    A counter says how many key tiles have added to its query tile. The array must be all 0 before the ring's first step.
     """
     tiles = call.batch * call.heads * call.q_tiles(queries(call))
     return tiles * SUM_ROWS + -(-tiles * TURN_SPACING // SUM_COLUMNS), SUM_COLUMNS
@@ -162,7 +162,7 @@ def queries(call: RingCall) -> int:
 
 @lru_cache(maxsize=4096)
 def backward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch of a backward step, with the output ``dq`` followed by the outputs of ``portable.dkv``.
+    """Return the launch of a backward step in one pass, with the outputs ``dq`` and then ``dkv``, or ``dk`` and ``dv``.
 
     This ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``. ``first``: no dk and dv of earlier
     steps are added. ``last``: dk and dv are complete, and get the input's dtype.
@@ -240,14 +240,14 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
 
 
 def kv_heads_together(call: RingCall, block_k: int = HOPPER_BACKWARD_KEYS) -> int:
-    """Return the number of key heads that the backward processes at a time. ``block_k``: keys per tile."""
+    """Return the number of key heads, of all batch rows, that the backward processes at a time. ``block_k``: keys per tile."""
     enough = -(-KEY_TILES_TOGETHER * HOPPER_BACKWARD_KEYS // block_k // call.k_tiles(block_k))
     return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall) -> Launch:
-    """Return the launch that computes ``dq`` in the input dtype from its ``sums``."""
+    """Return the launch that computes ``dq`` in the input dtype from the float32 ``sums`` of all steps of ``backward``."""
     arguments = {
         "sums_RX": Array("sums", "float32"),
         "dq_BSHD": Array("dq", call.dtype),

@@ -1,4 +1,4 @@
-"""Tiles whose columns are stored in one or two parts, and their products, in Gluon.
+"""Tiles whose columns are stored in one or two parts, and products of such tiles, in Gluon.
 
     192 columns = main 128 + tail 64        the columns of a tile in Gluon are a power of two
     a b^T = a_main b_main^T + a_tail b_tail^T
@@ -29,7 +29,7 @@ class Parts(NamedTuple):
 
 @gluon.jit
 def allocate_parts(source, COUNT: gl.constexpr, ROWS: gl.constexpr, MAIN: gl.constexpr, TAIL: gl.constexpr):
-    """Allocate COUNT tiles [ROWS, MAIN + TAIL] in shared memory, in the layouts of the TMA descriptors ``source``."""
+    """Allocate COUNT tiles [ROWS, MAIN + TAIL] in shared memory, in the layouts of ``source``, a ``Parts`` of TMA descriptors."""
     main = gl.allocate_shared_memory(source.main.dtype, [COUNT, 1, ROWS, 1, MAIN], source.main.layout)
     tail = main
     if TAIL > 0:
@@ -66,7 +66,7 @@ def tile_of(tiles, index, TAIL: gl.constexpr):
 
 @gluon.jit
 def in_registers(tile, LAYOUT: gl.constexpr, TAIL: gl.constexpr):
-    """Load a tile into registers as left operand of a product whose result has LAYOUT."""
+    """Load a tile from shared memory into registers, as left operand of a product whose result has LAYOUT."""
     main = tile.main.load(gl.DotOperandLayout(0, LAYOUT, 2))
     tail = main
     if TAIL > 0:
@@ -96,7 +96,7 @@ def multiply_transposed(a, b, ROWS: gl.constexpr, COLUMNS: gl.constexpr, TAIL: g
 
 @gluon.jit
 def multiply_add(x, a, b, TAIL: gl.constexpr):
-    """Issue the asynchronous sum x + a b; return the sum and the operand ``a`` in flight."""
+    """Issue the asynchronous product and sum x + a b; return the sum, in flight, and ``a``, which must stay in its registers."""
     OF_MAIN: gl.constexpr = gl.DotOperandLayout(0, x.main.type.layout, 2)
     a = gl.convert_layout(a, OF_MAIN, assert_trivial=True)
     main = warpgroup_mma(a, b.main, x.main, is_async=True)
@@ -109,9 +109,9 @@ def multiply_add(x, a, b, TAIL: gl.constexpr):
 
 @gluon.jit
 def wait_for_sum(IN_FLIGHT: gl.constexpr, x, a, TAIL: gl.constexpr):
-    """Wait until a sum of ``multiply_add`` is complete, and return the sum and ``a``.
+    """Wait until the sum ``x`` of ``multiply_add`` is complete, and return ``x`` and ``a``.
 
-    At most IN_FLIGHT later groups stay in flight.
+    At most IN_FLIGHT wgmma groups, those issued later, stay in flight.
     """
     tail = x.tail
     if TAIL > 0:

@@ -49,11 +49,11 @@ class QueryWork(NamedTuple):
 
 
 NUMBERS = gl.constexpr(8)
-"""Number of int32 in shared memory for a QueryWork, padded to a power of two."""
+"""Number of int32 in shared memory for the fields of a ``QueryWork``, padded to a power of two."""
 
 
 class RunOfKeys(NamedTuple):
-    """A run of keys, as the queries of a warpgroup see it.
+    """A run of keys, with the part of it that each query of a warpgroup sees.
 
     ``pair``: index of the run's ``runs.Row``, from which ``q_start``, ``k_start`` and ``stride`` come. ``begin``, ``end``: the
     interval of keys that each query sees. ``tiles``: the ``rows.Tiles`` to visit. ``slope``: ALiBi slope of the head, in base 2.
@@ -80,7 +80,7 @@ def extents_of_group(args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def visible(column, begin, end):
-    """Return the mask begin <= column < end, bool [queries, keys], by one unsigned comparison.
+    """Return the mask ``begin <= column < end``, bool [queries, keys], computed by one unsigned comparison.
 
     Two comparisons would take a register per key, and the loop would spill.
     """
@@ -90,7 +90,7 @@ def visible(column, begin, end):
 
 @gluon.jit
 def visible_by_key(columns, i, n0, run, args, work):
-    """Return the mask of pairs whose query lies in the key's extent, bool [queries, keys]."""
+    """Return the mask of (query, key) pairs in which the query lies in the key's extent, bool [queries, keys]."""
     row = load_row(args.rows, run.pair)
     inside = n0 + columns < row.k_len
     at = args.key_extents + (work.batch.to(gl.int64) * args.T + row.k_base + n0 + columns) * 2
@@ -102,7 +102,7 @@ def visible_by_key(columns, i, n0, run, args, work):
 
 @gluon.jit
 def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the key tiles of a run that a query tile visits, as ``rows.Tiles``; with extents, ``extent_lists`` computed them.
+    """Return the key tiles of a run that a query tile visits, as ``rows.Tiles``; under extents ``extent_lists`` computed them.
 
     With key extents, tile t stands for the t-th tile in the list of intervals. The tiles that need a mask are first in the list.
     """
@@ -122,7 +122,7 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the index of a pair (query tile, run of keys), int64, in the arrays of ``extent_lists``."""
+    """Return the index of the query tile at ``m0`` and a run of keys, int64, in the arrays of ``extent_lists``."""
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
     return tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS
@@ -138,7 +138,7 @@ def list_of(args, batch, pair, m0, sizes: gl.constexpr):
 def work_of(ticket, args, sizes: gl.constexpr):
     """Return the query tile of a ticket as a ``QueryWork``.
 
-    Successive tickets go through ``together`` heads at a time: first the last tile of each of these heads, then the tile before.
+    Successive tickets go through ``args.together`` heads at a time: first the last tile of each head, then the tile before it.
     """
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
@@ -171,7 +171,7 @@ def announce(work, shared):
 def announced(taken, shared):
     """Wait for the next announced query tile, and return it.
 
-    ``taken``: number of earlier announcements. The caller releases WORK_READ.
+    ``taken``: number of announcements read before. The caller must release the barrier WORK_READ.
     """
     mbarrier.wait(shared.work_full.index(0), taken & 1)
     return QueryWork(
@@ -224,7 +224,7 @@ class Place(NamedTuple):
 
 @gluon.jit
 def start_of(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the ``Place`` before the first key tile of a run."""
+    """Return the ``Place`` before the first key tile of a run, from which ``next_place`` goes on."""
     if args.intervals is None:
         place = Place(0, 0, 0)
     else:

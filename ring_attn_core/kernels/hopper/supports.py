@@ -22,7 +22,7 @@ def refusal(call: RingCall) -> str | None:
 
 
 def refusal_of_shape(dtype: str, head_dim: int, v_dim: int) -> str | None:
-    """Return why Hopper's kernels refuse a dtype or head dimensions, or None."""
+    """Return why Hopper's kernels refuse a dtype or head dimensions, or None if they accept them."""
     if dtype not in ("bfloat16", "float16"):
         return f"its products are of bfloat16 and float16, not {dtype}"
     for name, width in (("head_dim", head_dim), ("v_dim", v_dim)):
@@ -50,5 +50,5 @@ class TileColumns(NamedTuple):
 
 
 def in_parts(width: int) -> TileColumns:
-    """Return the padded head dimension of a tile in parts: 129 to 192 columns take 128 + 64, not 256."""
+    """Return the padded head dimension of a tile as main and tail part: 129 to 192 columns take 128 + 64, not 256."""
     return TileColumns(128, 64) if 128 < width <= 192 else TileColumns(columns(width), 0)

@@ -52,7 +52,7 @@ from .register_layouts import accumulator
 
 
 class WideConstants(NamedTuple):
-    """The compile-time constants of the kernel; q and k tiles have BLOCK_D + TAIL_D columns, v and dout BLOCK_E + TAIL_E."""
+    """The constants of ``hopper_wide_dkv``; q and k tiles have BLOCK_D + TAIL_D columns, v and dout tiles BLOCK_E + TAIL_E."""
 
     H: Any
     G: Any
@@ -79,7 +79,7 @@ class WideConstants(NamedTuple):
 
 
 class WideSharedMemory(NamedTuple):
-    """The tiles in shared memory (``p`` passes between the warpgroups), and mbarriers: ``own_full`` serves the producer alone."""
+    """The tiles in shared memory, and mbarriers. ``p`` passes between the warpgroups; ``own_full`` signals the producer alone."""
 
     q: Any
     dout: Any
@@ -196,7 +196,7 @@ def hopper_wide_dkv(
 
 @gluon.jit
 def sum_values(args, shared, work, sizes: gl.constexpr):
-    """Compute dv of the keys, and send p of each query tile to ``sum_keys`` through shared memory."""
+    """Compute dv of the program's keys, and send p of each query tile to ``sum_keys`` through shared memory."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
     dv = zeros_of_parts(sizes.BLOCK_K, sizes.BLOCK_E, sizes.TAIL_E)
@@ -304,7 +304,7 @@ def visit_queries(
 
 @gluon.jit
 def sum_keys(args, shared, work, sizes: gl.constexpr):
-    """Compute dk of the keys from the p that ``sum_values`` sends."""
+    """Compute dk of the program's keys from the p that ``sum_values`` sends through shared memory."""
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
     S_LAYOUT: gl.constexpr = accumulator(BLOCK_Q)
@@ -344,7 +344,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def cleaned(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
-    """Zero the tile's unused keys or values if ZERO_MASKED. Return it as the left operand, in shared memory or registers."""
+    """Return a k or v tile as left operand, with IN_REGISTERS in registers; if ZERO_MASKED, first zero its unused keys."""
     tile = tile_of(tiles, 0, TAIL)
     if sizes.ZERO_MASKED:
         hide_unseen(tile.main, args, work, sizes)
@@ -360,7 +360,7 @@ def finish_parts(
     x, factor, before, to, COLUMN: gl.constexpr, tiles, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Add the gradients of earlier steps to ``factor * x``, and store the sum through the tile in shared memory."""
+    """Call ``finish`` for each part of the columns of the gradients ``factor * x``; ``tiles`` is the shared memory it may use."""
     tile = tile_of(tiles, 0, TAIL)
     MAIN: gl.constexpr = x.main.shape[1]
     finish(x.main * factor, before, to, COLUMN, tile.main, STRIDE, WIDTH, args, work, sizes)

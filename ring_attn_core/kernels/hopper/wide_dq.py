@@ -56,7 +56,7 @@ from .wide_dq_producer import producer
 
 
 class DqConstants(NamedTuple):
-    """The compile-time constants of the kernel; q and k tiles have BLOCK_D + TAIL_D columns, v and dout BLOCK_E + TAIL_E."""
+    """The constants of ``hopper_wide_dq``; q and k tiles have BLOCK_D + TAIL_D columns, v and dout tiles BLOCK_E + TAIL_E."""
 
     H: Any
     G: Any
@@ -81,7 +81,7 @@ class DqConstants(NamedTuple):
 
 
 class DqArguments(NamedTuple):
-    """The kernel's arguments without its TMA descriptors; an array that the call does not have is None.
+    """The arguments of ``hopper_wide_dq`` without its TMA descriptors; an array that the call does not have is None.
 
     ``tickets``: counter of the query tiles taken so far. ``total``: number of query tiles. ``together``: heads taken at a time.
     """
@@ -113,7 +113,7 @@ class DqArguments(NamedTuple):
 
 
 class DqSharedMemory(NamedTuple):
-    """Buffers in shared memory: queries (``q`` to ``extents``), k, v, dq (``out``), steps, ``work``; mbarriers (``*_full``)."""
+    """Buffers in shared memory: data of queries (``q`` to ``extents``), k, v, dq (``out``), data of steps; mbarriers."""
 
     q: Any
     dout: Any
@@ -257,7 +257,7 @@ def hopper_wide_dq(
 
 
 class DqQueries(NamedTuple):
-    """The 64 queries of a warpgroup, with local indices ``i``, and lse in base 2.
+    """The 64 queries of a warpgroup: q, dout, local indices ``i``, lse in base 2 and delta.
 
     Without IN_REGISTERS q and dout are in shared memory, not registers, and ``lse2`` and ``delta`` are placeholders.
     """
@@ -300,7 +300,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Add the products ds k of all key tiles to dq; return the number of the next step, and dq."""
+    """Add the products ds k of all key tiles of the query tile to dq; return the number of the next step, and dq."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     mbarrier.wait(shared.q_full.index(GROUP), loads & 1)
@@ -343,7 +343,7 @@ def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP:
 
 @gluon.jit
 def zero_fully_masked(dq, lse2, TAIL: gl.constexpr):
-    """Return dq with 0 in the rows of infinite lse2: q and dout of fully masked queries may hold NaN."""
+    """Return dq with 0 in the rows of infinite lse2, the fully masked queries, whose q and dout may hold NaN."""
     MAIN: gl.constexpr = dq.main.type.layout
     main = gl.where(column(lse2, MAIN) < float("inf"), dq.main, 0.0)
     tail = dq.tail
@@ -423,9 +423,9 @@ def visit_keys(
 
 @gluon.jit
 def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Scale the sums of some columns of dq, add the dq of earlier steps, and store the result.
+    """Scale the sums ``x`` of dq's columns from COLUMN on, unless FIRST add the dq of earlier steps, and store the result.
 
-    Results in 16 bits pass through the shared-memory ``tile``.
+    At the FIRST step, results in 16 bits pass through the shared-memory ``tile``.
     """
     COLUMNS: gl.constexpr = x.shape[1]
     DTYPE: gl.constexpr = args.dq.dtype.element_ty

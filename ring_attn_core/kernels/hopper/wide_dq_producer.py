@@ -22,7 +22,7 @@ from .scheduler import announce, extents_of_group, key_tiles, next_place, start_
 
 @gluon.jit
 def producer(sources, args, shared, sizes: gl.constexpr):
-    """Load each query tile of this program by TMA: q and dout with lse2, delta and extents, then k and v of each step."""
+    """Load for each query tile of this program: q and dout with lse2, delta and extents, then k and v of each step."""
     step = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     work = work_of(take(args), args, sizes)

@@ -12,12 +12,12 @@ from .launches import PROGRAMS, extent_lists, heads_together, kv_heads_together,
 from .supports import in_parts
 
 BLOCK_K = 64
-"""Number of keys of a program of ``dkv``."""
+"""Number of keys in a key tile of the pass of dk and dv; each program has one key tile."""
 
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of dq, with the arrays and outputs of the launch ``portable``."""
+    """Return the launch of the pass of dq; arrays and outputs are those of ``portable``, the launch of the portable dq."""
     tiles = tiles_of(call)
     of_portable = dict(portable.constants)
     constants = {
@@ -51,7 +51,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of dk and dv, with the arrays and outputs of the launch ``portable``."""
+    """Return the launch of the pass of dk and dv; arrays and outputs are those of ``portable``, the portable dkv's launch."""
     tiles = tiles_of(call)
     of_portable = dict(portable.constants)
     constants = {
@@ -79,7 +79,7 @@ def dkv(call: RingCall, portable: Launch) -> Launch:
 
 
 def tiles_of(call: RingCall) -> WideConfig:
-    """Return the tiles of both passes."""
+    """Return the tiles of both passes of the backward."""
     return wide_tiles(in_parts(call.head_dim).total, in_parts(call.v_dim).total, call.kv_local)
 
 
@@ -89,9 +89,9 @@ def _widths(call: RingCall) -> dict[str, int]:
 
 
 def _arguments(call: RingCall, portable: Launch, q_rows: int, k_rows: int, *lists: str) -> dict[str, Argument]:
-    """Return a portable launch's arguments, with TMA descriptors in place of q, dout, k and v.
+    """Return the arguments of the launch ``portable``, with TMA descriptors in place of q, dout, k and v.
 
-    ``q_rows``, ``k_rows``: queries and keys of a tile. ``lists``: names of additional arrays from ``extent_lists``.
+    ``q_rows``, ``k_rows``: queries and keys of a tile. ``lists``: names of additional arrays, added if ``extent_lists`` has them.
     """
     d, e, both = in_parts(call.head_dim), in_parts(call.v_dim), call.head_dim + call.v_dim
     keys, values = ("kv", "kv") if call.packed else ("k", "v")

@@ -168,7 +168,7 @@ def dkv(
 
 @triton.jit
 def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Add the contribution of the query tile that begins at query ``m0`` to dk and dv, and return both."""
+    """Add the contribution of the query tile from query ``m0`` on to dk / scale and dv / rescale, and return both."""
     ACCURATE: tl.constexpr = tile.k.dtype == tl.float32
     i = m0 + tl.arange(0, sizes.BLOCK_Q)
     j = tile.n0 + tl.arange(0, sizes.BLOCK_K)
@@ -209,10 +209,10 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
 
 @triton.jit
 def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_last, Q_RUNS: tl.constexpr):
-    """Restrict query ``Tiles`` to those whose extents may contain a position from k_first to k_last.
+    """Restrict query ``tiles`` to the range of those whose extents may contain a position from k_first to k_last.
 
-    ``bounds_ptr`` points to the bounds of ``extent_bounds``. Tiles in which every query sees all these keys need no mask. If
-    there are gaps between such tiles, all tiles are masked.
+    ``bounds_ptr`` points to the bounds of ``extent_bounds``. Tiles in which every query sees all these positions need no mask. If
+    other tiles lie between these, all tiles are masked.
     """
     first, last = tiles.first, tiles.last
     lowest, highest = last, first

@@ -155,7 +155,7 @@ def dq(
 
 @triton.jit
 def visit_keys(acc, loaded, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Add the contribution of the key tile that begins at key ``n0`` to acc, and return acc."""
+    """Add the contribution of the key tile that begins at key ``n0`` to ``acc``, which is dq / scale, and return ``acc``."""
     ACCURATE: tl.constexpr = loaded.q.dtype == tl.float32
     row = run.row
     j = n0 + tl.arange(0, sizes.BLOCK_K)

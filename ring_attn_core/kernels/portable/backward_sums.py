@@ -2,7 +2,7 @@
 
     lse2_i  = log2(e) (lse_i + rest_i)          +inf if the query is fully masked: its probabilities become 0
     delta_i = out_i . dout_i - dlse_i           0 if the query is fully masked
-    factor_i = 2^-r_i                           only if there is a rest; r_i: the rounding error of lse2_i
+    factor_i = 2^-r_i                           only with rest_i, the rounding error of lse_i; r_i: that of lse2_i
     bounds  = least first, greatest end, greatest first, least end       of the extents of a tile's queries, token positions
 
 Shapes     out_BSHE, lse_BSH and rest_BSH f32, dout_BSHE, dlse_BSH f32 -> lse2_BHS, delta_BHS, factor_BHS f32; extents int32
@@ -36,9 +36,9 @@ def delta(
     BLOCK_Q: tl.constexpr,
     BLOCK_E: tl.constexpr,
 ):
-    """Store lse2, delta and, if there is a rest, ``factor`` of one tile of tokens: the module's formulas.
+    """Store lse2, delta and, if ``rest`` is passed, factor of one tile of tokens, by the formulas on top of the file.
 
-    The other kernels multiply dout and delta by ``factor``.
+    The caller then multiplies dout and delta by factor.
     """
     program = tl.program_id(0)
     tiles = tl.cdiv(S, BLOCK_Q)
@@ -72,11 +72,11 @@ def extent_bounds(
 ):  # fmt: skip
     """Store four bounds of a tile's extents (first, end): the least first, greatest end, greatest first, and least end.
 
-    The tiles hold queries, or with key extents keys. ROW: number of consecutive ``runs.Row`` that belong to one run. LENGTH:
-    index of the field with the run's length.
+    A tile holds queries and their extents, or keys and their key extents. ROW: number of consecutive ``runs.Row`` of one run.
+    LENGTH: index of the ``runs.Row`` field with the run's length.
 
-    An empty extent counts as first = NOTHING_BEGINS, end = 0. So it does not change the first two numbers, and the last two state
-    that no key is visible to all queries.
+    An empty extent counts as first = NOTHING_BEGINS, end = 0. So it does not change the first two bounds, and the last two state
+    that no key is visible to all queries of the tile.
     """
     slot = S // RUNS
     tiles = tl.cdiv(slot, BLOCK)

@@ -43,8 +43,8 @@ LOWER = tl.constexpr(2.0**-15)
 class DecodeConstants(NamedTuple):
     """The constants of ``decode`` that its helpers read.
 
-    G: kv heads. SCAN: slots that ``skip_unseen`` tests at once. FP8: 0 for none, 1 for conversion by an instruction, 2 for
-    conversion by bit operations (sm_80).
+    G: kv heads. SCAN: slots that ``skip_unseen`` tests at once. FP8: 0 if k and v are not float8; 1: converted by an instruction;
+    2: converted by bit operations (GPUs before sm_89).
     """
 
     G: Any
@@ -54,10 +54,10 @@ class DecodeConstants(NamedTuple):
 
 
 class RowVisibility(NamedTuple):
-    """The slots that a program's rows may see: positions from ``lowest`` to ``highest``, limited by window and tree mask.
+    """The cache slots that a program's rows may see: positions ``lowest`` to ``highest``, limited by window and tree mask.
 
-    ``q_position``: position of each row's query, in a tree by its depth. ``first``: position of the first node of a tree.
-    ``tree_rows``: pointers to the rows of the tree mask. ``depths``: pointer to the positions of the nodes by depth. ``N``:
+    ``q_position``: position of each row's query; in a draft tree, by its node's depth. ``first``: position of the tree's first
+    node. ``tree_rows``: pointers to the rows of the tree mask. ``depths``: pointer to the nodes' positions by depth. ``N``:
     number of queries.
     """
 
@@ -195,7 +195,7 @@ def decode(
 
 @triton.jit
 def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sizes: tl.constexpr):
-    """Load the tile [BLOCK_K, COLUMNS] of k or v at ``slot``, counted over all batch rows; slots not in mask ``read`` are 0."""
+    """Load the tile [BLOCK_K, COLUMNS] of k or v from ``slot`` on, counted over all batch rows; 0 outside the mask ``read``."""
     j = tl.arange(0, sizes.BLOCK_K)
     column = tl.arange(0, COLUMNS)
     at = source + (slot * sizes.G + group) * WIDTH + j[:, None] * (sizes.G * WIDTH) + column[None, :]
@@ -212,9 +212,9 @@ def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def in_half(q_tile):
-    """Divide each row of a query tile by a power of two, so that its largest magnitude lies between 1 and 2.
+    """Divide each row of a query tile by a power of two that brings the row's largest magnitude to between 1 and 2.
 
-    Return the tile in float16 and the powers in f32.
+    Return the tile in float16, and the powers in f32, limited to 2^-120 .. 2^120; rows of zeros stay 0.
     """
     wide = q_tile.to(tl.float32)
     exponent = tl.max(wide.to(tl.int32, bitcast=True) & 0x7F800000, 1)  # of the largest |q|, clamped next for 0 and inf
@@ -236,7 +236,7 @@ def from_bits(tile):
 
 @triton.jit
 def who_sees_whom(position, read, valid, seen):
-    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags; with a tree mask, lags count node depths.
+    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags q_pos - k_pos; tree nodes have positions by depth.
 
     ``position``: positions of the slots. ``read``: mask of the slots to read. ``valid``: mask of the rows that hold a query.
     ``seen``: the ``RowVisibility``.
@@ -258,9 +258,9 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return ``first`` moved past groups of SCAN slots whose positions no row sees; without FORWARD, ``last`` moved before them.
+    """Return the range's ``first`` slot moved up past slots that no row sees; without FORWARD, its ``last`` moved down past them.
 
-    Up to SCAN - 1 such slots may remain at the edge of the range first .. last - 1.
+    The function moves by SCAN slots, so up to SCAN - 1 unseen slots may remain at that edge of first .. last - 1.
     """
     at = first if FORWARD else last
     unseen = first < last

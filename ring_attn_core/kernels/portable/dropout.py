@@ -104,7 +104,7 @@ def philox2x32(of_q, of_k, stream):
 
 @triton.jit
 def turned(word, turn):
-    """Return each word rotated left by ``turn`` bytes."""
+    """Return each uint32 word rotated left by ``turn`` bytes."""
     left = (turn * 8).to(tl.uint32)
     return (word << left) | (word >> (32 - left) % 32)
 
@@ -119,6 +119,6 @@ def keep_halves(word, threshold):
 def keep_quarters(word, threshold):
     """Return the mask, bool [..., 2, 2], drawn by each word rotated by 0, 2, 1 and 3 bytes.
 
-    The four draws belong to keys k, k + 8, k + 1 and k + 9.
+    The four draws belong to keys k, k + 8, k + 1 and k + 9, where k is the first key of the word's counter.
     """
     return tl.join(keep_halves(word, threshold), keep_halves((word << 8) | (word >> 24), threshold))

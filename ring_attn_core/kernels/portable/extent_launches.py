@@ -1,4 +1,4 @@
-"""The launches that compute the tiles to visit under extents or key extents (``extent_lists.py``)."""
+"""The launches that compute the tiles that a kernel visits under extents or key extents (kernels in ``extent_lists.py``)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .launches import launch_of
 
 HEADER = 4
 INTERVALS = 14
-"""Sizes of a list of ``intervals``: the number of int32 before the intervals, and the largest number of intervals."""
+"""Sizes of a list of ``intervals``: HEADER numbers in int32 come first, then at most INTERVALS intervals (first, end)."""
 
 
 @lru_cache(maxsize=4096)
 def extent_bounds(call: RingCall, block_q: int) -> Launch:
-    """Return the launch that computes the bounds of the extents in each tile of ``block_q`` queries.
+    """Return the launch that computes the bounds of the extents (first, end) in each tile of ``block_q`` queries.
 
     The output ``bounds`` is int32 [batch, q tiles, 4]: least first, greatest end, greatest first, least end.
     """
@@ -37,7 +37,7 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
     """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys within its extents.
 
-    The output ``key_tiles`` is int32 [batch, q tiles, k_runs, 4]: the fields of ``rows.Tiles``.
+    The output ``key_tiles`` is int32 [batch, q tiles, k_runs, 4]: first, last, whole_first and whole_last of a ``rows.Tiles``.
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -53,7 +53,7 @@ def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_bounds(call: RingCall, block_k: int) -> Launch:
-    """Return the launch that computes the bounds of the key extents in each tile of ``block_k`` keys.
+    """Return the launch that computes the bounds of the key extents (first, end) in each tile of ``block_k`` keys.
 
     The output ``key_bounds`` is int32 [batch, k tiles, 4]: least first, greatest end, greatest first, least end.
     """
@@ -74,7 +74,7 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
     """Return the launch that lists, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys that key extents allow.
 
     The output ``intervals`` is int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]: counts, then first and end (exclusive) of
-    each interval of key tiles. ``whole``: distinguish the intervals whose tiles need no mask.
+    each interval of key tiles. ``whole``: list tiles that need no mask in intervals of their own; else all count as masked.
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -94,7 +94,7 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 def key_ranges(call: RingCall) -> Launch:
     """Return the launch that finds the keys that each query sees in each run of keys.
 
-    The output ``key_ranges`` is int32 [batch, k_runs, 2, queries]: begin and end (exclusive).
+    The output ``key_ranges`` is int32 [batch, k_runs, 2, queries]: begin and end (exclusive), as local indices of the run.
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -112,7 +112,7 @@ def key_ranges(call: RingCall) -> Launch:
 def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
     """Return the launch that computes, for each tile of ``block_k`` keys, the tiles of ``block_q`` queries to visit.
 
-    With key extents it inverts the ``intervals`` of the query tiles; else it uses the bounds of their extents. The output
+    With key extents, the tiles come from the array ``intervals``; else from the ``bounds`` of the extents. The output
     ``query_tiles`` is int32 [batch, k tiles, q_runs, 4]: first, last (exclusive), number of tiles to visit, 0.
     """
     of_keys = "key_extents" in call.array_names

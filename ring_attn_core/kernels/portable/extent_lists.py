@@ -1,4 +1,4 @@
-"""Lists of the tiles that extents leave to each program, computed once per launch, in Triton.
+"""Lists of the tiles that each program must visit under extents, computed once per launch, in Triton.
 
     key_tiles      int32 [B, q tiles, k_runs, 4]    first, last, whole_first, whole_last: the ``rows.Tiles`` of a query tile
     query_tiles    int32 [B, k tiles, q_runs, 4]    first, last, count, 0: the query tiles that a key tile visits; if there are
@@ -16,7 +16,7 @@ first tile to its last replaces them, and all of its tiles need a mask.
 
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py); spans in
            whole blocks of MASK_BLOCK keys, as in loads.py
-Program    one (tile, run of the other side, batch row); ``not_finite``: one (span, key head, batch row)
+Program    one (q tile, run of keys, batch row) or (k tile, run of queries, batch row); ``not_finite``: (span, head, batch row)
 Units      local indices of tiles in their run
 """
 
@@ -62,7 +62,7 @@ def key_tiles(
 
 @triton.jit
 def key_ranges(rows_ptr, extents_ptr, key_ranges_ptr, S, Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Store begin and end of the keys of a run that each query of a tile sees, so that no other program divides by strides."""
+    """Store begin and end of the keys of a run that each query of a tile sees, so that other kernels need no division."""
     q_slot = S // Q_RUNS
     tiles_of_run = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0)
@@ -84,7 +84,7 @@ def intervals(
 ):  # fmt: skip
     """Compute and store the key tiles of a run of keys that a query tile visits under key extents, as intervals of tiles.
 
-    WHOLE: distinguish tiles that need no mask; without it, all tiles count as masked.
+    WHOLE: list tiles that need no mask in intervals of their own; without WHOLE, all tiles count as masked.
     """
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
@@ -136,9 +136,9 @@ def intervals(
 
 @triton.jit
 def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
-    """Return whether each key tile is visible to some query and belongs to ``part``: 0 with a mask, 1 without a mask.
+    """Return whether each key tile is visible to some query and belongs to ``part``: 0 needs a mask, 1 needs none.
 
-    ``first``, ``last``: positions of the first and the last query. Without WHOLE, every visible tile belongs to part 0.
+    ``first``, ``last``: positions of a tile's first and last query. Without WHOLE, every visible key tile belongs to part 0.
     """
     inside = (tile >= tiles.first) & (tile < tiles.last)
     at = bounds + tile * 4
@@ -168,7 +168,7 @@ def query_tiles(
     rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the query tiles that a key tile visits: those in its band whose extents may contain one of its keys."""
+    """Compute and store the query tiles that a key tile visits: those in the band whose extents may contain one of the keys."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)
@@ -206,7 +206,7 @@ def not_finite(
     x_BTGD, not_finite_ptr, T,
     G: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, COLUMN: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Store 1 if one head of a span of k or v holds infinity or NaN, else 0."""
+    """Store, for one key head and one span of tokens of k or v, 1 if an element is infinite or NaN, else 0."""
     spans = tl.cdiv(T, SPAN * SPANS) * SPANS
     program = tl.program_id(0)
     span = program % spans

@@ -19,12 +19,12 @@ SCAN = 2048
 """Number of slots of a cache that a program of ``decode`` tests at once when it skips slots that no query sees."""
 
 MERGED_AT_ONCE = 32
-"""Number of pairs that a program of ``merge_pairs`` holds at once."""
+"""Number of (out, lse) pairs that a program of ``merge_pairs`` holds at once."""
 
 
 @lru_cache(maxsize=4096)
 def forward(call: RingCall, first: bool, last: bool) -> Launch:
-    """Return the launch that merges one shard of keys into ``out``, ``lse`` and, for float32 inputs, ``rest``.
+    """Return the launch that merges one shard of keys into ``out``, ``lse`` and, for float32, ``rest`` (rounding error of lse).
 
     After the first step ``lse`` and ``rest`` overwrite ``lse_in`` and ``rest_in``, and a float32 ``out`` overwrites ``out_in``.
     """
@@ -69,10 +69,10 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
 def delta(call: RingCall, out_dtype: str) -> Launch:
     """Return the launch that computes ``lse2`` and ``delta`` [batch, heads, tokens] for the backward.
 
-    ``out_dtype``: dtype of out.
+    ``lse2``: lse in base 2. ``delta``: out . dout - dlse of each query. ``out_dtype``: dtype of out.
 
-    If the state has a ``rest`` (the rounding error of lse), the third output is ``factor`` [batch, heads, tokens]; multiply dout
-    and delta by ``factor``.
+    Float32 inputs have a ``rest``, the rounding error of lse. Then the third output is ``factor`` [batch, heads, tokens]; the
+    caller multiplies dout and delta by ``factor``.
     """
     tiles = call.tiles("delta")
     shape = call.batch, call.heads, call.seq_local
@@ -192,7 +192,7 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
     """Return the arguments for q (and dout) in query tiles and k and v in key tiles, each a pointer or a TMA descriptor.
 
-    ``own``: the arrays, "q" or "kv", of which a program loads only one tile.
+    ``own``: "q" (q and dout) or "kv" (k and v), the arrays of which a program loads only one tile.
     """
     together = call.head_dim + call.v_dim
     by_tma = tiles.tma and tma_fits(call)
@@ -215,7 +215,7 @@ def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> di
 
 
 def of_decode(call: DecodeCall) -> Iterator[Launch]:
-    """Yield every launch that decoding may need, on one rank or on several."""
+    """Yield the launches of decoding on one rank and on two; more ranks need the same compiled kernels."""
     yield decode(call)
     for of_ranks in (None, 2):
         for final in (True, False):
@@ -301,7 +301,7 @@ def _count(value: int) -> Scalar:
 
 
 def tma_fits(call: RingCall) -> bool:
-    """Return whether TMA can read the arrays: columns need no padding, rows are multiples of 16 bytes, and no array is empty."""
+    """Return whether the call may use TMA: columns need no padding, rows are multiples of 16 bytes, and no array is empty."""
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
     whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)

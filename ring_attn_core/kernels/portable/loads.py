@@ -47,7 +47,7 @@ def load_tile(
 
 @triton.jit
 def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr):
-    """Load the tile that a program uses in all of its steps.
+    """Load the tile that a program uses in all of its steps: q (and dout), or k and v.
 
     With TMA, ``source`` is a descriptor of the array as [batch * tokens, columns]. Only with two dimensions does Triton (3.6,
     3.7) leave the tile in shared memory, from where a product reads it; in registers it would take 32 registers of each thread,
@@ -76,7 +76,7 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
 
 @triton.jit
 def keep_seen(tile, visible, BY_BITS: tl.constexpr):
-    """Zero the keys of a k or v tile that no query sees by the mask ``visible`` [queries, keys], because 0 times NaN is NaN.
+    """Return a k or v tile with 0 in the keys that no query sees by ``visible`` [queries, keys], because 0 times NaN is NaN.
 
     BY_BITS avoids a tensor of bools, for which Triton 3.9 finds no layout before a product on GPUs older than Hopper.
     """
@@ -92,7 +92,7 @@ def keep_seen(tile, visible, BY_BITS: tl.constexpr):
 
 @triton.jit
 def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK_K: tl.constexpr):
-    """Unpack the bits of the key mask to upper bounds of scores, and flag spans that contain hidden keys.
+    """Unpack the bits of the key mask to upper bounds of scores, and flag spans of SPAN keys that contain hidden keys.
 
     Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked before each launch, because a minimum with the bound
     takes one instruction per score and turns NaN into -inf too. Testing bits made the forward slower by half.
@@ -111,7 +111,7 @@ def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK
 
 @triton.jit
 def some_hidden(key_mask_spans_ptr, batch, T, token, BLOCK_K: tl.constexpr):
-    """Return whether the key mask may hide one of the keys token .. token + BLOCK_K - 1 of a shard."""
+    """Return whether the key mask may hide one of a shard's keys ``token .. token + BLOCK_K - 1``, by the flags of the spans."""
     at = key_mask_spans_ptr + batch * (tl.cdiv(T, SPAN * SPANS) * SPANS)
     last = (token + BLOCK_K - 1) // SPAN
     hidden = tl.load(at + token // SPAN)

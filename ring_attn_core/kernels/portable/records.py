@@ -49,7 +49,7 @@ class KernelConstants(NamedTuple):
 class KernelArguments(NamedTuple):
     """The arguments of a kernel that its helpers read; an argument that the call does not have is None.
 
-    ``k``, ``v`` are pointers or TMA descriptors. ``extents``, ``key_extents``, ``alibi_slopes``: the public arguments.
+    ``k``, ``v``: pointers or TMA descriptors. ``extents``, ``key_extents``, ``alibi_slopes``: the call's public arguments.
     ``key_mask``, ``key_mask_spans``: from ``loads.unpack_key_mask``. ``dropout``: from ``dropout.philox_keys``. ``inner``,
     ``softcap``: see ``scores.scores``. ``threshold``: random words below it drop a probability. ``rescale``: factor of the kept
     probabilities. ``S``, ``T``: tokens of the q and the k/v shard.
@@ -85,7 +85,7 @@ class QueryTile(NamedTuple):
 
 
 class KeyRun(NamedTuple):
-    """A run of keys, with the interval ``begin .. end - 1`` that each query of a tile sees."""
+    """A run of keys with its ``runs.Row``, and the interval ``begin .. end - 1`` of these keys that each query of a tile sees."""
 
     row: Any
     begin: Any

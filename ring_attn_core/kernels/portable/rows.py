@@ -1,4 +1,4 @@
-"""The keys that a query sees, and the tiles of keys or queries that a program visits, in Triton.
+"""The keys that a query sees, and the tiles of keys or queries that a program must visit, in Triton.
 
     lo <= i - j <= hi            the band of a pair of runs, in local indices: query i and key j of their runs
     begin_i <= j < end_i         the keys of a run that query i sees: one interval for any band, extent and length
@@ -29,7 +29,7 @@ NOTHING_BEGINS = tl.constexpr(2**30)
 
 
 class Tiles(NamedTuple):
-    """A range of tiles of a run, and the range of tiles within it that need no mask; ends are exclusive."""
+    """The tiles ``first .. last - 1`` of a run; of these tiles, ``whole_first .. whole_last - 1`` need no mask."""
 
     first: Any
     last: Any
@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
 
 @triton.jit
 def load_row(rows_ptr, pair):
-    """Load the ``runs.Row`` of a pair of runs."""
+    """Load the ``runs.Row`` with index ``pair``, which describes a run of queries and a run of keys."""
     at = rows_ptr + pair * ROW_FIELDS
     return Row(
         tl.load(at),
@@ -74,7 +74,7 @@ def keys_seen(i, extents_ptr, batch, q_tokens, row):
 
 @triton.jit
 def keys_between(i, first, last, row):
-    """Return begin and end of the keys of a run that each query ``i`` sees, as in ``keys_seen``.
+    """Return begin and end of the keys of a run that each query ``i`` sees, by the formulas of ``keys_seen``.
 
     ``first``, ``last``: the extent of each query, begin and end (exclusive), or None without extents.
     """
@@ -117,14 +117,14 @@ def sees(j, run, tile, args):
 
 @triton.jit
 def some_query_sees(n0, run, tile, args, sizes: tl.constexpr):
-    """Return whether some query of a tile may see some key of the key tile at ``n0``, by the key extents."""
+    """Return whether some query of a tile may see some key of the key tile from key ``n0`` on, by the key extents."""
     begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
     return tl.max(((begin < tile.m0 + sizes.BLOCK_Q) & (end > tile.m0)).to(tl.int32), 0) > 0
 
 
 @triton.jit
 def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
-    """Return whether every query of a tile may see every key of the key tile at ``n0``, by the key extents."""
+    """Return whether every query of a tile may see every key of the key tile from key ``n0`` on, by the key extents."""
     begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
     return tl.min(((begin <= tile.m0) & (end >= tile.m0 + sizes.BLOCK_Q)).to(tl.int32), 0) > 0
 
@@ -146,7 +146,7 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
-    """Restrict key ``Tiles`` to the tiles between the least ``begin`` and the greatest ``end`` of a query tile's key intervals.
+    """Return key ``tiles`` restricted to those between the least ``begin`` and the greatest ``end`` of a query tile's intervals.
 
     A tile within the intervals of all ``valid`` queries needs no mask. To restrict query ``Tiles``, pass the query intervals of a
     key tile (``seen_from``) and the valid keys.
