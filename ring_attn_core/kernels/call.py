@@ -1,4 +1,4 @@
-"""The parameters that all launches of one ring share, as a record of plain data."""
+"""The parameters that all launches of one call of ring attention share, as a record of plain data."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
 
 
 def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
-    """Yield each different launch in the backward that is not in the forward."""
+    """Yield each different launch in the backward of a ring of ``steps`` steps, without the launches of the forward."""
     yield portable.delta(call, call.dtype)
     if "extents" in call.array_names:
         yield extent_bounds(call)

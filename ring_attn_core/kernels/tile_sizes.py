@@ -2,8 +2,9 @@
 
 ``choose_tiles`` serves the portable kernels (called by call.py) except decoding, which has ``decode_tiles`` in decode.py.
 ``hopper_tiles`` serves Hopper's forward (called by hopper/launches.py), ``wide_tiles`` its backward in two passes (called by
-hopper/wide_launches.py), ``blockwise_tiles`` the plain backends (called by attend/tiles.py of both packages). Hopper's backward
-in one pass has ``HOPPER_BACKWARD_KEYS`` keys per tile, and the queries per tile that ``queries`` in hopper/launches.py returns.
+hopper/wide_launches.py), ``blockwise_tiles`` the backend "blockwise" (called by attend/tiles.py of both packages). Hopper's
+backward in one pass has ``HOPPER_BACKWARD_KEYS`` keys per tile, and the queries per tile that ``queries`` of hopper/launches.py
+returns.
 ``hopper_passes`` chooses between one pass and two.
 """
 
@@ -63,10 +64,10 @@ def choose_tiles(
     """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head dimensions at a compute capability.
 
     ``features``: names of the call's optional arrays, and "softcap" if the call has one; "softcap" and "dropout_seed" (dropout)
-    take registers. The comments beside the numbers give milliseconds on one H200 with bf16, a causal mask, 16,384
-    tokens, and 16 heads of 128 or 32 heads of 64; the second-best choice is in brackets. Datacenter GPUs from sm_90 on read
-    16-bit tiles by TMA; with padded dimensions over 256 only the forward does. Products in float32 are unrolled, so larger tiles
-    would take minutes to compile.
+    take registers. The comments beside the numbers give milliseconds on one H200 with bf16, a causal mask, 16,384 tokens, and 16
+    heads of 128 or 32 heads of 64; the second-best choice is in brackets. Datacenter GPUs from sm_90 on read 16-bit tiles by TMA;
+    with padded dimensions over 256 only the forward does. Products in float32 are unrolled, so larger tiles would take minutes to
+    compile.
     """
     width = max(head_dim, v_dim)
     tma = capability >= 90

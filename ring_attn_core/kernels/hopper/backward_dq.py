@@ -30,7 +30,7 @@ TURN_SPACING = gl.constexpr(launches.TURN_SPACING)
 
 @gluon.jit
 def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
-    """Add each step's dq to the sums of its query tile by TMA, after all earlier key tiles have added theirs."""
+    """Add the dq of each step to the sums of the step's query tile by TMA, after all earlier key tiles have done so."""
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, sizes.BLOCK_K) * sizes.K_RUNS * sizes.G)
     words = args.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS

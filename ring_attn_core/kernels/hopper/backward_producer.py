@@ -225,7 +225,7 @@ def zero_fully_masked(tiles, stage, lse2):
 
 @gluon.jit
 def seen_of_tile(args, work, sizes: gl.constexpr, token, inside):
-    """Return an int32 for each query: the first visible key of the program's tile in the low 8 bits, the number of them above."""
+    """Return an int32 per query: first visible key of the program's tile (low 8 bits), number of visible keys (upper bits)."""
     at = args.key_ranges + (work.batch * sizes.K_RUNS + work.k_run).to(gl.int64) * 2 * args.S + token
     begin = gl.load(at, mask=inside, other=0)
     end = gl.load(at + args.S, mask=inside, other=0)

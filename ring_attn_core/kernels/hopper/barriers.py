@@ -41,7 +41,7 @@ WARPGROUP = gl.constexpr(128)
 FIRST_FREE = gl.constexpr(6)
 """The first of the named barriers 0 to 15 that Triton leaves free: Triton uses 0, 1 and one for each partition.
 
-The numbers below are offsets from FIRST_FREE.
+The barrier numbers K_FREE to P_READ are offsets from FIRST_FREE.
 """
 
 K_FREE = gl.constexpr(0)
@@ -141,11 +141,11 @@ def allocate_numbers(COUNT: gl.constexpr):
 
 @gluon.jit
 def write_number(numbers, index, x):
-    """Write a number to shared memory from a one-warp partition; call ``sync_warp`` afterwards."""
+    """Write ``x`` to ``numbers[index]`` in shared memory from a one-warp partition; call ``sync_warp`` afterwards."""
     numbers.index(index).store(gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [WARP], [1], [0])) + x)
 
 
 @gluon.jit
 def read_number(numbers, index, WARPS: gl.constexpr = 4):
-    """Read a number from shared memory, in all WARPS of the calling partition."""
+    """Return ``numbers[index]``, read from shared memory in all WARPS of the calling partition."""
     return gl.max(numbers.index(index).load(gl.BlockedLayout([1], [WARP], [WARPS], [0])), 0)

@@ -66,7 +66,7 @@ def of_thread(x):
 
 @gluon.jit
 def of_rows(upper, lower, LAYOUT: gl.constexpr):
-    """Join one number per upper row and one per lower row, [4, 8] each, to one number per row [64]."""
+    """Join the numbers of the upper and of the lower rows (see ``of_thread``), [4, 8] each, to one number per row [64]."""
     ROWS: gl.constexpr = gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [4, 8])
     upper = gl.convert_layout(upper, ROWS, assert_trivial=True)
     lower = gl.convert_layout(lower, ROWS, assert_trivial=True)

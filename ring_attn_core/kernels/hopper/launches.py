@@ -142,7 +142,7 @@ SUM_ROWS = 32
 SUM_COLUMNS = 256
 """SUM_ROWS and SUM_COLUMNS: shape of the float32 dq sums of one query tile; one TMA operation adds to all of them."""
 TURN_SPACING = 8
-"""Number of 32-bit words between the turn counters of two query tiles; a counter says how many key tiles have added to dq."""
+"""Number of 32-bit words from one query tile's turn counter (of the key tiles that have added to its dq) to the next tile's."""
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,7 @@
 
     lse2_i  = log2(e) (lse_i + rest_i)          +inf if the query is fully masked: its probabilities become 0
     delta_i = out_i . dout_i - dlse_i           0 if the query is fully masked
-    factor_i = 2^-r_i                           only with rest_i, the rounding error of lse_i; r_i: that of lse2_i
+    factor_i = 2^-r_i                           only with rest_i, rounding error of lse_i; r_i: rounding error of lse2_i
     bounds  = least first, greatest end, greatest first, least end       of the extents of a tile's queries, token positions
 
 Shapes     out_BSHE, lse_BSH and rest_BSH f32, dout_BSHE, dlse_BSH f32 -> lse2_BHS, delta_BHS, factor_BHS f32; extents int32

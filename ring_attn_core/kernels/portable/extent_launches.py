@@ -35,7 +35,7 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys within its extents.
+    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys that extents allow.
 
     The output ``key_tiles`` is int32 [batch, q tiles, k_runs, 4]: first, last, whole_first and whole_last of a ``rows.Tiles``.
     """

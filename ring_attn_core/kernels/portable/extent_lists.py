@@ -6,7 +6,7 @@
     key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys of a run that each query sees
     not_finite     int32 [B, G, spans]              1 if one of 64 keys, or values, is infinite or NaN
 
-Key extents leave gaps among the key tiles of a query tile, so their list has intervals of tiles:
+Key extents leave gaps among the key tiles of a query tile, so the list of key tiles consists of intervals:
 
     key_bounds     int32 [B, k tiles, 4]            the bounds of a key tile's extents, as in backward_sums.py
     intervals      int32 [B, q tiles, k_runs, 32]   numbers of tiles, masked tiles, intervals, 0, then each interval's first, end

@@ -98,9 +98,9 @@ def delta(call: RingCall, out_dtype: str) -> Launch:
 def unpack_key_mask(batch: int, kv_local: int) -> Launch:
     """Return the launch that unpacks ``key_mask_bits``.
 
-    Outputs: ``key_mask`` f32 [batch, tokens] and ``key_mask_spans`` int32 [batch, spans].
+    Outputs: ``key_mask`` f32 [batch, tokens], +inf for a visible key, else -inf; ``key_mask_spans`` int32 [batch, spans].
 
-    A span is ``MASK_SPAN`` keys. Its flag is 1 if the key mask hides any of these keys, so kernels skip the mask for other spans.
+    A span is ``MASK_SPAN`` keys. Its number is 1 if the key mask hides any of these keys, else 0: kernels then skip the mask.
     """
     arguments = {
         "key_mask_bits_ptr": Array("key_mask_bits", "uint8"),
@@ -301,7 +301,7 @@ def _count(value: int) -> Scalar:
 
 
 def tma_fits(call: RingCall) -> bool:
-    """Return whether the call may use TMA: columns need no padding, rows are multiples of 16 bytes, and no array is empty."""
+    """Return whether the call may use TMA: supported, no padded columns, rows of a multiple of 16 bytes, no empty array."""
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
     whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)

@@ -25,7 +25,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 def tanh(x, ACCURATE: tl.constexpr):
     """Return tanh with an absolute error of at most 5e-7, or with ACCURATE a relative error of a few roundings, also near 0.
 
-    A multiprocessor computes only 16 special functions per cycle. If eight arguments are at most 0.625 in magnitude, as usual
+    A multiprocessor computes only 16 special functions per cycle. If all of 8 arguments are at most 0.625 in magnitude, as usual
     under a softcap, a polynomial computes their tanh; else an exponential and a reciprocal do. 5e-7 assumes relative errors of
     2^-22 of ex2.approx and 2^-23 of rcp.approx; with exact functions the error is 1.9e-7, and that of the polynomial 8e-8.
     """
