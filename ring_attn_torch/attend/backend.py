@@ -39,8 +39,8 @@ class Backend(Protocol):
         ``total``: the state after the forward. ``dtotal``: (dout, dlse). The loop calls this once per backward.
 
         A probability is ``exp(s - lse - rest)``, and in every gradient it is multiplied by dout or delta. The steps compute only
-        ``exp(s - lse)``, so this function scales dout and delta by ``exp(-rest)``. At queries with lse -inf, which see no key, it
-        sets dout and delta to 0, unless the kernels do: a NaN there would reach the keys' gradients.
+        ``exp(s - lse)``, so this function scales dout and delta by ``exp(-rest)``. A query with lse -inf sees no key. Its dout
+        and delta are set to 0 here, unless the kernels do so, because a NaN in them would reach the keys' gradients.
         """
         ...
 

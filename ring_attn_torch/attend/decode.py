@@ -26,9 +26,9 @@ from ring_attn_core.problem.decode import Decode
 from .launch import aligned, launch
 
 CHUNK, CONVERTED = 2**20, 1024
-"""The size of a chunk of slots: CHUNK scores, or CONVERTED slots if k and v are converted to a wider dtype.
+"""``blockwise`` reads the slots in chunks: of about CHUNK scores each, but of CONVERTED to LONGEST slots.
 
-A chunk of CHUNK scores has at least CONVERTED slots. A converted chunk fits into a CPU cache.
+If k and v must be converted to a wider dtype, a chunk has CONVERTED slots, so that the converted values fit into a CPU cache.
 """
 
 LONGEST = 4096
@@ -104,8 +104,9 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     """Compute attention over this rank's slots in plain torch, one batch row and chunk of slots at a time.
 
-    Return out and lse packed in one array [b n h e+1]. The v of invisible slots may hold NaN: set it to 0. On a CPU, where
-    reading a value costs no synchronization, do so only if the product p v is not finite, and skip chunks without a visible slot.
+    Return out and lse packed in one array [b n h e+1]. The v of a slot that no query sees may be NaN, and is replaced by 0. On a
+    CPU, where reading a value needs no synchronization, this is done only if the product p v is not finite, and a chunk without
+    a visible slot is skipped.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -136,7 +137,7 @@ def depths(arrays: DecodeArrays) -> Tensor:
 
 
 class _Visibility(NamedTuple):
-    """The visibility mask, bool [n slots], the lags (query position - slot position), int [n slots], slopes and softcap."""
+    """The visibility mask, bool [n slots], the lags (query position - slot position), int [n slots], ALiBi slopes and softcap."""
 
     visible: Tensor
     lag: Tensor
@@ -145,9 +146,10 @@ class _Visibility(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state over the slots seen so far, [g, n heads]: for each kv head one row per query and query head.
+    """The online-softmax state of one batch row over the slots seen so far.
 
-    ``top``: the row max. ``total``: the sum of exp(s - top). ``acc``: the sum of exp(s - top) v.
+    ``top`` [g, rows]: the row max. ``total`` [g, rows]: the sum of exp(s - top). ``acc`` [g, rows, e]: the sum of exp(s - top) v.
+    Each of the g kv heads has one row for each query and each of its query heads.
     """
 
     top: Tensor
@@ -160,7 +162,7 @@ class _State(NamedTuple):
         return _State(torch.full_like(zeros, -math.inf), zeros, zeros[..., None].expand(*zeros.shape, e))
 
     def pair(self) -> Tensor:
-        """Return out and lse packed in one array [g, n heads, e+1]."""
+        """Return out and lse packed in one array [g, rows, e+1]."""
         nothing = self.total == 0
         total = self.total.masked_fill(nothing, 1)
         lse = (self.top + total.log()).masked_fill(nothing, -math.inf)
@@ -188,7 +190,10 @@ def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, r
 
 
 def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, visibility: _Visibility) -> _State:
-    """Merge one chunk of ``c`` slots into the state: keys [c g d], values [c g e], rows of q [g, n heads, d]."""
+    """Merge one chunk of ``c`` slots into ``state``, and return the new state. Skip the chunk on a CPU if no slot is visible.
+
+    ``rows`` [g, rows, d]: the scaled q, one row per query and query head. ``keys`` [c g d], ``values`` [c g e].
+    """
     on_cpu = rows.device.type == "cpu"
     visible = visibility.visible
     if on_cpu and not visible.any():

@@ -35,9 +35,10 @@ class Dropout(NamedTuple):
 
 
 def dropout_state(dropout: Dropout, device: torch.device) -> Tensor:
-    """Build ``dropout_seed`` of ``Score``, int64 [4], on the device, because a copy from the host would wait for the device.
+    """Return the dropout state, int64 [4]: the seed's lower and upper 32 bits, the global index of the first batch row and head.
 
-    Raise ValueError if the offset is not a pair, if a value is not an int or a 0-d integer tensor, or if an int is out of range.
+    Build it on the device, because a copy from the host would wait for the device. Raise ValueError if the offset is not a
+    pair, if a value is not an int or a 0-d integer tensor, or if an int is out of range.
     """
     seed, offset = dropout
     if not isinstance(offset, tuple | list) or len(offset) != 2:
@@ -61,7 +62,7 @@ def _is_integer(x: Tensor) -> bool:
 
 
 def philox_keys(state: Tensor, batch: int, heads: int) -> Tensor:
-    """Return the Philox key of each batch row and head, int64 [batch, heads], for all tiles of a step."""
+    """Return the Philox key of each batch row and head, int64 [batch, heads]. ``state``: the result of ``dropout_state``."""
     low, high, first_batch, first_head = state.unbind()
     b = (first_batch + torch.arange(batch, device=state.device) & WORD)[:, None]
     h = first_head + torch.arange(heads, device=state.device) & WORD

@@ -125,7 +125,7 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend for the size of ``keys``: in a balanced layout "direct" receives shards of several sizes."""
+        """Return this backend for a shard of the size of ``keys``: the strategy "direct" receives shards of several sizes."""
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ class Kernels:
 
 
 LISTED = {"rows", "extents", "bounds"}
-"""The inputs of launches whose outputs are cached. Keys, and key extents that travel, are new arrays in each call."""
+"""The outputs of a launch are cached if it reads only these inputs. Other inputs, such as key extents, are new in each call."""
 
 
 def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch]) -> None:
@@ -171,7 +171,7 @@ def _recent_lists(each: Launch, inputs: tuple[Unchanged, ...], stream: int) -> t
 
 
 def _clipped(extents: Tensor) -> Tensor:
-    """Return the extents as kernels need them, the same array for the same extents."""
+    """Return the extents as int32, clipped to 0 .. ``BEYOND`` and aligned to 16 bytes. Cache the result."""
     if reusable((extents,), extents.device):
         return _recently_clipped(Unchanged(extents), stream_of(extents.device))
     return aligned(clipped(extents))

@@ -72,7 +72,7 @@ def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShard
 
 @lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it
 def _recent(extents: Unchanged, key_extents: Unchanged, shards: StepShards, stream: int) -> tuple[Tensor, Tensor | None]:
-    """Return the result of ``_converted``, cached. ``stream``: the CUDA stream that computes and reads it, a part of the key."""
+    """Return the result of ``_converted``, cached per CUDA ``stream``, the stream that computes and reads the result."""
     return _converted(extents.tensor, key_extents.tensor, shards)
 
 

@@ -1,4 +1,4 @@
-"""Cache keys for results computed from extents: all layers of a model, and both passes of a layer, reuse the same results."""
+"""Keys of the caches of results computed from extents. All layers of a model and both passes of a layer reuse these results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class Unchanged:
-    """A cache key made of a tensor or None. Two keys are equal if they hold one tensor that was not modified in between."""
+    """A cache key made of a tensor or None. Keys are equal if they hold the same object, not modified between their creations."""
 
     __slots__ = "tensor", "version"
 
@@ -26,8 +26,8 @@ class Unchanged:
 def reusable(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
     """Return whether results computed from the ``tensors`` may be cached.
 
-    They may not for tensors of inference mode, whose changes PyTorch does not count, and during CUDA graph capture: a replay
-    must compute the results anew.
+    Return False during CUDA graph capture, because a replay must compute the results anew. Return False for tensors of inference
+    mode, because PyTorch does not count changes of such tensors.
     """
     if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return False
@@ -35,5 +35,5 @@ def reusable(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the current CUDA stream of a device, 0 on CPUs. It belongs to the cache key of what it computes and reads."""
+    """Return the current CUDA stream of a device, 0 on CPUs. It is part of a cache key: a stream reads only its own results."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

@@ -141,7 +141,7 @@ def separate_gradients(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Te
 
 LIBRARY = torch.library.Library("ring_attn", "DEF")
 OPTIONAL = ", ".join(f"Tensor? {name}" for name in Arrays._fields)
-"""The optional arrays in the schema of an op, its last arguments."""
+"""The optional arrays as text: the last arguments in the schema of an op."""
 
 
 def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
@@ -204,7 +204,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def saved_of(ctx: Any) -> tuple[tuple[Tensor, ...], Arrays]:
-    """Return the tensors that the forward saved: (q, k, v, out, lse), ``rest`` if there is one, and the optional arrays."""
+    """Return what the forward saved, as a pair: (q, k, v, out, lse), followed by any ``rest``; and the optional arrays."""
     saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     optional = len(Arrays._fields)
     return saved[optional:], Arrays(*saved[:optional])
@@ -256,7 +256,7 @@ class Eager(torch.autograd.Function):
 
 
 def eager_only(tensors: Iterable[Any]) -> bool:
-    """Return True if an eager call is possible: no compiler, tracer, mode, transform or Tensor subclass is active."""
+    """Return True if no compiler, tracer, mode or transform is active and each tensor is a dense Tensor or Parameter."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -1,9 +1,8 @@
-"""A check that extents stay within the documents of a balanced layout, so that "auto" may take "direct".
+"""A check that extents stay within the documents of a balanced layout, so that strategy="auto" may select "direct".
 
 A rank can read the extents of its own queries only, so each rank checks its extents, and all ranks exchange the results. On a CPU
-each call with extents makes this exchange in any case; on GPUs each new tensor of extents costs one exchange. After the first
-extents that reach beyond the documents, "auto" takes the ring for all calls of the problem, and for the backward of earlier
-calls.
+each call with extents makes this exchange in any case; on GPUs each new tensor of extents costs one exchange. Once any extents
+reach beyond the documents, "auto" selects "ring" for all later calls of the problem, and for the backward of earlier calls.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _found: WeakKeyDictionary[dist.ProcessGroup, Found] = WeakKeyDictionary()
 
 
 class Settled(NamedTuple):
-    """The problem of a call, its ``within_documents`` set if known to hold.
+    """The problem of a call, with ``within_documents`` set if all ranks' extents are known to stay within the documents.
 
     ``checked``: True if this call has checked the values of its extents.
     """
@@ -78,7 +77,7 @@ def settle(problem: Problem, arrays: Arrays, group: Group) -> Settled:
 
 
 def settled(problem: Problem, group: Group) -> Problem:
-    """Return the problem of a backward, with ``within_documents`` set if the extents of all its forwards so far fit."""
+    """Return the problem of a backward, with ``within_documents`` set if all extents checked so far lie within the documents."""
     if problem.within is None or group is None or capturing(problem.device):
         return problem
     return problem.within if group in _found and _found[group].within.get(problem, False) else problem

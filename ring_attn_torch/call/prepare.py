@@ -126,8 +126,8 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
 
     ``anywhere``: True for ``attend_block``, whose runs may begin at any position, not only at the plan's positions. A backend
-    that the user names is checked for the backward too. "auto" selects the backend of the backward when the backward runs, and
-    selects another than in the forward if a kernel does not compile.
+    that the user names is checked for the backward too. With "auto" the backward's backend is selected when the backward runs. It
+    can differ from the forward's, for example if a kernel does not compile.
     """
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options
@@ -178,9 +178,10 @@ MOST_CHECKED = 4096
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors`` once per combination of devices and memory layouts, but at every call with ALiBi slopes.
+    """Run ``check_tensors`` once per combination of devices and memory layouts, and at every call with ALiBi slopes.
 
-    Only slopes may fail later, by requiring a gradient. The tensors must not be nested tensors or Tensor subclasses.
+    Slopes are checked again because a later call may pass slopes that require a gradient. The tensors must not be nested tensors
+    or Tensor subclasses.
     """
     group = group_of(group_name)
     known = _alone if group is None else _on.setdefault(group, set())

@@ -123,11 +123,14 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     @property
     def bytes_read(self) -> int:
-        """Return the number of bytes of tokens that this process has read, without those that a striped rank skips."""
+        """Return the bytes of the tokens that this process has read as ids or labels.
+
+        The other tokens, which a striped rank reads and skips, do not count.
+        """
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state of the run after ``batches`` batches as JSON, by default the batches that the last iteration yielded.
+        """Return the run's state after ``batches`` batches as JSON, by default after the last batch that was yielded.
 
         ``batches`` counts from the start of the run, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
         training loop knows the number that it has used. Raise ValueError if workers have read and ``batches`` is missing, or if

@@ -55,9 +55,10 @@ def gather_token(
 ) -> Tensor:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token), or nonnegative
-    integers [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the
-    last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token). Or nonnegative
+    integers [batch], one per row: the result is 0 for a position that no rank holds. Each rank sends one token per row. For
+    example, the logits of the last token are
+    ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
     ``group``, ``layout``, ``length``, gradient and errors: as in :func:`gather`.
     """
@@ -102,7 +103,10 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError on all ranks if an argument is invalid. Ranks compare arguments that are new to some rank."""
+    """Raise ValueError on all ranks if an argument is invalid, or if arguments differ between ranks.
+
+    Ranks compare arguments only if they are new to some rank.
+    """
 
     def check() -> None:
         check_along(x, isinstance(x, Tensor), "a torch.Tensor", 0)

@@ -94,8 +94,8 @@ def unpack_rollouts(
     ranks.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``values`` do not have the shape of the rollouts, or
-    if ranks have shards of different shapes, or other rollouts. Ranks compare shapes and rollouts at every call, in one exchange,
-    but not without ``layout``: an error there is reported to the ranks of ``group``, in case they wait for this rank's shard.
+    if shapes or rollouts differ between ranks. With ``layout`` ranks compare them at every call, in one exchange. Without it a
+    rank compares nothing, but reports its error to the ranks of ``group``, which may wait for its shard.
     """
     ring = None if layout is None else _ring(group)
     ranks = ranks_of(ring)
@@ -123,7 +123,10 @@ def unpack_rollouts(
 
 
 def _digest(rollouts: Any, ranks: int) -> str | None:
-    """Return a digest for ranks to compare; None on one rank, under torch.compile, or if ``rollouts`` is not a Rollouts."""
+    """Return a digest of ``rollouts`` that the ranks compare, or None.
+
+    None: on one rank, under torch.compile, or if ``rollouts`` is not a Rollouts.
+    """
     if ranks == 1 or torch.compiler.is_compiling() or not isinstance(rollouts, Rollouts):
         return None
     arrays = b"".join(torch.as_tensor(x).cpu().numpy().tobytes() for x in (rollouts.ids, rollouts.labels, rollouts.predictors))

@@ -37,8 +37,8 @@ _known: WeakKeyDictionary[Any, tuple[Any, list[Any], DenseMaskArguments]] = Weak
 def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
     """Convert a BlockMask of the global sequences to arguments of the ring. ``shape``: batch, heads, length and kv_length.
 
-    Raise ValueError if it is not a BlockMask of this shape, if torch.compile traces the call, if there are more than
-    ``MOST_TOKENS`` tokens, if its blocks contradict its mask_mod, if it differs between heads, or if arguments cannot express it.
+    Raise ValueError if it is not a BlockMask of this shape, has more than ``MOST_TOKENS`` tokens, lists blocks that contradict
+    its mask_mod, or differs between heads. Also raise it if the arguments cannot express the mask, or under torch.compile.
     """
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -85,8 +85,9 @@ class _Unknown(Exception):
 def _state(x: Any, held: list[Any]) -> Any:
     """Return a cache key of ``x`` that changes if ``x``, or a tensor or number that a function reads, changes.
 
-    Tensors enter by their values, because ``.data`` and NumPy change them unnoticed. ``held`` collects the objects that enter by
-    id; keep them alive as long as the key. Raise _Unknown if an object has any other type.
+    The key holds a digest of a tensor's values, because ``.data`` and NumPy change a tensor unnoticed. It holds the ids of code
+    objects and constants; ``held`` collects these objects, which must live as long as the key. Raise _Unknown on objects of any
+    other type than tensors, constants, numbers, str, None, and tuples, lists and functions of these.
     """
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
@@ -179,7 +180,10 @@ def _from(mask_mod: Callable[..., Tensor], start: int) -> Callable[..., Tensor]:
 
 
 def _listed(block_mask: BlockMask, kind: str) -> Tensor:
-    """Return the blocks of a kind, "kv" (partial) or "full_kv", as bool [batch, heads, query blocks, key blocks]."""
+    """Return bool [batch, heads, query blocks, key blocks], True where the BlockMask lists a block of this ``kind``.
+
+    ``kind``: "kv" for partial blocks, "full_kv" for full ones.
+    """
     partial = block_mask.kv_indices
     count, indices = getattr(block_mask, f"{kind}_num_blocks"), getattr(block_mask, f"{kind}_indices")
     if count is None or indices is None:

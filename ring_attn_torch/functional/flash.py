@@ -114,9 +114,9 @@ def flash_attn_func(
 
     ``group``, ``layout``, ``length``, ``kv_length``: as in :func:`ring_attention`.
 
-    Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` is True, if alibi_slopes are
-    given for each batch row, without causal=True (or a right side of 0) or with keys of another length, and as ring_attention
-    does.
+    Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` is True or ring_attention
+    refuses an argument. ``alibi_slopes`` are refused if they are [batch, heads], if queries and keys differ in number, or unless
+    ``causal`` or the window sets right to 0.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -167,8 +167,8 @@ def flash_attn_varlen_func(
     arguments are those of :func:`flash_attn_func`. The ring cuts the row, not each document, so documents may have any length.
 
     Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, end beyond
-    the row or differ in number, if a document is longer than max_seqlen_q or max_seqlen_k, if a ``block_table`` is passed, and as
-    flash_attn_func does. Under torch.compile only the shapes of cu_seqlens are checked, because their values are unknown.
+    the row or differ in number. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a ``block_table`` is
+    passed, and as flash_attn_func does. Under torch.compile only the shapes of cu_seqlens are checked: their values are unknown.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)

@@ -52,9 +52,9 @@ def flex_attention(
     ``score_mod``: ``functional.softcap(cap)``, ``functional.alibi(slopes)``, or a function whose traced graph equals theirs.
     ``scale``, ``enable_gqa``: as in torch. ``group``, ``layout``, ``length``, ``kv_length``: as in :func:`ring_attention`.
 
-    Raise ValueError, the same on every rank and before anything is sent, if score_mod or the mask is of another kind, if a
-    block_mask has more than 32,768 tokens or blocks that contradict its mask_mod, if torch.compile traces a score_mod or a
-    block_mask, if ``kernel_options`` are passed, if ``return_aux`` asks for max_scores, and as ring_attention does.
+    Raise ValueError, the same on every rank and before anything is sent, if score_mod or the mask is of another kind, or if
+    ring_attention refuses an argument. Also raise it if a block_mask has more than 32,768 tokens or blocks that contradict its
+    mask_mod, if torch.compile traces a score_mod or a block_mask, or on ``kernel_options`` or max_scores in ``return_aux``.
     """
     ring = RingArguments(group, layout, length, kv_length)
 

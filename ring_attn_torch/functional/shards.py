@@ -29,7 +29,7 @@ class RingArguments(NamedTuple):
     """The keyword arguments of the ring, which each function of this folder adds to those of the function that it replaces.
 
     ``layout``: a name in LAYOUTS. ``length``, ``kv_length``: global lengths of queries and keys in tokens, without padding; None:
-    the default of ``RingPlan``.
+    all tokens of the shards (``kv_length``: ``length`` if the shards of q and k are equally long).
     """
 
     group: dist.ProcessGroup | DeviceMesh | None
@@ -64,16 +64,17 @@ class Shards(NamedTuple):
         return {"layout": self.layout, "length": self.lengths[0], "kv_length": self.lengths[1]}
 
     def mask(self, parts: DenseMaskArguments, batch: int, device: torch.device) -> Arguments:
-        """Convert a global mask to this rank's arguments of ``ring_attention``, with a single batch row expanded to ``batch``."""
+        """Convert a global mask to this rank's arguments of ``ring_attention``, by name, for ``batch`` batch rows."""
         whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
         own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}
         return {"mask": parts.band} | {name: x.expand(batch, *x.shape[1:]) for name, x in own.items()}
 
 
 def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
-    """Return the rank, layout and lengths that this rank's shards q and k, [batch, tokens, heads, head_dim], imply.
+    """Return the ``Shards`` record of a call, from this rank's q and k [batch, tokens, heads, head_dim] and the ring arguments.
 
-    Raise ValueError if the layout is unknown, or if it or the lengths do not fit the shards.
+    On one rank the record's layout is "contiguous". Raise ValueError if the layout is unknown, or if the layout or the lengths do
+    not fit the shards.
     """
     group = group_of(group_name(ring.group))
     ranks = ranks_of(group)

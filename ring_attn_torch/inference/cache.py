@@ -28,7 +28,8 @@ from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
 class LayerPart(NamedTuple):
     """This rank's k and v of a layer and their tokens' positions, under the argument names of ``tree_attention_decode``.
 
-    Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), and the scales [g] of float8.
+    Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), scales [g]. The scales are None unless the
+    cache is in float8.
     """
 
     k: Tensor
@@ -45,10 +46,10 @@ class KVCache(Requests):
     Create one with :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
     int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank: ``counts``
     int32 [batch, ranks], the number of a request's tokens that each rank has stored (with a window, overwritten tokens count
-    too); ``lengths`` int32 [batch], the number of its tokens; ``reached`` int32 [batch], its greatest length since its reset;
-    ``owners`` int16 [batch, tokens + 1], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and
-    ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot and the last owner are extra: they absorb the
-    writes of tokens that other ranks hold.
+    too); ``lengths`` int32 [batch], the number of a request's tokens; ``reached`` int32 [batch], its greatest length since its
+    reset; ``owners`` int16 [batch, n + 1], the ranks of the newest n positions, each at index position modulo n; with float8,
+    ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot and the last owner are extra:
+    they absorb the writes of tokens that other ranks hold.
 
     A step of new tokens is
 
@@ -258,7 +259,7 @@ class KVCache(Requests):
         return self
 
     def part(self, layer: int, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer: all requests, or with a ``step`` its requests with their new tokens."""
+        """Return this rank's part of a layer: of all requests, or with a ``step`` of the step's requests, new tokens included."""
         rows = None if step is None else step.rows
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)

@@ -1,4 +1,4 @@
-"""The decode loop: a step, a CUDA graph on GPUs, takes each request's newest token and draws its next one, on the device."""
+"""The decode loop: each step caches the newest token of each unfinished request and draws the next one, on the device."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ class Requests:
         return self.reset(of)
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Copy each request of ``source`` to the request at that index of ``target``; a single source goes to every target.
+        """Copy request ``source[i]`` to request ``target[i]`` for each i; a single source is copied to every target.
 
         All sources are read before a target is written.
         """

@@ -39,13 +39,12 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
 def of_first(
     k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
 ) -> None:
-    """Replace each 0 in a layer's ``k_scale`` and ``v_scale`` [kv_heads], in place, by a power of two above max |x| / 448.
+    """Replace each 0 in a layer's ``k_scale`` and ``v_scale`` [kv_heads], in place, by a scale for float8.
 
-    It is the smallest such power; 448 is the largest float8 number. The maximum is over the ``new`` k or v of all ranks, so that
-    every x / scale fits into float8; if it is 0, the scale is 1. ``nothing`` (0-d bool): True if the cache is empty. Then scales
-    that are already set are replaced too, since a step that did not advance may have set them; otherwise they stay. The host
-    reads no value, so that a CUDA graph may capture this function. Multiplying float8 by a power of two is exact in the other
-    dtypes.
+    The scale is the smallest power of two above max |x| / 448, where 448 is the largest float8 number and x the ``new`` k or v of
+    all ranks. So each x / scale fits into float8. If the maximum is 0, the scale is 1. Other scales stay, unless ``nothing``, a
+    0-d bool, says that the cache is empty: a step that did not advance may have set them. The host reads no value, so a CUDA graph
+    may capture this function. Multiplication by a power of two is exact.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])

@@ -179,7 +179,7 @@ def _recorded_owners(held: CachedRequests, chunk: Tensor, of_token: Tensor) -> d
 
 @lru_cache(maxsize=256)
 def known_rows(rows: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return ``rows`` as int64 [requests] on the device. It is cached, since each copy to a GPU waits for the device."""
+    """Return ``rows`` as int64 [requests] on the device. Cache the tensor, since each copy to a GPU waits for the device."""
     return torch.tensor(rows, device=device)
 
 

@@ -1,4 +1,4 @@
-"""The check that the tokens of a RingTransformer's shard lie where their extents place them, on all ranks alike."""
+"""The check that no extent of a causal query begins after the query, made by all ranks of a RingTransformer together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The constructor arguments that layers and models share: the ring, and arguments that may have other types than in a config."""
+"""The constructor arguments that layers and models share: the ring, the sizes and the dtype of the weights."""
 
 from __future__ import annotations
 

@@ -132,9 +132,10 @@ class RingTransformer(nn.Module):
         :func:`gather_token` of the last token. ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``,
         ``longest_path``, ``layout``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a
         wrong shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
-        If ``longest_path`` and ``key_extents`` are passed, raise ValueError on all ranks if their shards do not form the same
-        trees. Under a causal mask raise ValueError on all ranks if an extent begins after its query, as if the shard's ``layout``
-        is missing. On a GPU only the first call with a batch of a given shape checks the shards. A compiled model never does.
+        With ``longest_path`` and ``key_extents`` raise ValueError on all ranks if the ranks' shards do not form the same trees.
+        Under a causal mask raise ValueError on all ranks if an extent begins after its query, for example because ``layout`` is
+        missing. On a GPU these two checks are made only at the first call with a batch of a given shape. A compiled model never
+        makes them.
 
         ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
         head h of layer i, both counted from 0, draws as head ``i * heads + h``, so layers drop independently.

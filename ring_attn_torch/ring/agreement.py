@@ -29,7 +29,7 @@ from ring_attn_core.validation import in_words, is_integer
 from .groups import Group, capturing, group_name, group_of, rank_in, ranks_of, store_of
 
 GRACE = timedelta(seconds=5)
-"""The longest time that a rank with an error waits for the error of a lower rank."""
+"""The longest time that a rank with an error waits for the verdicts of the other ranks before it raises."""
 
 LONGEST_NAP = 0.25
 """The longest time between two polls of the store, in seconds."""
@@ -118,8 +118,8 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 class same_error:
     """A context manager that reports an exception of this rank to the other ranks, so that all ranks raise the same one.
 
-    Another rank raises it at its next exchange, such as ``agree``, or here if it fails too. Under torch.compile nothing is
-    reported. ``ring``: the group or its name.
+    Another rank raises the exception at its next exchange, such as ``agree``, or at the end of its own ``same_error`` if it fails
+    too. Under torch.compile nothing is reported. ``ring``: the group or its name.
     """
 
     __slots__ = ("ring",)
@@ -146,7 +146,10 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
 
 
 def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
-    """Return True if the ranks of this group have agreed on ``problem``, or if a CUDA graph capture prevents an exchange."""
+    """Return True if an agreement of the group's ranks on ``problem`` is recorded, or if a CUDA graph is being captured.
+
+    On a ring of one rank the record says that this process has run ``problem``. A call with ``each_time`` is never recorded.
+    """
     if group is None or ranks_of(group) == 1:
         return problem in _checked_alone or capturing(problem.device)
     return capturing(problem.device) or (group in _histories and problem in _histories[group].agreed)
@@ -156,7 +159,7 @@ def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
     """Compare each ``ring_attention`` call inside the ``with`` between all ranks of the group.
 
-    Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it, so they
+    Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it. So they
     do not notice if each repeats a different earlier call: with different masks results are wrong, after a skipped call all later
     calls are paired wrongly, and with different shard sizes gloo hangs or ends the process. Inside the ``with`` all ranks raise
     the same ValueError, naming the difference, before any tensor is sent. A missing call is detected when its rank leaves the

@@ -102,5 +102,5 @@ def store_of(group: dist.ProcessGroup) -> Any:
 
 
 def capturing(device: str) -> bool:
-    """Return whether a CUDA graph is being captured on this kind of device."""
+    """Return True if ``device`` is "cuda" and the current stream is capturing a CUDA graph."""
     return device == "cuda" and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

@@ -40,10 +40,13 @@ ALIGNMENT = 256
 
 GRADIENT_SLOTS = 2
 KEY_SLOTS = {"pull": 1, "push": 3}
-"""Slots of keys in a rank's buffer, by strategy."""
+"""The slots of a rank's buffer: GRADIENT_SLOTS for gradients, and for keys the number that KEY_SLOTS has for the strategy."""
 
 BEGUN, READ, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(6)
-"""The kinds of flags. The first four have one flag for each other rank, the last two one for each slot."""
+"""The kinds of flags. The first four have one flag for each rank, the last two one for each slot.
+
+``strategies/pull.py`` and ``strategies/push.py`` say when a rank raises each flag.
+"""
 
 MOST_VIEWS = 4096
 """The most cached views of the buffers."""

@@ -1,4 +1,7 @@
-"""The GPUs whose memory each rank can copy. "pull" and "push" need this access; "auto" checks it before it chooses them."""
+"""The GPUs whose memory each rank can copy.
+
+The strategies "pull" and "push" need this access; strategy="auto" checks it before it selects one of them.
+"""
 
 from __future__ import annotations
 

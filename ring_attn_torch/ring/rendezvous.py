@@ -52,12 +52,12 @@ class Renumbered(dist.Store):  # type: ignore[attr-defined]
         self._numbers: dict[str, int] = defaultdict(itertools.count().__next__)
 
     def set(self, key: str, value: Any) -> None:
-        """Write a value."""
+        """Write the value of ``key``."""
         self._store.set(self._key(key), value)
         history_of(self._group).written.append(self._key(key))
 
     def get(self, key: str) -> Any:
-        """Return a value, once it has been written."""
+        """Return the value of ``key``, once it has been written."""
         return self._store.get(self._key(key))
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

@@ -1,6 +1,6 @@
 """The strategies by which keys travel, by name.
 
-``ring/step.py`` defines ``Strategy`` and ``Step``. The section "Add a strategy" of CONTRIBUTING.md lists the steps.
+``ring/step.py`` defines ``Strategy`` and ``Step``. The section "Add a strategy" of CONTRIBUTING.md says how to add one.
 """
 
 from ..step import Strategy

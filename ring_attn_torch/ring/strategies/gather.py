@@ -52,7 +52,7 @@ def in_order(x: Tensor, ring: Ring) -> Tensor:
 
 
 def by_shard(x: Tensor, ring: Ring) -> Tensor:
-    """Return tokens that ``in_order`` sorted to the order of the joined shards: the inverse of ``in_order``."""
+    """Undo ``in_order``: put the tokens of x [b shards*n ...] back into the order of the joined shards."""
     order = _order_of(x, ring)
     return x if order is None else x.index_select(1, order[1])
 
@@ -75,5 +75,5 @@ def by_rank(x: Tensor, ranks: int) -> Tensor:
 
 
 def summed(parts: Tensor) -> Tensor:
-    """Sum ``parts`` [n ...] over n in index order, because the order of additions determines the last bits."""
+    """Sum ``parts`` [n ...] over n, in place in ``parts[0]``, in index order: the order of additions determines the last bits."""
     return reduce(Tensor.add_, parts[1:], parts[0])

@@ -53,7 +53,7 @@ class HeadExchange(OneWay):
     ) -> tuple[Tensor, Gradients, Tensor | None]:
         """Return dq and dkv of this rank's own tokens, and dsinks [h], which is 0 for other ranks' heads.
 
-        Send gradients in q's dtype if no rank adds to them, else in at least float32.
+        dq is sent in q's dtype. So is dkv, unless several ranks use one key head; then dkv is sent in at least float32.
         """
         assert isinstance(dkv, Tensor), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
