@@ -80,6 +80,6 @@ def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) ->
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower 32 bits of ``a * constant``. The product wraps around in int64, but keeps all 64 bits."""
+    """Return the upper and lower 32 bits of ``a * constant``. An int64 holds all 64 bits of the product, one as its sign."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

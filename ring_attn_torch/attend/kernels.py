@@ -115,7 +115,10 @@ class Kernels:
         return dq
 
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None) -> Gradients:
-        """Return the gradient of these keys from this rank's queries, plus ``arrived`` if not None, packed like ``keys``."""
+        """Return the gradient of these keys from this rank's queries, plus ``arrived`` if not None.
+
+        The result is dkv if k and v are packed in one array, else (dk, dv).
+        """
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         self._add_bounds(arrays, of_q)
         if arrived is not None:
@@ -140,9 +143,9 @@ class Kernels:
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, Tensor], of_q: BackwardInputs) -> None:
-        """Add ``bounds`` to ``arrays``: the bounds of each query tile's extents, in a balanced layout those of this step.
+        """Add ``bounds`` to ``arrays``: the bounds of the extents in each query tile. Without extents add nothing.
 
-        Without extents add nothing.
+        In a balanced layout each step has its own bounds.
         """
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds

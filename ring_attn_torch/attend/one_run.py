@@ -28,7 +28,7 @@ Runs = tuple[tuple[int, ...], ...]
 
 
 class StepShards(NamedTuple):
-    """The runs and sizes of a step's shards. ``queries``, ``keys``: tokens with padding. ``band``: the mask, in positions."""
+    """The runs and sizes of a step's shards. ``queries``, ``keys``: numbers of tokens, padding included. ``band``: the mask."""
 
     q_runs: Runs
     k_runs: Runs

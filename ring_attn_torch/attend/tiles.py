@@ -134,7 +134,7 @@ class TileInputs:
                     yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
-        """Return True if a query of ``queries`` may lie in the key extents of the key tile that begins at ``first``."""
+        """Return True if a query of ``queries`` may lie in the key extents of a key tile: the one at ``first`` in run ``run``."""
         if self.key_extents is None:
             return True
         least, greatest = self._key_reach[run, first]
@@ -142,7 +142,7 @@ class TileInputs:
         return least <= end and start < greatest
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[int, int]:
-        """Return the range (first, end) of the keys that lie in the extents of ``queries``, as indices within the keys' run."""
+        """Return the smallest range (first, end) of indices in the keys' run that contains the extents of all ``queries``."""
         if self.score.extents is None:
             return 0, row.k_len
         least, greatest = self._reach[queries.run, queries.first]
@@ -192,7 +192,10 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[Tensor, Tensor]:
-        """Copy k and v of the key tile. Set keys that no query of the tile sees to 0, because they may hold NaN."""
+        """Copy k [b*g, block_k, d] and v [b*g, block_k, e] of the key tile.
+
+        Set keys that no query of the query tile sees to 0, because they may hold NaN.
+        """
         tile = self.keys.load(self.inputs.kv)
         if self.masked is not None:
             unused = self.masked.all(1)

@@ -94,7 +94,7 @@ def pieces(rows: Rows) -> Iterator[QueryRange]:
 
 
 def _pieces_of(pair: Row) -> Iterator[QueryRange]:
-    """Split one pair of runs into pieces.
+    """Split one pair of runs, whose band has the lower bound ``lo``, into pieces.
 
     Query i sees the keys j <= i - lo: queries i < lo see no key, and all queries see keys j < -lo.
     """

@@ -86,7 +86,7 @@ def attention(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
-    """Check that all ranks agree on the call, and run the ring forward from the state ``total``. Return the new state."""
+    """Check that all ranks agree on the call, and run the ring forward from the state ``total`` if there is one."""
     group = group_of(call.group)
     problem, looked = settle(problem_on(q, k, v, arrays, group, call.options), arrays, group)
     with same_error(group):

@@ -133,8 +133,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         """Return the run's state after ``batches`` batches as JSON, by default after the last batch that was yielded.
 
         ``batches`` counts from the start of the run, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
-        training loop knows the number that it has used. Raise ValueError if workers have read and ``batches`` is missing, or if
-        it exceeds the batches of the run.
+        training loop knows the number that it has used. Raise ValueError if ``batches`` is missing although workers have read, or
+        if ``batches`` exceeds the number of batches of the run.
         """
         if batches is None and self._elsewhere.item():
             raise ValueError(

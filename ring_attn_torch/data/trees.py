@@ -36,9 +36,9 @@ def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> 
     order, the index of its parent segment in the row and its number of tokens. A parent of -1 begins a tree; a row may hold
     several trees.
 
-    The queries [j, end), up to the end of the subtree of key j's segment, see key j. So under ``mask=causal()`` a token sees only
-    its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with (0, 0) and 0.
-    Both arrays describe whole rows; :func:`to_layout` shards them.
+    Key j is seen by the queries [j, end), where end is the end of the subtree of j's segment. So under ``mask=causal()`` a token
+    sees only its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with
+    (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
 
     Raise ValueError if a parent comes after its child, segments are not in depth-first order, or a segment is empty.
     """

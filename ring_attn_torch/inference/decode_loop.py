@@ -46,7 +46,10 @@ class DecodeLoop:
         self._sent: list[Tensor] = []
 
     def begin(self, hidden: Tensor) -> None:
-        """Draw the first new tokens from the prompts' last hidden states [requests, dim], each nonzero on one rank only."""
+        """Draw the first new tokens from the prompts' last hidden states [requests, dim].
+
+        Each row of ``hidden`` is nonzero on one rank only.
+        """
         self._take(logits_of(self._model, summed(hidden, self._cache)))
 
     def step(self) -> None:

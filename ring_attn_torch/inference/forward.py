@@ -119,7 +119,7 @@ def last_hidden(
 ) -> Tensor:
     """Return the last block's output [batch, dim] for the last token of each request.
 
-    It is 0 if the request has no token in the chunk ``ids`` or if another rank holds its last token. Arguments: as in
+    The output is 0 if the request has no token in the chunk ``ids`` or if another rank holds its last token. Arguments: as in
     :func:`prefill_prompts`.
     """
     ring = model.ring
@@ -144,7 +144,7 @@ def last_hidden(
 
 
 def summed(hidden: Tensor, cache: KVCache) -> Tensor:
-    """All-reduce ``hidden``, each row of which is nonzero on one rank only."""
+    """Return the sum of ``hidden`` [batch, dim] over the ranks of the cache. Each row is nonzero on at most one rank."""
     if ranks_of(cache.ring) == 1:
         return hidden
     wide = hidden.to(accumulation_dtype(hidden.dtype))

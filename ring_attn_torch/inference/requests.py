@@ -73,7 +73,7 @@ class Requests:
         return group_of(group_name(self.group))
 
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
-        """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of ``tokens`` in ``layout``.
+        """Raise ValueError unless every request has room for ``tokens`` more tokens, or for a chunk of these in ``layout``.
 
         ``tokens``: an int for all requests, or one int each. Return the cache. The check compares upper bounds of the lengths,
         which the host state holds, and reads exact numbers from the device only if the bounds do not fit.
@@ -89,7 +89,7 @@ class Requests:
         return self
 
     def reserve(self, tokens: int) -> Self:
-        """Grow the cache by whole pages until every request has room for ``tokens`` more.
+        """Grow the cache by whole pages until every request has room for ``tokens`` more tokens.
 
         This allocates new tensors of another size: capture a CUDA graph of a step again. Raise ValueError if the cache was not
         made with ``page``.

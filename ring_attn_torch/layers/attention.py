@@ -99,7 +99,7 @@ class RingAttention(Projections):
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
-        the positions of its tokens. ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: if the queries see the
+        the positions of its tokens. ``key_mask`` [b t], ``extents`` and the mask then refer to context tokens: if queries see the
         whole context, make the layer with ``mask=full()``, and usually with ``rotary_base=None``.
 
         Raise ValueError if x or context has a wrong shape, or if ring_attention refuses an argument.

@@ -33,7 +33,7 @@ class MaskArguments(NamedTuple):
 
 
 def visible_of(name: str, mask: Tensor) -> Tensor:
-    """Convert a torch mask to bool: True where a bool mask is False or an additive mask is 0, so attention is allowed.
+    """Convert a torch mask to bool, True where attention is allowed: where a bool mask is False, or an additive mask is 0.
 
     Raise ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other than 0 and -inf. Under
     torch.compile the values of an additive mask are unknown and not checked.

@@ -1,4 +1,4 @@
-"""The check that no extent of a causal query begins after the query, made by all ranks of a RingTransformer together."""
+"""The check that no extent begins after its query, made on all ranks of a RingTransformer with a causal mask."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .ring import LayerRing
 
 
 def agree_on_places(ids: Tensor, extents: Any, length: Any, layout: BalancedLayout | None, ring: LayerRing) -> None:
-    """Raise ValueError on all ranks if an extent of a causal query begins after the query on any rank.
+    """Raise ValueError on all ranks if an extent begins after its query on any rank. The model's mask is causal.
 
     ``ids`` [batch, tokens], ``extents``, ``length``, ``layout``: arguments of RingTransformer. On a CPU check every call. On
-    other devices check only the first call with a batch of this shape, because it waits for the device. Leave arrays of wrong
-    shapes and dtypes to the layers, which refuse them.
+    other devices check only the first call with a batch of this shape, because the check waits for the device. Leave arrays of
+    wrong shapes and dtypes to the layers, which refuse them.
     """
     group, device, shape = ring_of(ring.group), ids.device.type, tuple(ids.shape)
     call = AgreedCall("RingTransformer with extents", device, (("ids_shape", shape),))

@@ -176,7 +176,7 @@ class Peers:
     def _view(self, rank: int, begin: int, like: Tensor) -> Tensor:
         """Return the bytes of a rank's buffer from ``begin`` on as an array like ``like``, cached.
 
-        Calls inside and outside of inference mode can write to it.
+        Calls inside and outside of inference mode can write to the array.
         """
         key = rank, begin, like.shape, like.dtype
         found = self._views.get(key)
@@ -209,9 +209,9 @@ class Watch(threading.Thread):
         self.start()
 
     def add(self, end: tuple[Any, int, str] | None) -> None:
-        """Watch the end of a pass. None: no pass follows, so the thread ends.
+        """Watch the end of a pass.
 
-        ``end``: the CUDA event after the pass, the pass's number, and its name in the error message.
+        ``end``: the CUDA event after the pass, the pass's number, and its name in the error message. None ends the thread.
         """
         self._events.put(end)
 
@@ -285,7 +285,7 @@ def free(group: dist.ProcessGroup, strategy: str) -> None:
 
 
 def copy(to: Sequence[Tensor | None], source: Sequence[Tensor | None]) -> None:
-    """Copy each array of ``source`` into the array of ``to`` on the current stream, without waiting on the host. Skip None."""
+    """Copy each array of ``source`` into that of ``to`` on the current stream; the host does not wait. Skip a pair with None."""
     for there, here in zip(to, source, strict=True):
         if there is not None and here is not None:
             there.copy_(here, non_blocking=True)

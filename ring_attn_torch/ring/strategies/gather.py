@@ -64,7 +64,7 @@ def _order_of(x: Tensor, ring: Ring) -> tuple[Tensor, Tensor] | None:
 
 @lru_cache(maxsize=8)  # an entry per batch of documents, of 16 bytes per token
 def _order(layout: BalancedLayout, shards: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices of a group's joined shards' tokens, sorted by position, and the inverse of this permutation."""
+    """Return the indices that sort the tokens of a group's joined shards by position, and the inverse permutation."""
     order = torch.cat([torch.arange(first, first + length) for first, length in layout.stretches(shards)[group]])
     return order.to(device), order.argsort().to(device)
 

@@ -67,7 +67,7 @@ class HostSums:
         return send(arrays, hosts * self._ranks, self._group)
 
     def add(self) -> None:
-        """Add the previous inner ring's gradients to the sum, if not yet added. Start to send it ``crossing`` hosts onward."""
+        """Add the previous inner ring's gradients to the sum once, and start to send the sum ``crossing`` hosts onward."""
         if self.left is None:
             return
         travelling = self.left.travelling
