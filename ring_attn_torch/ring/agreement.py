@@ -247,8 +247,8 @@ def _plain(x: Any) -> Any:
 def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
     """Wait until the store has all ``keys``. Return False if ``patience`` ends first.
 
-    Poll the store; the pause between two polls is an eighth of the time waited so far. ``store.wait`` would block Ctrl-C and warn
-    at every timeout.
+    Poll the store; the pause between two polls is an eighth of the time waited so far, at most LONGEST_NAP. ``store.wait`` would
+    block Ctrl-C and warn at every timeout.
     """
     began = time.monotonic()
     for key in keys:

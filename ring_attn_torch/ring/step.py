@@ -38,15 +38,18 @@ class Step(Protocol):
     """Number of ranks that the keys have travelled, 0 for this rank's own."""
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the next step's keys: the next step cannot begin before ``state`` is computed."""
+        """Return ``state``. The next step must not begin before ``state`` is computed, which eager execution ensures."""
         ...
 
     def arrived(self) -> Tensor | None:
-        """Return the gradients of ``keys`` summed over the ranks visited so far, or None at the first step."""
+        """Return the gradients of ``keys`` that arrive with the keys, summed over the ranks visited so far.
+
+        Return None at the first step, and if each rank sends its gradients straight to the rank that owns ``keys``.
+        """
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step send it to the rank that owns ``keys``.
+        """Send ``dkv`` to the rank that gets ``keys`` next, or straight to the rank that owns ``keys``, as after the last step.
 
         ``dkv``: the gradients of ``keys`` that ``arrived`` returned, plus this rank's contribution.
         """
