@@ -65,7 +65,10 @@ def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
 
 
 def check_rows(name: str, rows: Any, batch: int) -> list[int]:
-    """Return ``rows``, an int or a list of ints, as a list. Raise ValueError if an int is repeated or not in 0 .. batch - 1."""
+    """Return ``rows``, the index or indices of requests, as a list of ints.
+
+    Raise ValueError if an index is repeated or not an int in 0 .. batch - 1. ``name``: the argument's name, for the message.
+    """
     values = list(rows) if isinstance(rows, Sequence) else [rows]
     if not all(is_integer(row) and 0 <= row < batch for row in values):
         raise ValueError(f"{name} must be an int or ints from 0 to {batch - 1}, the cache's requests, got {rows!r}")
@@ -75,9 +78,10 @@ def check_rows(name: str, rows: Any, batch: int) -> list[int]:
 
 
 def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[int]]:
-    """Return ``source`` and ``target`` as lists of equal length. A single source is repeated for all targets.
+    """Return ``source`` and ``target``, indices of requests to copy from and to, as lists of equal length.
 
-    Raise ValueError if an index is not a request of the cache, a target is repeated, or the lengths do not match.
+    A single source is repeated for all targets. Raise ValueError if an index is not in 0 .. batch - 1, a target is repeated, or
+    the lengths do not match.
     """
     values = list(source) if isinstance(source, Sequence) else [source]
     for row in values:
@@ -90,7 +94,10 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
 
 
 def check_step_rows(rows: Any, batch: int) -> list[int]:
-    """Return ``rows``, an int or ints, as a list. Raise ValueError if ``check_rows`` does, or if ``rows`` is empty."""
+    """Return ``rows``, the indices of the requests of a step, as a list of ints.
+
+    Raise ValueError if ``rows`` is empty, or if an index is repeated or not an int in 0 .. batch - 1.
+    """
     values = check_rows("rows", rows, batch)
     if not values:
         raise ValueError("rows names no request, and a step is of one at least: pass ints, or None for all of them")
@@ -110,8 +117,8 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
     """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
 
-    A float8 cache takes any wider dtype. ``tokens``: (requests, new tokens of each request). ``shapes``, ``dtypes``: of k, then
-    of v.
+    A float8 cache takes any dtype but float8. ``tokens``: (number of requests, number of new tokens of each request). ``shapes``,
+    ``dtypes``: those of k, then of v.
     """
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
@@ -131,7 +138,10 @@ def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[i
 
 
 def check_valid(shape: tuple[int, ...], dtype: str, expected: tuple[int, int]) -> None:
-    """Raise ValueError if ``valid``, False for padding, is not bool with the ``expected`` shape [requests, tokens]."""
+    """Raise ValueError if the array ``valid``, False for padding, is not bool [requests, tokens].
+
+    ``shape``, ``dtype``: those of the array. ``expected``: the numbers of requests and of tokens.
+    """
     if tuple(shape) != expected or dtype != "bool":
         raise ValueError(
             f"valid must be bool [requests, tokens] = {list(expected)}, True for a token that is one, got {dtype} {list(shape)}"
@@ -147,7 +157,10 @@ def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
 
 
 def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
-    """Raise ValueError if the lengths of a rollback are neither one integer nor integers [batch]. Their values are not read."""
+    """Raise ValueError if the array of lengths of a rollback is neither one integer nor integers [batch].
+
+    ``shape``, ``dtype``: those of the array, whose values are not read.
+    """
     if shape not in ((), (batch,)) or "int" not in dtype:
         raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
 
@@ -155,7 +168,8 @@ def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
 def check_window(spec: CacheSpec, window: Any) -> int | None:
     """Return the number of earlier positions that a query of a call sees: ``window``, or if None, the cache's window.
 
-    Raise ValueError if ``window`` is not an int of at least 0, or exceeds the cache's window: keys beyond it are overwritten.
+    The result is None if both are None: a query then sees all earlier positions. Raise ValueError if ``window`` is not an int of
+    at least 0, or exceeds the cache's window: keys beyond it are overwritten.
     """
     if window is None:
         return spec.window

@@ -1,4 +1,4 @@
-"""The host's copy of a cache's lengths and counts, kept without reading the device."""
+"""The host's record of the number of tokens in a cache, updated at each step without reading the device."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class HostState:
             self._grow(row, tokens)
 
     def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
-        """Raise ``reached`` to the lengths that the requests ``rows`` will have after a step.
+        """Increase ``reached`` to the lengths that the requests ``rows`` will have after a step.
 
         ``tokens``: number of tokens that the step writes for each of these requests. Call this method before the step.
-        ``reached`` stays raised if the step fails.
+        ``reached`` keeps the increase if the step fails.
         """
         for row, more in zip(rows, tokens, strict=True):
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)
 
     def prefilled(self, rows: Iterable[int], held: Sequence[Sequence[int]]) -> None:
-        """Count the tokens of a prefilled chunk of the requests ``rows``.
+        """Add the tokens of a prefilled chunk to the lengths and counts of the requests ``rows``.
 
         ``held`` [requests][ranks]: new tokens of each of these requests on each rank.
         """

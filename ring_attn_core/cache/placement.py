@@ -27,7 +27,7 @@ from ..runs import Run
 
 
 def place(counts: Sequence[int], tokens: int) -> list[int]:
-    """Return the rank of each of the next ``tokens`` tokens. ``counts``: the request's tokens on each rank."""
+    """Return the rank of each of a request's next ``tokens`` tokens. ``counts``: number of its tokens on each rank so far."""
     held, ranks = list(counts), []
     for _ in range(tokens):
         rank = held.index(min(held))
@@ -43,18 +43,19 @@ def earlier(ranks: int) -> list[list[int]]:
 
 
 def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
-    """Return the append index of each empty slot, [batch, ranks, slots]: how many new tokens come before the slot's token.
+    """Return, for each empty slot, how many new tokens are placed before the token that takes it: [batch, ranks, slots].
 
-    ``counts`` [batch, ranks]: tokens that each rank holds. ``slot_indices`` [batch, ranks, slots]: slot indices, not less than
-    the rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. Arrays of numpy, torch or jnp.
+    ``counts`` [batch, ranks]: number of tokens that each rank holds. ``slot_indices`` [batch, ranks, slots]: indices of empty
+    slots, not less than the rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. All are integer arrays of
+    numpy, torch or jnp.
     """
     return (slot_indices[..., None] + earlier[None, :, None, :] - counts[:, None, None, :]).clip(0).sum(-1)
 
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
-    """Return the positions of the tokens of each rank's shard of a chunk, [ranks][local], in increasing order.
+    """Return the positions, [ranks][local], that each rank holds of a chunk of ``ranks * local`` tokens, in increasing order.
 
-    Raise ValueError if ``local`` is not a shard size of the layout.
+    Raise ValueError if the layout has no shards of ``local`` tokens.
     """
     return [[position for run in of_rank for position in run.positions()] for of_rank in _runs(layout, ranks, local)]
 
@@ -78,8 +79,8 @@ def owners(layout: str, ranks: int, local: int) -> list[int]:
 
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
-    """Return how many of the first ``length`` tokens of a chunk each rank holds.
+    """Return, for each rank, how many of the first ``length`` tokens of a chunk it holds.
 
-    These tokens come first in the rank's shard of ``local`` tokens.
+    The chunk has ``ranks * local`` tokens. The counted tokens come first in the rank's shard of ``local`` tokens.
     """
     return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]

@@ -18,7 +18,7 @@ LARGEST = 448.0
 class CacheSizes:
     """The sizes of one cached token: k [layers, kv_heads, head_dim] and v [layers, kv_heads, v_dim].
 
-    A ``v_dim`` of None means ``head_dim``.
+    A ``v_dim`` of None means ``head_dim``. Raise ValueError if a size is not an int of at least 1.
     """
 
     layers: int
@@ -35,7 +35,10 @@ class CacheSizes:
 
     @classmethod
     def of(cls, config: Any) -> CacheSizes:
-        """Return the sizes of a TransformerConfig, or the CacheSizes passed. Raise ValueError on any other type."""
+        """Return ``config`` if it is a CacheSizes, else the sizes that its ``depth``, ``kv_heads`` and ``head_dim`` give.
+
+        Raise ValueError if ``config`` lacks one of these, or if a size is not an int of at least 1.
+        """
         if isinstance(config, cls):
             return config
         try:
@@ -48,11 +51,11 @@ class CacheSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """The static description of a cache: ``batch`` requests with ``slots`` slots each on every rank.
+    """The static description of a cache: ``batch`` requests with ``slots`` slots each on every rank. A slot holds one token.
 
-    ``window``: the number of earlier positions that a query sees, or None. A slot is reused once its token has left the window.
-    ``room``: with a window, the largest number of tokens of a step and of a rollback. ``page``: the number of slots by which a
-    rank's shard grows; None: the shard does not grow. ``scaled``: True for float8 with the caller's scales.
+    ``window``: the number of earlier positions that a query sees; None: all. A slot is reused once its token has left the window.
+    ``room``: with a window, the largest number of tokens that a step adds or a rollback removes. ``page``: the number of slots by
+    which a rank's shard grows; None: the shard does not grow. ``scaled``: True if the caller passes the scales of a float8 cache.
     """
 
     sizes: CacheSizes
@@ -120,7 +123,7 @@ class CacheSpec:
 
     @property
     def remembered(self) -> int:
-        """Number of newest tokens whose rank is recorded, which limits a rollback."""
+        """Number of a request's newest tokens whose rank is recorded. A rollback removes at most this number of tokens."""
         return self.ranks * self.slots if self.room is None else self.room
 
     def fingerprint(self) -> tuple[tuple[str, Any], ...]:

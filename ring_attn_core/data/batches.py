@@ -73,7 +73,7 @@ class BatchArrays(NamedTuple):
     positions: np.ndarray
     """int32 [batch, tokens]: positions in the packed row; with ``restart_positions`` in the document's part of the row."""
     extents: np.ndarray
-    """int32 [batch, tokens, 2]: first and end (exclusive) position of the token's document in the packed row."""
+    """int32 [batch, tokens, 2]: first and end (exclusive) position of each token's document in the packed row; 0 in padding."""
     layout: BalancedLayout | None = None
     """The balanced layout of the batch; None in other layouts."""
 
@@ -90,7 +90,10 @@ class Batches:
         """Numbers of batches: an iteration begins at ``start``; ``yielded`` is one more than the last batch that it yielded."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
-        """Yield the batches ``start + offset``, ``start + offset + every``, and so on, to the end."""
+        """Yield the batches ``start + offset``, ``start + offset + every``, ... of all epochs; without end if ``epochs`` is None.
+
+        Raise ValueError before the first batch if a file has vanished or changed.
+        """
         self.reader.check()
         start = self.start
         self.yielded = start
@@ -127,5 +130,8 @@ class Batches:
         return state_of(self.yielded if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
-        """Start the next iteration where ``state`` was taken. Raise ValueError if it belongs to other data or settings."""
+        """Start the next iteration at the batch where ``state`` was taken.
+
+        Raise ValueError if ``state`` belongs to other data or settings.
+        """
         self.start = self.yielded = batches_of(state, (self._digest, self._former), self.index, self.settings)

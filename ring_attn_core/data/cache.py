@@ -125,7 +125,10 @@ def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
 
 
 def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]:
-    """Return the row numbers of the documents in each file, by the index ``kept``; None for a text, which is one document."""
+    """Return, for each file, the row numbers of its documents, or None for a text, which is one document.
+
+    ``kept``: the content of the index. Raise ValueError if it has another number of files.
+    """
     rows = kept.get("rows", [None] * len(files))  # a folder of texts has none
     if len(rows) != len(files):
         raise ValueError("the index has the rows of other files")

@@ -1,9 +1,9 @@
 """Chats as texts: a tokenizer's chat template writes the messages of a row as one text and marks the assistant's parts.
 
-A template is a program in Jinja. jinja2, imported on first use, runs it in its sandbox. It sees ``messages``, ``tools``,
-``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers, but no ``strftime_now``: the date would
-make other tokens every day. The text inside ``{% generation %}`` blocks is the assistant's. If a template has no such block, the
-assistant's part is the text that the template adds for the message after the generation prompt.
+A template is a program in Jinja. jinja2, imported on first use, runs it in its sandbox. The template sees ``messages``,
+``tools``, ``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers, but no ``strftime_now``: the
+date would make other tokens every day. The text inside ``{% generation %}`` blocks is the assistant's. If a template has no such
+block, the assistant's part is the text that the template adds for the message after the generation prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around the assistant's parts of a text while it is written: two noncharacters of Unicode, refused in messages."""
 
 Span = tuple[int, int]
-"""First and end of a part of a text, in characters."""
+"""First and end (exclusive) of a part of a text, in characters."""
 
 
 class TemplateFiles(NamedTuple):
@@ -43,7 +43,7 @@ class TemplateFiles(NamedTuple):
     special: tuple[tuple[str, str], ...]
     """The special tokens by name, such as ("eos_token", "</s>")."""
     for_tools: str | None
-    """The template of chats with tools; None if it is ``template``."""
+    """The template of chats with tools; None if they also use ``template``."""
 
 
 def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
@@ -117,10 +117,11 @@ class ChatTemplate:
             raise ValueError(f"the chat template of {self._files.path} is no Jinja ({error}): mend it") from error
 
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
-        """Return (text, spans) of a chat: its text, and the spans of the assistant's parts in order, or None without ``parts``.
+        """Return (text, spans) of a chat. The spans are those of the assistant's parts, in order; None if ``parts`` is False.
 
-        Raise ValueError if the chat is not a list of messages, if the template refuses it or leaves out its tools or tool calls,
-        or if the assistant's parts cannot be located. ``where``: file and row, the first words of the error.
+        Raise ValueError if the chat is not a list of messages, or if its tools or tool calls are invalid. Raise it also if the
+        template refuses the chat or leaves out its tools or tool calls, or if the assistant's parts cannot be located.
+        ``where``: file and row, the first words of the error.
         """
         chat = _checked(row, where)
         written = self._write(chat, where)
@@ -162,7 +163,7 @@ class ChatTemplate:
     def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
         """Return the span that each assistant's message adds to ``text``: render the chat up to the message, without and with it.
 
-        Raise ValueError unless the text without the message begins the text with the message, and both begin ``text``.
+        The text without the message must begin the text with it, which must begin ``text``; if not, raise ValueError.
         """
         spans = []
         for i, message in enumerate(chat.messages):
@@ -181,9 +182,9 @@ class ChatTemplate:
 
 
 def _checked(row: ChatRow, where: str) -> ChatRow:
-    """Return a chat in the form that templates read. Raise ValueError if it is not a list of messages, or on wrong tools.
+    """Return a chat in the form that templates read, without null fields of messages and empty lists of tool calls.
 
-    Null fields of messages and empty lists of tool calls are left out.
+    Raise ValueError if the chat is not a list of messages, its tools or tool calls are invalid, or it holds U+FDD0 or U+FDD1.
     """
     chat, tools = row.messages, tools_of(row.tools, where)
     if not isinstance(chat, list) or not chat:

@@ -41,18 +41,19 @@ class DenseMaskArguments(NamedTuple):
 
     band: Band
     extents: Any = None
-    """int32 [rows, queries, 2]."""
+    """int32 [rows, queries, 2]: first and end (exclusive) of the keys that each query may see; None: no limit."""
     key_extents: Any = None
-    """int32 [rows, keys, 2]."""
+    """int32 [rows, keys, 2]: first and end (exclusive) of the queries that may see each key; None: no limit."""
     key_mask: Any = None
-    """bool [rows, keys]."""
+    """bool [rows, keys]: False for a key that no query sees; None: no such limit."""
 
 
 class Hulls:
     """The hulls of a dense mask that is read in blocks of queries.
 
-    ``extents``, ``key_extents``: the tightest interval of each query and of each key, int32 [rows, queries or keys, 2]; [0, 0) if
-    it is empty. ``counts``: number of keys that each query sees, [rows, queries].
+    ``extents``: int32 [rows, queries, 2], the tightest interval around the keys that each query sees; [0, 0) if it sees none.
+    ``key_extents``: int32 [rows, keys, 2], the tightest interval around the queries that see each key; [0, 0) if none sees it.
+    ``counts``: int64 [rows, queries], the number of keys that each query sees.
     """
 
     def __init__(self, rows: int, queries: int, keys: int) -> None:
@@ -158,7 +159,10 @@ def dense_mask_arguments(visible: Any) -> DenseMaskArguments | None:
 
 
 def _blocks(queries: int, pairs: int) -> Iterable[slice]:
-    """Yield slices of queries, about BLOCK pairs each. ``pairs``: the number of pairs of one query."""
+    """Return slices that divide ``queries`` queries into blocks of at most BLOCK (query, key) pairs, or of one query.
+
+    ``pairs``: the number of pairs of one query.
+    """
     step = max(BLOCK // max(pairs, 1), 1)
     return (slice(start, min(start + step, queries)) for start in range(0, queries, step))
 

@@ -16,7 +16,7 @@ CHUNK = 1 << 20
 
 
 class File(NamedTuple):
-    """A file of the folder, with its ``stat`` fields from when it was found."""
+    """A file of a dataset's folder, with its ``stat`` fields from when it was found."""
 
     name: str
     """Path within the folder, with slashes."""
@@ -50,21 +50,22 @@ class Document(NamedTuple):
 
 
 class TokenizedDocuments(NamedTuple):
-    """All documents of a folder, in order of name."""
+    """All documents of a folder, in order of file name, then of row number."""
 
     documents: tuple[Document, ...]
     digest: str
-    """Digest of names, tokens and their order."""
+    """Digest of the documents' names and tokens in order. Of token arrays only sampled blocks are hashed."""
     vocab: int | None
     """One more than the largest possible id; None if unknown."""
     former: str | None = None
-    """The digest that an older release computed, so that its runs can resume; None if it is the same."""
+    """The digest that an older release computed, so that its runs can resume; None if it equals ``digest``."""
 
 
 def found(settings: DatasetSettings) -> list[File]:
     """Return the files that match the pattern, in order of name, without hidden files.
 
-    Raise ValueError if no file matches, a file is empty or cannot be read, or the cache is in the folder and not hidden.
+    Raise ValueError if ``settings.folder`` is not a folder, no file in it matches, a file is empty or cannot be read, or the
+    cache lies in the folder and is not hidden.
     """
     folder = Path(settings.folder)
     if not folder.is_dir():
@@ -118,7 +119,7 @@ def unchanged(file: File) -> None:
 
 
 def content_of(file: File) -> str:
-    """Return the SHA-256 of a file. Raise ValueError if the file changes while it is read."""
+    """Return the SHA-256 of a file in hex. Raise ValueError if the file cannot be read, or changes meanwhile."""
     content = sha256()
     update(content, file)
     unchanged(file)
@@ -126,7 +127,7 @@ def content_of(file: File) -> str:
 
 
 def update(content: Any, file: File) -> None:
-    """Update a hash with the bytes of a file."""
+    """Update the hash ``content`` with the bytes of a file. Raise ValueError if the file cannot be read."""
     try:
         with open_file(file.path) as opened:
             while chunk := opened.read(CHUNK):

@@ -23,7 +23,7 @@ ROWS = 1000
 """Number of rows that the tokenizer encodes at a time, on all cores."""
 
 Encode = Callable[[File, int, Any], Iterator[tuple[int, Iterable[bytes]]]]
-"""A function ``encode(file, width, content)`` that yields the row number and the ids of each document of a file.
+"""A function ``encode(file, width, content)`` that yields (row number, ids as pieces of bytes) for each document of a file.
 
 An id has ``width`` bytes, little-endian. A text is one document, at row 1. The hash ``content`` is updated with the whole file.
 """
@@ -32,8 +32,8 @@ An id has ``width`` bytes, little-endian. A text is one document, at row 1. The 
 def encoder(settings: DatasetSettings, tokenizer_text: bytes | None, template: TemplateFiles | None) -> tuple[Encode, int]:
     """Return the function that encodes a file, and the vocabulary size.
 
-    ``tokenizer_text``: the content of a tokenizer.json; None encodes each byte as an id. ``template``: the chat template, if the
-    rows are chats. If only the assistant's tokens have labels, the highest bit of every other id is set.
+    ``tokenizer_text``: the content of a tokenizer.json; None: each byte is an id. ``template``: the chat template, if the rows
+    are chats, else None. If only the assistant's tokens have labels, the highest bit of every other id is set.
     """
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:

@@ -22,26 +22,26 @@ FORMAT = 1
 
 
 class ShardSpan(NamedTuple):
-    """Consecutive slots of a shard that hold consecutive tokens of a document."""
+    """Consecutive slots of a shard, filled with tokens of one document that are ``stride`` tokens apart."""
 
     slot: int
-    """The first slot."""
+    """Index of the first slot in the shard."""
     span: DocumentSpan
     first: int
     """Index in the document of the token in the first slot; each next slot has the token ``stride`` further on."""
     count: int
     stride: int
     labelled: int
-    """Number of tokens with a label (the next token of the piece): all but the last token if that ends the piece, else all."""
+    """Number of tokens with a label, the next token of ``span``: all tokens, but not the last token of ``span``."""
 
 
 def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
-    """Yield the spans that a rank reads for one packed row.
+    """Yield what a rank reads for one packed row: the part of each document span that lies in each run of the rank.
 
-    A span is the part of a piece (a document's tokens in the row) that lies in one of ``runs``, the runs of the rank.
+    ``spans``: the document spans of the row. ``runs``: the rank's runs of positions in the row.
 
-    With stride 1, a span reads one more token, the label of its last token, if the piece continues. With another stride, a span
-    reads its labels separately, because they are tokens of other ranks.
+    The label of a token is the next token. With stride 1, one more token is therefore read after the part, unless the part ends
+    the document span. With another stride, labels are read separately, because they are tokens of other ranks.
     """
     spans, slot = tuple(spans), 0
     for run in runs:
@@ -57,7 +57,7 @@ def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardS
 
 
 class Index:
-    """The batches of all epochs, each given as pieces of documents."""
+    """The batches of all epochs, each given as spans of documents."""
 
     def __init__(self, lengths: Sequence[int], settings: DatasetSettings) -> None:
         """Count the batches. ``lengths``: tokens of each document. Raise ValueError if they do not fill one batch."""
@@ -75,7 +75,7 @@ class Index:
         """Batches of all epochs; None if epochs are unlimited."""
 
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
-        """Return the pieces of each packed row of this replica in a batch. A row after the end of the data is empty."""
+        """Return the document spans of each packed row of this replica in batch ``number``; none for a row after the last."""
         epoch, at = divmod(number, self.batches)
         packed_rows, order = self._packed_rows(epoch)
         first = at * self._settings.rows + self._settings.replica * self._settings.batch_size
@@ -102,8 +102,8 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``. Raise ValueError if the state belongs to other data or settings.
 
-    ``data``: the digests of the documents that a state may hold: the one that this release computes, then the one that an older
-    release computed, or None if that is the same.
+    ``data``: the digests of the documents that a state may hold. The first is that of this release; the second is that of an
+    older release, or None if both are equal.
     """
     found: Any = state
     if isinstance(state, str | bytes):

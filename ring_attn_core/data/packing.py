@@ -22,7 +22,7 @@ class DocumentSpan(NamedTuple):
     """A span of consecutive tokens of a document within one packed row."""
 
     document: int
-    """Index of the document, in order of name."""
+    """Index of the document in the dataset."""
     first: int
     """Index in the document of the first token."""
     begin: int
@@ -35,7 +35,7 @@ class PackedRows:
     """The documents of an epoch in a given order, cut into packed rows."""
 
     def __init__(self, lengths: Sequence[int], length: int, order: Sequence[int] | None = None) -> None:
-        """Lay out the documents in ``order`` (None: 0, 1, ...). ``lengths``: tokens of each document; ``length``: of a row."""
+        """Lay out the documents in ``order`` (None: 0, 1, ...). ``lengths``: tokens per document. ``length``: tokens per row."""
         self._length = length
         self._order = range(len(lengths)) if order is None else order
         self._ends = list(accumulate(lengths[document] for document in self._order))
@@ -46,7 +46,7 @@ class PackedRows:
         return -(-self.tokens // self._length)
 
     def spans(self, row: int) -> tuple[DocumentSpan, ...]:
-        """Return the pieces of a row in order of position. A row after the last token has no pieces."""
+        """Return the spans of documents in row number ``row``, in order of position; none for a row after the last token."""
         start, found = row * self._length, []
         position, stop = start, min(start + self._length, self.tokens)
         at = bisect_right(self._ends, position)

@@ -1,4 +1,4 @@
-"""The check that the tokens of a shard lie where their extents place them. It fails if a call lacks the layout of its shard.
+"""The check that each token of a shard is at a position that its extent allows. It finds a call whose layout is not its shard's.
 
 A query sees keys of its own document, so under a causal mask its extent begins at or before it. Documents of 3 and 5 tokens,
 dealt to 2 ranks in a balanced layout, and taken for zigzag:
@@ -21,10 +21,11 @@ AGAIN = (
 
 
 def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:
-    """Return a bool array, True at extents in which a token at that position cannot lie. Empty extents are never misplaced.
+    """Return a bool array [rows, tokens], True if a token at its position cannot have its extent. Empty extents give False.
 
-    ``extents`` [rows, tokens, 2], ``tokens`` [tokens] or [rows, tokens]: arrays of any framework. ``of_tree``: True if they are
-    key extents of a tree, which contain their token; False for the extents of causal queries, which begin at or before it.
+    ``extents`` [rows, tokens, 2], ``tokens`` (positions) [tokens] or [rows, tokens]: arrays of any framework. ``of_tree``: True
+    for the key extents of a tree, each of which contains its token; False for the extents of causal queries, each of which begins
+    at or before its query.
     """
     first, end = extents[..., 0], extents[..., 1]
     outside = first > tokens
@@ -34,9 +35,9 @@ def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:
 
 
 def check_placed(extents: Any, tokens: Any, of_tree: bool) -> None:
-    """Raise ValueError if an extent is misplaced.
+    """Raise ValueError if :func:`misplaced` is True for a token.
 
-    ``extents``, ``tokens`` [tokens], ``of_tree``: as in :func:`misplaced`, in NumPy.
+    ``extents``, ``tokens`` [tokens], ``of_tree``: the arguments of :func:`misplaced`, as NumPy arrays.
     """
     wrong = misplaced(extents, tokens, of_tree)
     if not wrong.any():

@@ -41,8 +41,8 @@ class _SharedFile:
 class Reader:
     """A reader of documents' tokens. An unpickled copy opens the files again.
 
-    After each read the file's ``stat`` is checked. Another size is an error, and so is another modification time, unless a file
-    of the cache was replaced by a new file. After any other difference (a rename, link or chmod, or a time that was reset) a
+    After each read the file's ``stat`` is compared. Another size or modification time raises ValueError, except the time of a
+    cache file that was replaced by a new file. After any other difference (a rename, link or chmod, or a time that was reset) a
     digest of sampled blocks is compared.
     """
 
@@ -91,8 +91,8 @@ class Reader:
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
         """Return the ids of ``count`` tokens as int64, from token ``first`` on, every ``stride``-th token.
 
-        If ``Document.marked`` is True, a token without a label is returned as the bitwise complement of its id, which is
-        negative; if it is False, raise ValueError if an id is outside 0 .. LARGEST. Raise ValueError if the file has changed.
+        If ``Document.marked`` is True, a token without a label is returned as the bitwise complement of its id, a negative
+        number. Otherwise raise ValueError if an id is outside 0 .. LARGEST. Raise ValueError if the file has changed.
         """
         import numpy as np
 
@@ -146,7 +146,10 @@ class Reader:
 
 
 def _check_unwritten(document: Document, now: Identity) -> None:
-    """Raise ValueError if the file's size or modification time has changed since the dataset was made."""
+    """Raise ValueError if the file's size or modification time has changed since the dataset was made.
+
+    ``now``: the present identity of the file. The time is not compared if ``document.identity`` is None.
+    """
     if now.size != document.size:
         had = f"had {document.size} bytes when the dataset was made and has {now.size}"
         raise ValueError(f"{document.path} {had}: make the dataset anew")

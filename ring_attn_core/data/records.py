@@ -23,12 +23,12 @@ ROWS = 1024
 
 
 def is_records(file: File) -> bool:
-    """Return True if each row of the file is a document."""
+    """Return True if the file's suffix is in ``SUFFIXES``: each row of the file is then a document."""
     return file.name.endswith(SUFFIXES)
 
 
 def without_descriptions(files: list[File]) -> list[File]:
-    """Return the files without the metadata files that datasets saves beside its Arrow files."""
+    """Return the files without the metadata files in ``BESIDE`` if one of them is an Arrow file, else all files."""
     if not any(file.name.endswith(ARROW) for file in files):
         return files
     return [file for file in files if file.name.rpartition("/")[2] not in BESIDE]
@@ -38,7 +38,7 @@ def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]
     """Yield the number (from 1) and the chat of each row. Rows whose chat is null or empty are skipped.
 
     ``column``: the column of the messages. Update the hash ``content`` with the file. Raise ValueError if the file cannot be
-    read or ``column`` is missing.
+    read, or if ``column`` is missing or, in Parquet and Arrow, not a column of lists.
     """
     columns = [column, *([TOOLS] if column != TOOLS else [])]
     if file.name.endswith(LINES):
@@ -51,9 +51,9 @@ def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]
 
 
 def _filled(value: Any) -> Any:
-    """Return a value of an Arrow column without the null fields of its inner dicts; those of a message stay.
+    """Return a value of an Arrow column without the null fields of its dicts, except the messages in a list of messages.
 
-    In Arrow all dicts of a column have the same fields: a field that one of them has is null in the others.
+    In Arrow all dicts of a column have the same fields: a field that only some of them had is null in the others.
     """
     pruned = lambda x: _without_nulls(x) if isinstance(x, dict | list) else x
     if not isinstance(value, list):

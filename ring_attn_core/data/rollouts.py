@@ -155,7 +155,10 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
 
 
 def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int) -> None:
-    """Raise ValueError if ``shape`` is not [rows, tokens, ...] of the rollouts, or of one rank's shard in ``layout``."""
+    """Raise ValueError if ``shape`` is not [rows, tokens, ...] of ``rollouts``, which must be the result of ``pack_rollouts``.
+
+    ``layout``: the layout if ``tokens`` are those of one rank's shard; None if they are all tokens of a row.
+    """
     if not isinstance(rollouts, Rollouts):
         raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
     rows, tokens = rollouts.ids.shape

@@ -105,7 +105,7 @@ class DatasetSettings:
 
     @property
     def marks_labels(self) -> bool:
-        """True if only some of a document's tokens have labels."""
+        """True if ``chat`` is "assistant": only the assistant's tokens have labels."""
         return self.chat == "assistant"
 
     @property
@@ -124,7 +124,10 @@ class DatasetSettings:
         return replace(balanced_layout(rows, self.ranks, seq_local=self.length // self.ranks), length=self.length)
 
     def runs(self, dealt: BalancedLayout | None = None) -> tuple[Run, ...]:
-        """Return the runs of the rank, or the runs of all ranks in order if ``rank`` is None. ``dealt``: the balanced layout."""
+        """Return the runs of packed-row positions that ``rank`` holds, or those of all ranks in order if ``rank`` is None.
+
+        ``dealt``: the balanced layout of the batch; None in other layouts.
+        """
         if dealt is not None:
             held = dealt.runs if self.rank is None else [dealt.runs[int(self.rank)]]
             return tuple(Run(*run) for runs in held for run in runs)

@@ -1,4 +1,4 @@
-"""The tools of a chat and the calls of them in the form that chat templates read: lists and dicts instead of JSON texts."""
+"""Conversion of a chat's tools and tool calls to the form that chat templates read: lists and dicts instead of JSON texts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ..files import parse_json
 from ..validation import in_words
 
 TOOLS = "tools"
-"""The column beside the chats with the tools that the assistant may call. A file may leave it out."""
+"""The optional column of a file of chats with the tools that the assistant may call."""
 
 CALLS = "tool_calls"
-"""The field of an assistant's message with its calls, a list of dicts."""
+"""The field of an assistant's message with the message's tool calls, a list of dicts."""
 
 
 class ChatRow(NamedTuple):
@@ -24,8 +24,8 @@ class ChatRow(NamedTuple):
 def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Return the tools of a row as a list of dicts, or None for a chat without tools.
 
-    ``value``: the list or its JSON text. Raise ValueError if it is another value. ``where``: file and row, the first words of the
-    error.
+    ``value``: a list of dicts, its JSON text, or None. Raise ValueError for any other value. ``where``: file and row, the first
+    words of the error.
     """
     tools = value
     if isinstance(value, str):
@@ -44,10 +44,10 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 
 def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a message with the arguments of its tool calls as dicts, for templates write them as JSON themselves.
+    """Return a message with the arguments of its tool calls as dicts, because templates convert dicts to JSON themselves.
 
-    OpenAI's API has them as JSON text. Raise ValueError if the calls or their arguments are of another type. ``where``: file,
-    row and message, the first words of the error.
+    In OpenAI's API the arguments are JSON text. Raise ValueError if the calls are not a list of dicts, or an arguments text is
+    not a JSON object. ``where``: file, row and message, the first words of the error.
     """
     calls = message[CALLS]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -59,7 +59,10 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _with_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a tool call with its arguments as a dict. The name and the arguments lie in its "function" or in itself."""
+    """Return a tool call with the JSON text of its arguments parsed to a dict. Raise ValueError if the text is not an object.
+
+    The arguments are in the dict ``call["function"]``, or in ``call`` if it has no such dict.
+    """
     if isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"], where)}
     text = call.get("arguments")

@@ -86,10 +86,11 @@ def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeE
 
 
 def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
-    """Return each token's key extent, path position and segment in a batch [batch, tokens], as numpy arrays.
+    """Return each token's key extent [batch, tokens, 2], path position [batch, tokens] and segment index [batch, tokens].
 
-    ``tree``: the pair (parents, lengths) of each row, or of one row that all rows share. The segment is -1 in padding. Raise
-    ValueError if ``tree`` is not such a pair, or does not fit the batch.
+    All are int32 numpy arrays; the segment index is -1 in padding. ``tree``: the pair (parents, lengths), as in
+    :func:`trees_of`, of all rows or of one row that all rows share. Raise ValueError if ``tree`` is not such a pair, or does not
+    fit the batch.
     """
     import numpy as np
 
@@ -216,7 +217,7 @@ def _rows(name: str, values: Any) -> list[tuple[int, ...]]:
 
 
 def _listed(x: Any) -> Sequence[Any] | None:
-    """Return a list, tuple or array as a sequence, and None for anything else."""
+    """Return a list, tuple or array as a sequence. Return None for a 0-d or traced array and for anything else."""
     if isinstance(x, list | tuple):
         return x
     return x.tolist() if hasattr(x, "tolist") and getattr(x, "shape", ()) and not is_traced(x) else None
