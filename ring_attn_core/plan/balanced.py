@@ -62,8 +62,8 @@ def balanced_layout(
     from a document's length in tokens to the cost of one of its pairs, by default 1. It may return more for short documents,
     because they fill the tiles of a kernel only in part.
 
-    Neighbouring short documents are assigned as one if together they are at most one chunk: an eighth of a shard, but at least
-    512 tokens (or a whole shard, if that is shorter) and at most 2,048.
+    Neighbouring short documents are assigned as one if together they have at most as many tokens as a chunk. A chunk is an eighth
+    of a shard, but at least 512 tokens (or a whole shard, if that is shorter) and at most 2,048.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes 0.4 ms for 8 ranks of 8,192 tokens,
     and 7 ms for 64 ranks and two million tokens. Raise ValueError if an argument is invalid, or if the documents do not fit into
@@ -169,12 +169,12 @@ class _Remaining:
         return list(accumulate([item.cost for item in self.items], initial=0))
 
     def at(self, token: int) -> tuple[int, int]:
-        """Return (index of the item, offset in the item) of token number ``token`` of the sequence of all items."""
+        """Return (index of the item, offset in the item) of token number ``token``, counted from 0 over all items in order."""
         index = bisect_right(self.tokens, token) - 1
         return index, token - self.tokens[index]
 
     def cost_of_first(self, tokens: int) -> float:
-        """Return the cost of the first ``tokens`` tokens of the sequence."""
+        """Return the cost of the first ``tokens`` tokens of all items in order."""
         index, offset = self.at(tokens)
         if not offset:
             return self.costs[index]
@@ -202,9 +202,9 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return the distances from a cut before token ``cut`` back to the nearest edge (<= 0) and on to the next edge (> 0).
+        """Return the distances, in tokens, from a cut before token ``cut`` back to the last edge (<= 0) and on to the next (> 0).
 
-        These are edges of documents or items. Return (0,) if the cut is at the edge of an item.
+        An edge is a position at which a document or item begins or ends. Return (0,) if the cut is at the edge of an item.
         """
         index, offset = self.at(cut)
         if not offset:
@@ -262,8 +262,8 @@ def deal(
 def joined(edges: list[int], local: int) -> list[int]:
     """Join neighbouring short items, and return the edges of the resulting items.
 
-    Neighbours are joined up to an eighth of the ``local`` tokens of a rank, but at least ``LEAST_CHUNK`` tokens (or ``local``, if
-    that is less) and at most ``MOST_CHUNK`` tokens.
+    ``edges``: the positions at which an item begins or ends, in order. Neighbours are joined if they have at most
+    ``min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)`` tokens together. ``local``: tokens per rank.
     """
     chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
     kept = edges[:1]

@@ -22,8 +22,8 @@ class BalancedLayout:
     ``runs``: for each rank the (start, length) of its runs of consecutive positions, in shard order; the lengths of each rank add
     up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
     ``documents``: the lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
-    Raise ValueError if the runs of all ranks together do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once,
-    if the ranks hold unequal numbers of tokens, or if ``length`` is greater than their sum.
+    Raise ValueError if the runs of all ranks do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once. Raise it
+    also if the ranks hold unequal numbers of tokens, or if ``length`` is greater than their sum.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]

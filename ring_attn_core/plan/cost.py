@@ -158,7 +158,10 @@ def _ulysses(run: Pass, group: int) -> None:
 
 
 def _group_pairs(run: Pass, shift: int, group: int) -> int:
-    """Return the largest number of visible pairs between a sampled group and the keys of the group ``shift`` ranks before."""
+    """Return the largest number of (query, key) pairs that the queries of a group see in the group ``shift`` ranks before.
+
+    The largest is taken over the groups that contain a sampled rank.
+    """
     load, plan = run.load, run.load.plan
     if group == plan.ranks:
         return plan.mask.area(plan.length, plan.kv_length)
@@ -209,8 +212,8 @@ AHEAD = {"pull": 2, "push": 3}
 def _peers(name: str, run: Pass, group: int) -> None:
     """Schedule "pull" or "push": a copy engine brings whole shards straight from their owners, up to ``AHEAD`` steps early.
 
-    In the backward the copy engine also sends the gradients of a step to the owner of the keys, which adds them after its next
-    step.
+    In the backward the copy engine also sends the gradients of a step to the owner of the keys. The owner adds them after its
+    next step.
     """
     line, load, ahead = run.line, run.load, AHEAD[name]
     line.host_step = getattr(run.machine, f"host_{name}_{'backward' if run.backward else 'forward'}")

@@ -11,12 +11,13 @@ from .ring import RingPlan
 SLICE, NEEDED = 13, 2
 """Numbers of launches of PyTorch, each of which takes time on the host.
 
-SLICE: to copy a step's slices into place. NEEDED: to select or sort the keys of the exchange in a balanced layout.
+SLICE: launches that copy a step's slices into place. NEEDED: launches that select the keys to send in a balanced layout, or
+that sort the received keys.
 """
 
 
 def direct(run: Pass, group: int) -> None:
-    """Schedule "direct": during a step, send the slices of the next step and the gradients of the previous step."""
+    """Schedule the strategy "direct": during a step, send the slices of the next step and the gradients of the previous step."""
     line, load, plan = run.line, run.load, run.load.plan
     crosses = load.hosts > 1
     if load.needed is not None:
@@ -37,10 +38,10 @@ def direct(run: Pass, group: int) -> None:
 
 
 def _needed(run: Pass, size: float) -> None:
-    """Schedule "direct" in a balanced layout: two steps, and an exchange of keys during the first step.
+    """Schedule the strategy "direct" in a balanced layout: two steps, and an exchange of keys and values during the first step.
 
-    In the backward an exchange of their gradients follows the second step. ``size``: elements of the keys that the busiest rank
-    sends or receives.
+    In the backward the gradients of the exchanged keys and values are sent after the second step. ``size``: number of elements of
+    the keys and values that the busiest rank sends or receives.
     """
     line, load, item, wide = run.line, run.load, size * run.load.item, size * run.load.wide
     others = [run.work(shift) for shift in load.plan.shifts[1:]]

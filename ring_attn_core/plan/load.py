@@ -35,7 +35,7 @@ class Load:
     host, 0 if unknown. ``share``: visible pairs divided by the mask's pairs, below 1 for packed documents of known lengths.
     ``extents``: whether queries have extents. ``peer_access``: whether the ranks can copy from and to the memory of each other's
     GPUs. ``needed``: the plan of "direct" in a balanced layout, None if "auto" may not take it. ``even``: whether all ranks
-    send equally many keys under this plan, as in JAX.
+    send equally many keys under the plan ``needed``, as in JAX.
     """
 
     plan: RingPlan
@@ -94,7 +94,7 @@ class Load:
         return known
 
     def _part(self, rank: int, shift: int) -> int:
-        """Return an estimate of ``area`` in a balanced layout: a rank's pairs, divided in proportion to keys.
+        """Return an estimate of ``area`` in a balanced layout: a rank's visible pairs, split in proportion to the number of keys.
 
         Shift 0 has the rank's own keys; the other shifts share the received keys equally.
         """
@@ -104,7 +104,7 @@ class Load:
 
     @cached_property
     def needed_share(self) -> float:
-        """Return the keys that the busiest rank receives under "direct" in a balanced layout, divided by those of a ring."""
+        """Return the keys that the busiest rank receives or sends under ``needed``, divided by those that a ring brings to it."""
         assert self.needed is not None
         return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)
 

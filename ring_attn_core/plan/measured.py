@@ -22,7 +22,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 class Hardware(NamedTuple):
     """The hardware of a ring.
 
-    ``machine``: its record, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown.
+    ``machine``: the measured speed of a rank, None if not measured. ``host_ranks``: consecutive ranks on each host, 0 if unknown.
     ``peer_access``: whether the ranks can copy from and to the memory of each other's GPUs.
     """
 

@@ -1,7 +1,7 @@
 """The plan of the strategy "direct" in a balanced layout: each rank receives all keys that its queries see in one exchange.
 
-A rank attends to its own keys while the keys of other ranks arrive, and then to the received keys, sorted by position, as one
-shard. Documents of 4, 12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
+A rank attends to its own keys while the keys of other ranks arrive. Then it attends to the received keys, sorted by position, as
+one shard. Documents of 4, 12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
 
     document    A A A A B B B B B B B B B B B B C C C C C C C C
     rank        0 0 0 0 2 2 3 3 3 3 3 3 1 1 0 0 1 1 1 1 2 2 2 2
@@ -88,7 +88,10 @@ class NeededPlan(RingPlan):
         return max(*received, *sent.values(), 0)
 
     def pairs(self, rank: int) -> float:
-        """Return the number of visible pairs of a rank's queries in the documents: the mean over the batch rows."""
+        """Return the number of visible (query, key) pairs of a rank's queries, as the mean over the layout's batch rows.
+
+        The mask limits what a query sees, and so do the documents if ``by_documents`` is True.
+        """
         assert isinstance(self.layout, BalancedLayout)
         packed = _packed(self.layout, self.mask, self.kv_length, self.by_documents)
         return sum(map(packed.cost, self.layout.held(rank))) / len(packed.rows)
@@ -113,7 +116,7 @@ class NeededPlan(RingPlan):
 
     @property
     def travels(self) -> bool:
-        """Return True: k and v are packed into one array, even if each document lies on one rank and no key travels."""
+        """Return True even if no rank receives keys, so that k and v are packed into one array in every balanced layout."""
         return True
 
     @cached_property
@@ -154,7 +157,7 @@ class NeededPlan(RingPlan):
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
     """Raise ValueError if a query of ``rank`` may see a key that the rank neither holds nor receives.
 
-    ``extents``: as in ``unavailable``, which finds the query.
+    ``extents``: int [batch, seq_local, 2] on the host, first and end (exclusive) of the key positions that each query may see.
     """
     if (why := unavailable(extents, plan, rank)) is not None:
         raise ValueError(
@@ -192,7 +195,7 @@ def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
 def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bool) -> tuple[tuple[Stretch, ...], ...]:
     """Return for each rank the keys of other ranks that its queries see, in order of position.
 
-    ``length``: number of keys without padding. ``by_documents``: as in ``NeededPlan``.
+    ``length``: number of keys without padding. ``by_documents``: True if a query sees keys of its own document only.
     """
     packed, held = _packed(layout, mask, length, by_documents), _held(layout)
     starts = [each.start for each in held]

@@ -1,8 +1,8 @@
 """The plan of one ring: each rank's positions, each step's visible keys, and how far keys and gradients travel.
 
 The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on rank
-``r - s``. The plan leaves out each shift, except 0, at which no rank sees a key, so with a window keys travel only as far as some
-query sees. A query that sees no key is *blank* (``blanks``): out 0 and lse -inf. A *blank key* is seen by no query
+``r - s``. The plan leaves out each shift, except 0, at which no rank sees a key. So with a window, keys travel only as far as
+some query sees. A query that sees no key is *blank* (``blanks``): out 0 and lse -inf. A *blank key* is seen by no query
 (``blank_keys``).
 """
 
@@ -144,7 +144,7 @@ class RingPlan:
 
     @property
     def order(self) -> str | BalancedLayout:
-        """Return the layout; for a single rank return "contiguous", which holds the same positions in the fewest runs."""
+        """Return the layout, but for a single rank with a named layout "contiguous": the same positions in the fewest runs."""
         return self.layout if self.ranks > 1 or isinstance(self.layout, BalancedLayout) else "contiguous"
 
     @property

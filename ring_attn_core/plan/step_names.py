@@ -13,9 +13,10 @@ UNITS = "bytes", "KiB", "MiB", "GiB"
 def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | None = None) -> str:
     """Return the name of a step: its number, from 1, the bytes of its keys, and the rank that they come from.
 
-    ``shift``: how many ranks the keys have travelled. ``size``: bytes of a shard of keys and of the arrays that travel with it;
-    under "direct" the name states the bytes of the slices. ``rank``: this rank, or None if it is traced: then the name states the
-    distance instead of the owner. With "two_level" the shift of a traced rank is ``outer * host_ranks + inner``.
+    ``shift``: how many ranks the keys have travelled. ``size``: bytes of the step's keys and of the arrays that travel with them.
+    For a DirectPlan ``size`` counts whole shards, and the name states the bytes of the slices. ``rank``: this rank, or None if it
+    is traced: then the name states the distance instead of the owner. With "two_level" the shift of a traced rank is
+    ``outer * host_ranks + inner``.
     """
     steps = place_name(plan, number)
     if shift == 0:

@@ -5,9 +5,9 @@
     |          ^             inner ring of host 1: ranks 2, 3
     +----------+
 
-The place of a rank is its index within its host. Keys of place ``p`` of host ``h`` that cross ``outer`` hosts and then move
-``inner`` ranks on inside a host arrive at place ``(p + inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to each host
-once, while a whole inner ring runs (double ring: LoongTrain, arXiv:2406.18485).
+The place of a rank is its index within its host. Let keys start at place ``p`` of host ``h``, cross ``outer`` hosts, and move
+``inner`` ranks on inside a host. Then they are at place ``(p + inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to
+each host once, while a whole inner ring runs (double ring: LoongTrain, arXiv:2406.18485).
 """
 
 from __future__ import annotations

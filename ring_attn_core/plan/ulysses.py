@@ -33,8 +33,8 @@ class HeadSplit(NamedTuple):
     """The split of ``heads`` query heads and ``kv_heads`` key heads among the ``ranks`` ranks of a Ulysses group.
 
     Rank i of the group computes the ``heads / ranks`` query heads from ``i * heads / ranks`` on, and receives the key heads that
-    they read. On a rank equally many query heads must read each received key head. So if a rank has more query heads of one key
-    head than of another, it receives copies of that key head, in addition to those that other ranks receive.
+    these read. On a rank, each received key head must be read by equally many query heads. So a rank receives several copies of a
+    key head if more of its query heads read this key head than another.
 
     Example: 6 query heads, 3 key heads, 2 ranks. Query heads 0, 1 read key head 0, and so on. Rank 0 computes query heads 0, 1, 2
     and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2.

@@ -20,7 +20,10 @@ GAIN = 1.02
 """The least predicted ratio of the ring's time to another strategy's time for which "auto" takes that strategy."""
 
 MARGIN = 1.005
-"""The least ratio of times, earlier to later candidate, for which "auto" takes the later. Neither of them is the ring."""
+"""The least predicted ratio of the best time so far to the next candidate's time for which "auto" takes that candidate.
+
+GAIN replaces it if the best strategy so far is the ring.
+"""
 
 ROOM = 1 / 16
 """The share of a rank's memory that a strategy may take in addition to the memory that the ring takes."""
@@ -34,13 +37,13 @@ a constant of the model, which ``ring-attn doctor`` does not measure."""
 
 
 HALF = 0.5
-"""Limit of "direct" in a balanced layout: keys that the busiest rank receives or sends, divided by those that a ring brings."""
+"""The largest share of a ring's keys that the busiest rank may receive or send if "auto" takes "direct" in a balanced layout."""
 
 
 class Choice(NamedTuple):
     """A strategy and the reason for it.
 
-    ``predicted``: times of each candidate that fits into memory, by ``str(strategy)``; empty without predictions.
+    ``predicted``: times, by ``str(strategy)``, of each candidate that fits into memory; empty if no times were predicted.
     """
 
     strategy: Strategy
@@ -53,8 +56,8 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 
     The choice is "ring" if no keys travel or no times are predicted (``_unpredictable``). Otherwise it is the fastest candidate
     within the limits ROOM (memory), GAIN, JOINED_GAIN and MARGIN (time). In a balanced layout the only other candidate is
-    "direct": it must stay within the limit HALF, and is then the choice without predictions too. ``machine``: the measurements
-    of the machine, None if it was not measured. ``backend``: the option of the call. ``device``: kind of the device.
+    "direct". It must stay within the limit HALF; then it is also the choice if no times are predicted. ``machine``: the measured
+    speed of the machine, None if not measured. ``backend``: the option of the call. ``device``: kind of the device.
     """
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:

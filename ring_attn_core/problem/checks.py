@@ -143,8 +143,8 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
     A run of None means the whole block, from position 0.
 
-    Raise ValueError if an argument is not a Run, a stride is below 1, or the strides differ. If start and length are not traced,
-    raise ValueError also if the start is negative, the end is beyond 2^30, or the block is shorter than the run.
+    Raise ValueError if an argument is not a Run, a stride is below 1, or the strides differ. Raise it also if an untraced start is
+    negative, an untraced length exceeds the block, or a position is not below 2^30.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
@@ -186,7 +186,7 @@ def _number(name: str, field: str, x: Any) -> Any:
 def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
     """Raise ValueError if ``x`` is not an array or has no dimension ``dim``.
 
-    ``expected``: name of the array type, for the message.
+    ``is_array``: whether ``x`` is an array of the package. ``expected``: name of the array type, for the message.
     """
     if not is_array:
         raise ValueError(f"x must be {expected}, got {in_words(x)}: convert it first")

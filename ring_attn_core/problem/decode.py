@@ -1,9 +1,9 @@
 """A call of ``tree_attention_decode`` as a record of plain data, with its checks.
 
 A call reads this rank's part of one layer's cache: batch * slots * (kv_heads * (head_dim + v_dim) * bytes of an element + 4)
-bytes, the 4 for the position, less k and v of the slots that no query sees. A kv head has queries * heads / kv_heads query rows;
-the kernels (kernels/portable/decode.py) read the part once per 64 of these rows, or per 32 in float32. ``Case.bytes`` in
-benchmarks/decode/candidates.py counts one read, for v_dim = head_dim.
+bytes, the 4 for the position. k and v of slots that no query sees are not read. A kv head has queries * heads / kv_heads query
+rows. The kernels (kernels/portable/decode.py) read the part once for each tile of up to 64 of these rows (32 in float32).
+``Case.bytes`` in benchmarks/decode/candidates.py counts one read, for v_dim = head_dim.
 """
 
 from __future__ import annotations

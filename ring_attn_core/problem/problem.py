@@ -65,7 +65,7 @@ class Problem:
 
     @cached_property
     def within(self) -> Problem | None:
-        """Return a copy with ``within_documents`` set if "auto" takes another strategy for the copy, else None.
+        """Return this problem with ``within_documents`` True if "auto" then takes another strategy, else None.
 
         Raise ValueError as ``check`` does.
         """
@@ -124,9 +124,9 @@ class Problem:
         return self.q_shape[-1] ** -0.5 if self.options.scale is None else float(self.options.scale)
 
     def check(self) -> RingPlan:
-        """Check shapes, dtypes, optional arrays and dropout, and return the plan.
+        """Check shapes, dtypes, optional arrays, dropout and strategy, and return the plan.
 
-        Raise ValueError if they do not fit together.
+        Raise ValueError if one is invalid or they do not fit together.
         """
         self._check_shapes()
         self._check_dtypes()

@@ -1,7 +1,7 @@
 """The messages and bytes that a rank sends (with "pull" reads) in a call, by strategy, computed from the plan.
 
-Tests compare them with real sends. The bytes of a dataset that a rank reads from files are counted in ``data/reader.py``, and
-``problem/decode.py`` states the bytes of its cache that a decoding step reads.
+Tests compare them with real sends. ``data/reader.py`` counts the bytes that a rank reads from the files of a dataset;
+``problem/decode.py`` states how many bytes of the cache a decoding step reads.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     """Return the traffic of "direct" that ``rank`` sends, as (forward, backward).
 
     The forward sends slices of keys. The backward sends these slices again, and the gradients of the received slices. In JAX
-    array sizes are static: a nonempty slice is extended by neighboring keys to the longest slice of its run and shift on any
-    rank. The added keys and their gradients, which are 0, are counted.
+    array sizes are static: a nonempty slice is extended by neighboring keys to the length of the longest slice of the same run
+    and shift on any rank. The added keys and their gradients, which are 0, are counted.
     """
     plan, even = problem.steps, problem.framework == "jax"
     if isinstance(plan, NeededPlan):
