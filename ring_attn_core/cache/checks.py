@@ -27,7 +27,10 @@ def check_tokens(spec: CacheSpec, tokens: Any) -> None:
 
 
 def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
-    """Raise ValueError if a request of ``length`` tokens cannot grow by ``tokens``. ``row``: its index, for the message."""
+    """Raise ValueError if growing a request by ``tokens`` from ``length`` tokens exceeds the cache's capacity.
+
+    ``row``: index of the request, for the message. With a window the capacity is unlimited.
+    """
     if spec.capacity is not None and length + tokens > spec.capacity:
         more = "reserve more" if spec.page is not None else "make the cache with a larger capacity, or with page= to let it grow"
         raise ValueError(
@@ -183,9 +186,10 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
 
 
 def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
-    """Raise ValueError if a rollback to ``length`` tokens removes more than ``spec.room`` tokens.
+    """Raise ValueError if a rollback to ``length`` tokens goes more than ``spec.room`` tokens below ``reached``.
 
-    ``reached``: the greatest length that the request has had since it was last empty. ``row``: its index, for the message.
+    ``reached``: the greatest length that the request has had since it was last empty. ``row``: the request's index, for the
+    message. If ``spec.room`` is None, any rollback is allowed.
     """
     if spec.room is not None and length < reached - spec.room:
         raise ValueError(

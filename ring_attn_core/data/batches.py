@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
     """Return the documents of the folder, which holds texts, files of rows, or token arrays.
 
-    Raise ValueError on all ranks if the folder holds several kinds of files or no file, or a file has no tokens.
+    Raise ValueError on all ranks if the folder holds several kinds of files or no file, if a file has no tokens, or if a setting
+    does not fit the kind of files.
     """
     files = records.without_descriptions(found(settings))
     arrays = [file for file in files if file.name.endswith(token_arrays.SUFFIX)]
@@ -87,7 +88,7 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.yielded = 0
-        """Numbers of batches: an iteration begins at ``start``; ``yielded`` is one more than the last batch that it yielded."""
+        """Batch numbers: the next iteration begins at ``start``; ``yielded`` is the number of the last yielded batch plus 1."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches ``start + offset``, ``start + offset + every``, ... of all epochs; without end if ``epochs`` is None.

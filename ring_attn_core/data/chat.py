@@ -161,9 +161,10 @@ class ChatTemplate:
                 )
 
     def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
-        """Return the span that each assistant's message adds to ``text``: render the chat up to the message, without and with it.
+        """Return, for each message of the assistant, the span that it adds to ``text``, the text of the whole chat.
 
-        The text without the message must begin the text with it, which must begin ``text``; if not, raise ValueError.
+        Render the chat up to the message twice, without the message and with it. Raise ValueError unless the shorter result is a
+        prefix of the longer, and the longer a prefix of ``text``.
         """
         spans = []
         for i, message in enumerate(chat.messages):

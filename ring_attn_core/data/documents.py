@@ -42,7 +42,7 @@ class Document(NamedTuple):
     """Offset of the first token in the file, in bytes."""
     tokens: int
     identity: Identity | None
-    """Identity of the file; None if its name is a digest of its content, so that an equal file may replace it."""
+    """Identity of the file; None for a file of the cache, because an equal file may replace it."""
     sample: str
     """Digest of blocks spread over the file."""
     marked: bool = False

@@ -32,7 +32,7 @@ class ShardSpan(NamedTuple):
     count: int
     stride: int
     labelled: int
-    """Number of tokens with a label, the next token of ``span``: all tokens, but not the last token of ``span``."""
+    """Number of these tokens that have a label, the next token of ``span``. The last token of ``span`` has none."""
 
 
 def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
@@ -138,7 +138,7 @@ def batches_of(state: object, data: Sequence[str | None], index: Index, settings
 
 
 def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
-    """Return ``batches`` as an int. Raise ValueError if it is not from 0 to the number of batches of all epochs."""
+    """Return ``batches`` as an int. Raise ValueError if it is not an integer from 0 to the number of batches of all epochs."""
     if not is_integer(batches) or batches < 0 or (index.end is not None and batches > index.end):
         most = " or more" if index.end is None else f" to {index.end}, all that epochs={settings.epochs} have"
         raise ValueError(f"a state counts the batches that were taken, 0{most}, got {_short(batches)}")

@@ -49,7 +49,7 @@ class Reader:
     def __init__(self, documents: tuple[Document, ...]) -> None:
         self._documents = documents
         self.bytes_read = 0
-        """Bytes of the tokens that were returned, without those between them that a stride skips."""
+        """Number of bytes of the returned tokens, without the tokens that a stride skips."""
         self._begin()
 
     def _begin(self) -> None:

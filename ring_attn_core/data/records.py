@@ -51,9 +51,10 @@ def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]
 
 
 def _filled(value: Any) -> Any:
-    """Return a value of an Arrow column without the null fields of its dicts, except the messages in a list of messages.
+    """Return a value of an Arrow column without the null fields of nested dicts.
 
-    In Arrow all dicts of a column have the same fields: a field that only some of them had is null in the others.
+    If the value is a list of dicts, such as messages, null fields of these dicts themselves stay. In Arrow all dicts of a column
+    have the same fields: a field that only some of them had is null in the others.
     """
     pruned = lambda x: _without_nulls(x) if isinstance(x, dict | list) else x
     if not isinstance(value, list):
@@ -149,7 +150,8 @@ def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "tex
 def _batches(pa: Any, file: File, opened: Any, columns: Sequence[str], what: str) -> Iterator[Any]:
     """Yield the record batches of an open file. Raise ValueError if the first column is missing or does not hold ``what``.
 
-    ``pa``: the package pyarrow. ``columns``, ``what``: as in ``_of_arrow``.
+    ``pa``: the package pyarrow. ``columns``: names of columns, of which all but the first may be missing. ``what``: "texts" for
+    strings; any other text, which the error message quotes, for lists.
     """
     column = columns[0]
     if file.name.endswith(PARQUET):

@@ -119,7 +119,7 @@ class _Row:
 
 
 def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, length: int | None = None) -> Rollouts:
-    """Pack rollouts (token lists) into rows of at most ``length`` tokens, or one row if it is None, as numpy arrays.
+    """Pack rollouts (token lists) into rows of at most ``length`` tokens, or one row if ``length`` is None, as numpy arrays.
 
     The packages' ``pack_rollouts`` documents the other arguments and the errors.
     """

@@ -14,7 +14,7 @@ from .documents import Document, File, TokenizedDocuments, empty, vanished
 
 SUFFIX = ".npy"
 ENDS = 4096
-"""Bytes at the beginning and at the end of a token array that an older release hashed."""
+"""Number of bytes that an older release hashed at the beginning and at the end of a token array."""
 
 LONGEST = 10_000
 """The most bytes of a header; numpy has the same limit."""
@@ -79,7 +79,7 @@ def _short(error: Exception) -> str:
 
 
 def _ends(document: Document, opened: BinaryIO) -> bytes:
-    """Return the first and the last bytes of a document's tokens; an older release hashed only these."""
+    """Return the first and the last ``ENDS`` bytes of a document's tokens. An older release hashed no other tokens."""
     size = document.tokens * int(document.dtype[-1])
     count = min(ENDS, size)
     return read_at(opened, document.offset, count) + read_at(opened, document.offset + size - count, count)

@@ -52,7 +52,7 @@ class Tree(NamedTuple):
         return depths
 
     def ends(self) -> list[int]:
-        """Return the end (exclusive) of each segment's subtree."""
+        """Return the end (exclusive) of each segment's subtree, as an index of a token in the row."""
         ends = list(accumulate(self.lengths))
         for segment in reversed(range(len(ends))):
             parent = self.parents[segment]

@@ -39,7 +39,7 @@ SNAP = 64
 """Largest number of tokens by which a cut may move to the edge of a document."""
 
 MOST_WHOLE = 4
-"""Largest number of whole items (see ``_Item``) that a rank may take from the costly end, so that no item is cut there."""
+"""Largest number of whole items that a rank may take from the costly end of ``_Remaining.items``, to avoid a cut there."""
 
 SLACK = 0.004
 """Largest relative deviation of a rank's cost from an equal share, accepted if fewer documents are cut."""
@@ -105,9 +105,10 @@ def layout_of_ids(ids: Any, ranks: int) -> BalancedLayout:
 def layout_of_stretches(
     rows: Sequence[Sequence[tuple[int, int]]], length: int, ranks: int, mask: Band | Mapping[Band, float] | None = None
 ) -> BalancedLayout:
-    """Assign the documents of batch rows of ``length`` tokens to ranks, as ``layout_of_ids`` does.
+    """Assign the documents of batch rows of ``length`` tokens to ranks, and return the layout.
 
-    ``rows``: for each row the (document id, tokens) of its stretches of equal ids, in order. ``mask``: as in ``balanced_layout``.
+    ``rows``: for each row the (document id, number of tokens) of its stretches of equal ids, in order. Negative ids are padding,
+    as in ``layout_of_ids``. ``mask``: the mask inside a document, or masks with costs, as in ``balanced_layout``.
     """
     documents = []
     for row in rows:
@@ -124,11 +125,11 @@ class RankWork(NamedTuple):
     pairs: float
     """Cost of the visible pairs of the rank's queries: their number, if each pair costs 1."""
     remote: int
-    """Number of keys of other ranks that the rank's queries see; these keys travel to it."""
+    """Number of keys of other ranks that the rank's queries see; these keys travel to the rank."""
 
 
 def work_of(packed: PackedDocuments, rank: tuple[Run, ...]) -> RankWork:
-    """Return the cost of the visible pairs of a rank's queries, and the number of keys that they see on other ranks.
+    """Return the cost of the visible pairs of a rank's queries, and the number of keys that the queries see on other ranks.
 
     ``rank``: the runs of the rank.
     """

@@ -25,7 +25,7 @@ GATHERED, EXCHANGED = 1.12, 1.50
 ("ulysses"): measured on two H200s."""
 
 EXCHANGE = 6
-"""Number of launches with which PyTorch reorders arrays before an exchange of heads, and again after it: time on the host."""
+"""Number of PyTorch launches that reorder arrays before an exchange of heads, and again after it. Each takes time on the host."""
 
 
 def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
@@ -44,7 +44,7 @@ def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
 def memory(name: str, load: Load, group: int = 0) -> int:
     """Return the largest number of bytes that a strategy holds in the backward, besides a rank's q, k, v, out and gradients.
 
-    ``group``: as in ``seconds``.
+    ``group``: ranks per group of "ulysses", or per host of "two_level".
     """
     keys, gradients = load.kv * load.item, load.kv * load.wide
     ranks = load.plan.ranks
@@ -70,8 +70,8 @@ def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: b
     """Schedule the steps of a ring; each step sends its keys to the next rank while it computes.
 
     A backward step first waits for the gradients of its keys from the previous rank. ``works``: the work of each step. ``kv``:
-    elements of the keys that travel. ``crosses``: whether hops cross between hosts. ``home``: whether a last hop returns the
-    gradients to their owners. ``slower``: factor of the time of the backward's matrix products.
+    number of elements of k and v in a hop. ``crosses``: whether hops cross between hosts. ``home``: whether a last hop returns
+    the gradients to their owners. ``slower``: factor of the time of the backward's matrix products.
     """
     line, load = run.line, run.load
     travelling: float | None = None
@@ -87,7 +87,7 @@ def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: b
 
 
 def _two_way(run: Pass, group: int) -> None:
-    """Schedule "two_way": alternate between the two directions of the ring.
+    """Schedule the strategy "two_way": alternate between the two directions of the ring.
 
     Keys and gradients of one direction travel while the GPU computes a step of the other direction.
     """
@@ -113,7 +113,10 @@ def _two_way(run: Pass, group: int) -> None:
 
 
 def _gather(run: Pass, group: int) -> None:
-    """Schedule "gather": gather all keys before the only step; in the backward, send all gradients to their owners after it."""
+    """Schedule the strategy "gather": gather all keys before the only step.
+
+    In the backward, send all gradients to their owners after that step.
+    """
     line, load = run.line, run.load
     ranks = load.plan.ranks
     across = (load.plan.ranks - load.local) / load.local  # each shard comes to a host once, over one of its links
@@ -133,7 +136,7 @@ def _head_split_of(load: Load, group: int) -> HeadSplit:
 
 
 def _ulysses(run: Pass, group: int) -> None:
-    """Schedule "ulysses": exchange heads for tokens inside a group before and after the steps of a ring of groups."""
+    """Schedule the strategy "ulysses": exchange heads for tokens inside a group, before and after a ring of groups."""
     line, load, plan = run.line, run.load, run.load.plan
     head_split, across = _head_split_of(load, group), load.host_ranks < group
     kv = load.kv * head_split.copies / group
@@ -171,7 +174,7 @@ def _group_pairs(run: Pass, shift: int, group: int) -> int:
 
 
 def _two_level(run: Pass, group: int) -> None:
-    """Schedule "two_level": run a ring inside each host while its keys cross to the next host.
+    """Schedule the strategy "two_level": run a ring inside each host while its keys cross to the next host.
 
     In the backward, the gradient sums of the previous inner ring also cross to the next host.
     """
@@ -210,7 +213,9 @@ AHEAD = {"pull": 2, "push": 3}
 
 
 def _peers(name: str, run: Pass, group: int) -> None:
-    """Schedule "pull" or "push": a copy engine brings whole shards straight from their owners, up to ``AHEAD`` steps early.
+    """Schedule the strategy "pull" or "push": a copy engine brings whole shards straight from their owners.
+
+    Each shard is copied up to ``AHEAD`` steps early.
 
     In the backward the copy engine also sends the gradients of a step to the owner of the keys. The owner adds them after its
     next step.

@@ -44,7 +44,7 @@ class Slice(NamedTuple):
 
     @property
     def even_firsts(self) -> tuple[int, ...]:
-        """Return the first token of each owner's slice if every slice is extended to ``longest`` tokens."""
+        """Return the index of the first token of each owner's slice if every slice is extended to ``longest`` tokens."""
         return tuple(min(first, self.end - self.longest) for first in self.firsts)
 
     def meets(self, after: Slice) -> bool:
@@ -59,7 +59,7 @@ class Slice(NamedTuple):
 
 @dataclass(frozen=True)
 class DirectPlan(RingPlan):
-    """The plan of "direct": each owner sends keys straight to the ranks whose queries see them."""
+    """The plan of the strategy "direct": each owner sends keys straight to the ranks whose queries see these keys."""
 
     def slices(self, shift: int) -> tuple[Slice, ...]:
         """Return the slices that each owner sends to the rank ``shift`` ranks after it, in shard order."""
@@ -108,8 +108,8 @@ def _run(length: int, start: int, stride: int) -> Run:
 def visible_keys(queries: Run, keys: Run, mask: Band) -> tuple[int, int]:
     """Return the local indices [first, end) of the keys that some query sees; (0, 0) if no query sees a key.
 
-    Between runs of equal stride the mask is ``lo <= i - j <= hi`` in local indices. Therefore some query i sees key j if
-    ``max(0, j + lo) <= min(queries - 1, j + hi)``, which means ``-hi <= j <= queries - 1 - lo``.
+    Between runs of equal stride the mask is ``lo <= i - j <= hi`` in local indices. Let there be n queries. Some query i sees
+    key j if ``max(0, j + lo) <= min(n - 1, j + hi)``, which means ``-hi <= j <= n - 1 - lo``.
     """
     band = mask.onto(queries, keys)
     if queries.length == 0 or (band.lo is not None and band.hi is not None and band.lo > band.hi):

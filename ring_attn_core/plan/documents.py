@@ -64,10 +64,10 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, documents: Any, mask: Any = None, pair_cost: PairCost | None = None) -> PackedDocuments:
-        """Check the arguments of a caller, and return them as a record.
+        """Return the record of the arguments. Raise ValueError if a length, a mask or a cost is invalid.
 
-        ``mask``: a Band, or a mapping of Bands to costs; None is ``causal()``. Raise ValueError if a length, a mask or a cost is
-        invalid.
+        ``documents``: lengths, as in :func:`document_rows`. ``mask``: a Band, or a mapping of Bands to costs; None is
+        ``causal()``.
         """
         weighted = dict(mask) if isinstance(mask, Mapping) else {causal() if mask is None else mask: 1}
         for band, cost in weighted.items():

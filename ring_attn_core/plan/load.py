@@ -32,7 +32,7 @@ class Load:
     """The sizes that determine the time of a call.
 
     ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
-    host, 0 if unknown. ``share``: visible pairs divided by the mask's pairs, below 1 for packed documents of known lengths.
+    host, 0 if unknown. ``share``: visible pairs divided by pairs under the mask alone, below 1 for documents of known lengths.
     ``extents``: whether queries have extents. ``peer_access``: whether the ranks can copy from and to the memory of each other's
     GPUs. ``needed``: the plan of "direct" in a balanced layout, None if "auto" may not take it. ``even``: whether all ranks
     send equally many keys under the plan ``needed``, as in JAX.
@@ -87,7 +87,7 @@ class Load:
         return {}
 
     def area(self, rank: int, shift: int) -> int:
-        """Return the number of visible pairs of a rank at a shift, cached."""
+        """Return the number of visible pairs of a rank at a shift, cached; an estimate if ``needed`` is set."""
         known = self._areas.get((rank, shift))
         if known is None:
             known = self._areas[rank, shift] = self.plan.area(rank, shift) if self.needed is None else self._part(rank, shift)
@@ -104,7 +104,10 @@ class Load:
 
     @cached_property
     def needed_share(self) -> float:
-        """Return the keys that the busiest rank receives or sends under ``needed``, divided by those that a ring brings to it."""
+        """Return the number of keys that the busiest rank receives or sends under ``needed``, as a share of a ring's.
+
+        A ring brings a rank one key shard for each hop.
+        """
         assert self.needed is not None
         return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)
 
@@ -145,7 +148,7 @@ class Load:
         return machine.forward_rate * min(1.0, (self.head_dim + 64) / 192)
 
     def backward_rate(self, machine: Machine) -> float:
-        """Return the floating-point operations per second of the backward. It falls linearly below a head dim of 128.
+        """Return the floating-point operations per second of the backward. The rate falls linearly below a head dim of 128.
 
         Head dims above 128 need two passes with together 7 matrix products instead of 5.
         """

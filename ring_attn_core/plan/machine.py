@@ -164,8 +164,9 @@ H200 = Machine(
     copies=2.5e12,
     memory=141e9,
 )
-"""An H200 in a host with two to eight GPUs on NVLink. The links of 4 and 8 ranks were measured without kernels; the rates come
-from rings without transfers and from single launches; all other fields are fitted to calls on two GPUs (benchmarks/simulate).
+"""An H200 in a host with two to eight GPUs on NVLink. The links of 4 and 8 ranks were measured without kernels. The forward and
+backward rates come from rings without transfers and from single launches. All other fields except nominal ones are fitted to
+calls on two GPUs (benchmarks/simulate).
 ``network`` and ``network_latency`` are nominal: 400 Gb/s for each GPU, 9 tenths of it data."""
 
 H100 = replace(

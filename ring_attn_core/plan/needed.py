@@ -125,7 +125,7 @@ class NeededPlan(RingPlan):
         return (0, 1) if any(self._received) else (0,)
 
     def rows(self, rank: int, shift: int) -> Rows:
-        """Return the ``Row`` of each (query run, key run) pair: with own keys at shift 0, with received keys at shift 1."""
+        """Return, as ``[q_runs][k_runs]``, the ``Row`` of each pair of runs: own keys at shift 0, received keys at shift 1."""
         if shift == 0:
             return super().rows(rank, 0)
         return recent_rows(self.q_runs[rank], self.arrived_runs(rank), self.band, self.q_slot, self.capacity(rank))

@@ -41,7 +41,7 @@ class RingPlan:
     global lengths in tokens; the rest of the shards is padding. Padding keys are masked; padding queries have out 0, lse -inf.
 
     ``steps``: the shifts of the steps, 0 first; None: every shift at which the mask lets some rank see a key. A caller that
-    leaves out other shifts must mask their keys by extents or a key mask.
+    leaves out such a shift must hide the keys of that shift by extents or a key mask.
 
     Defaults: ``kv_local = seq_local``; ``length = seq_local * ranks``; ``kv_length = length`` if both shards are equally long,
     else ``kv_local * ranks``. Raise ValueError if these do not fit together.
@@ -87,7 +87,10 @@ class RingPlan:
                 )
 
     def _take_lengths_of(self, layout: BalancedLayout) -> None:
-        """Use a balanced layout's lengths as defaults. Raise ValueError if ranks, shards or lengths differ from the layout's."""
+        """Set ``length`` and ``kv_length`` to the length of a balanced layout if they are None.
+
+        Raise ValueError if ranks, shards or lengths differ from the layout's.
+        """
         for name in ("length", "kv_length"):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, layout.length)

@@ -16,7 +16,7 @@ from .machine import Machine
 
 @dataclass
 class Timeline:
-    """The predicted seconds from the start of a call until the host, the GPU, the queue and the copy engine are free.
+    """The predicted seconds from the start of a call until the host, GPU, queue of transfers and copy engine are free.
 
     ``ranks``: number of ranks of a host that send at the same time. ``host_step``: the host's time to start a step.
     """

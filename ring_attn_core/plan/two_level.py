@@ -29,7 +29,7 @@ class TwoLevel:
 
     Keys go round an inner ring inside each host, and from host to host on an outer ring.
 
-    ``ranks`` divides the ranks of the ring. Raise ValueError if it is not an int of at least 1.
+    ``ranks`` must divide the number of ranks of the ring. Raise ValueError if it is not an int of at least 1.
     """
 
     ranks: int

@@ -15,7 +15,7 @@ class Ulysses:
 
     Ranks exchange heads for tokens inside a group, and keys go round a ring of groups.
 
-    ``ranks`` divides the ranks of the ring and the query heads. Raise ValueError if it is not an int of at least 1.
+    ``ranks`` must divide the numbers of ranks of the ring and of query heads. Raise ValueError if it is not an int of at least 1.
     """
 
     ranks: int

@@ -56,8 +56,9 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 
     The choice is "ring" if no keys travel or no times are predicted (``_unpredictable``). Otherwise it is the fastest candidate
     within the limits ROOM (memory), GAIN, JOINED_GAIN and MARGIN (time). In a balanced layout the only other candidate is
-    "direct". It must stay within the limit HALF; then it is also the choice if no times are predicted. ``machine``: the measured
-    speed of the machine, None if not measured. ``backend``: the option of the call. ``device``: kind of the device.
+    "direct", if ``load.needed`` is set and within the limit HALF; then it is also the choice if no times are predicted.
+    ``machine``: the measured speed of the machine, None if not measured. ``backend``: the option of the call. ``device``: kind of
+    the device.
     """
     ring = lambda why: Choice("ring", why, {})
     if not load.plan.travels:
@@ -86,8 +87,8 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
     """Yield the strategies that "auto" compares for a call, "ring" first. In a balanced layout only "direct" follows.
 
-    Strategies that cannot run the call are left out, and with extents those in JOINED. "push" and "pull" are left out if
-    ``without_peers`` gives a reason. The records Ulysses and TwoLevel group the ranks of each host.
+    Strategies that cannot run the call are left out, and so are those in JOINED if the call has extents. "push" and "pull" are
+    left out if ``without_peers`` gives a reason. The records Ulysses and TwoLevel group the ranks of each host.
     """
     if load.needed is not None:
         yield from ("ring", "direct")

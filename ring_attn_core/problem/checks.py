@@ -15,7 +15,7 @@ LEAST_CAP, LARGEST_CAP = 1e-18, 1e30
 """Bounds of softcap. Beyond them score / softcap may overflow or become subnormal in float32."""
 
 LARGEST_SCALE = 1e18
-"""Largest magnitude of scale. With a greater one score / softcap may overflow in float32."""
+"""Largest magnitude of scale. With a greater scale, score / softcap may overflow in float32."""
 
 
 def check_scale(scale: Any) -> None:
@@ -112,7 +112,8 @@ def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_
 def check_key_extents(key_extents: Any, k_runs: Iterable[tuple[int, int, int, int]], length: int) -> None:
     """Raise ValueError if a key extent (first, end) has first > end or reaches beyond the ``length`` queries.
 
-    Arguments as in ``check_extents``, with queries and keys exchanged.
+    ``key_extents``: a shard [batch, kv_local, 2] of numpy or torch, in int64. ``k_runs``: the runs of the shard, (base, length,
+    start, stride).
     """
     _check_intervals("key_extents", key_extents, k_runs, ("key", "query", "length"), length)
 
@@ -143,8 +144,8 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
     A run of None means the whole block, from position 0.
 
-    Raise ValueError if an argument is not a Run, a stride is below 1, or the strides differ. Raise it also if an untraced start is
-    negative, an untraced length exceeds the block, or a position is not below 2^30.
+    Raise ValueError if an argument is not a Run, a stride is below 1, or the strides differ. Raise it also if an untraced start
+    is negative, an untraced length exceeds the block, or a position is not below 2^30.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):

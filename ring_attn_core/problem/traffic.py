@@ -17,7 +17,7 @@ from .problem import Problem
 
 
 class Traffic(NamedTuple):
-    """The messages and bytes that one rank sends, equal on all ranks except with "direct".
+    """The messages and bytes that one rank sends, equal on all ranks except with the strategy "direct".
 
     All data sent to one rank at one time is one message; an all-gather of an array is one message to each other rank.
     """
@@ -93,7 +93,7 @@ def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of "direct" that ``rank`` sends, as (forward, backward).
+    """Return the traffic of the strategy "direct" that ``rank`` sends, as (forward, backward).
 
     The forward sends slices of keys. The backward sends these slices again, and the gradients of the received slices. In JAX
     array sizes are static: a nonempty slice is extended by neighboring keys to the length of the longest slice of the same run
@@ -117,7 +117,7 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 
 
 def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of "direct" in a balanced layout that ``rank`` sends, as (forward, backward).
+    """Return the traffic of the strategy "direct" in a balanced layout that ``rank`` sends, as (forward, backward).
 
     The forward sends to each other rank the keys that its queries see. The backward sends these keys again, and the gradients of
     received keys to their owners. A key mask travels as 1 byte a key. In JAX each rank sends ``most_tokens`` keys to each other
@@ -137,7 +137,7 @@ def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Tra
 
 
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of "ring" as (forward, backward).
+    """Return the traffic of the strategy "ring", or of the ring of groups of "ulysses", as (forward, backward).
 
     Each hop sends keys, and in the backward also their gradients. If needed, a last hop sends the gradients to their owner. With
     joined shards, one message holds the keys of all joined shards.
@@ -184,7 +184,7 @@ def _ulysses(problem: Problem) -> tuple[Traffic, Traffic]:
 
 
 def _two_level(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of "two_level" as (forward, backward), each summed over transfers inside and between hosts."""
+    """Return the traffic of the strategy "two_level" as (forward, backward), inside and between hosts together."""
     plan, sizes = problem.steps, SentSizes(problem, 0, problem.k_shape[2])
     assert isinstance(plan, TwoLevelPlan)
     rings = plan.inner_rings
