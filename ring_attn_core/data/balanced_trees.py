@@ -13,7 +13,7 @@ Prompts of 6, 4 and 8 tokens (A, D, G), each with two completions, over 4 ranks 
 A query costs one pair for each token on its path from the root, itself included. The keys of a subtree are visible only inside
 it. So each subtree of at most a shard is one item, and a larger one is divided into its first segment and the subtrees below.
 ``plan/balanced.py`` assigns these items to ranks, as it assigns documents. It expects that the cost of a query rises within an
-item, which is true of a segment, but not of a subtree. If the ranks are then out of balance, each segment is an item.
+item, which is true of a segment, but not of a subtree. If the ranks are then out of balance, each segment is tried as an item.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template of {self._files.path} is no Jinja ({error}): mend it") from error
 
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
-        """Return (text, spans) of a chat. The spans are those of the assistant's parts, in order; None if ``parts`` is False.
+        """Return (text, spans) of a chat. The spans are those of the assistant's parts, in order; None without ``parts=True``.
 
         Raise ValueError if the chat is not a list of messages, or if its tools or tool calls are invalid. Raise it also if the
         template refuses the chat or leaves out its tools or tool calls, or if the assistant's parts cannot be located.

@@ -54,7 +54,7 @@ class TokenizedDocuments(NamedTuple):
 
     documents: tuple[Document, ...]
     digest: str
-    """Digest of the documents' names and tokens in order. Of token arrays only sampled blocks are hashed."""
+    """Digest of the documents' names and tokens in order. For token arrays only sampled blocks of tokens are hashed."""
     vocab: int | None
     """One more than the largest possible id; None if unknown."""
     former: str | None = None

@@ -1,14 +1,14 @@
-"""The check that each token of a shard is at a position that its extent allows. It finds a call whose layout is not its shard's.
+"""The check that each token of a shard is at a position that its extent allows. It finds most calls with a wrong layout.
 
-A query sees keys of its own document, so under a causal mask its extent begins at or before it. Documents of 3 and 5 tokens,
-dealt to 2 ranks in a balanced layout, and taken for zigzag:
+A query sees keys of its own document, so under a causal mask the extent of a query begins at or before the query. Documents of 3
+and 5 tokens, dealt to 2 ranks in a balanced layout, and taken for zigzag:
 
     rank 0 holds      0  1  2  3         rank 1 holds      4  5  6  7
     extents begin     0  0  0  3         extents begin     3  3  3  3
     zigzag says       0  1  6  7         zigzag says       2  3  4  5        an extent begins at 3, its query would be at 2
 
-Positions that are exchanged within documents go unnoticed. A token of a prefix tree lies inside its own key extent as well, so
-there every exchange is noticed.
+Positions that are exchanged within documents go unnoticed. In a prefix tree the key extent of a token begins at the token, so
+every exchange is noticed.
 """
 
 from __future__ import annotations

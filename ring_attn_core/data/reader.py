@@ -1,6 +1,7 @@
 """A reader of documents' tokens that detects changed files and counts the bytes that a rank reads.
 
-It reads only the tokens of this rank's shard, and in a striped layout the tokens between them. numpy is imported on first use.
+The reader reads only the tokens and labels of this rank's shard, and in a striped layout the tokens between them. numpy is
+imported on first use.
 """
 
 from __future__ import annotations

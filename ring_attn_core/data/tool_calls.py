@@ -24,8 +24,8 @@ class ChatRow(NamedTuple):
 def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
     """Return the tools of a row as a list of dicts, or None for a chat without tools.
 
-    ``value``: a list of dicts, its JSON text, or None. Raise ValueError for any other value. ``where``: file and row, the first
-    words of the error.
+    ``value``: a list of dicts, its JSON text, or None; if it is not one of these, raise ValueError. ``where``: file and row, the
+    first words of the error.
     """
     tools = value
     if isinstance(value, str):

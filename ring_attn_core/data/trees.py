@@ -7,8 +7,8 @@ A prompt of 4 tokens with two completions, the second of which forks again:
     end         11         7        11    10      11          the end of the segment's subtree, exclusive
     position     0 1 2 3    4 5 6    4     5 6    5           counted along the path from the root
 
-A token sees its ancestors. In this order a subtree is an interval, so key j is seen by the queries j <= i < end: its *key extent*
-[j, end). numpy is imported on first use.
+A token sees itself and its ancestors. In this order a subtree is an interval, so key j is seen by the queries j <= i < end: its
+*key extent* [j, end). numpy is imported on first use.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ AHEAD = {"pull": 2, "push": 3}
 def _peers(name: str, run: Pass, group: int) -> None:
     """Schedule the strategy "pull" or "push": a copy engine brings whole shards straight from their owners.
 
-    Each shard is copied up to ``AHEAD`` steps early.
+    Each shard is copied up to ``AHEAD[name]`` steps before its own step.
 
     In the backward the copy engine also sends the gradients of a step to the owner of the keys. The owner adds them after its
     next step.

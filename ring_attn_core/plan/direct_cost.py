@@ -1,4 +1,4 @@
-"""The schedules of "direct" in the cost model: slices of keys at each step, or one exchange in a balanced layout."""
+"""The schedules of the strategy "direct" in the cost model: slices of keys at each step, or one exchange in a balanced layout."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, documents: Any, mask: Any = None, pair_cost: PairCost | None = None) -> PackedDocuments:
-        """Return the record of the arguments. Raise ValueError if a length, a mask or a cost is invalid.
+        """Return the arguments as PackedDocuments. Raise ValueError if a length, a mask or a cost is invalid.
 
         ``documents``: lengths, as in :func:`document_rows`. ``mask``: a Band, or a mapping of Bands to costs; None is
         ``causal()``.

@@ -104,7 +104,7 @@ class Load:
 
     @cached_property
     def needed_share(self) -> float:
-        """Return the number of keys that the busiest rank receives or sends under ``needed``, as a share of a ring's.
+        """Return the share of a ring's keys that the busiest rank receives or sends under the plan ``needed``.
 
         A ring brings a rank one key shard for each hop.
         """

@@ -1,6 +1,6 @@
 """Files that hold the records of measured machines, in the user's cache folder; and the number of ranks on each host.
 
-``ring-attn doctor --measure`` writes a file for each framework and kind of device; ``strategy="auto"`` on GPUs reads it.
+``ring-attn doctor --measure`` writes a file for each framework and kind of device; ``strategy="auto"`` on GPUs reads this file.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Problem:
 
     @property
     def _needed(self) -> NeededPlan | None:
-        """Return the plan of the strategy "direct" in a balanced layout if it surely sends every visible key, else None."""
+        """Return the plan of the strategy "direct" in a balanced layout if it is known to send every visible key, else None."""
         layout, limited = self.options.layout, self._has("extents")
         if not isinstance(layout, BalancedLayout) or self.traced_layout or self.options.steps is not None:
             return None

@@ -37,7 +37,7 @@ def check_strategy(strategy: Any) -> None:
 
 
 def read_strategy(text: str) -> Strategy:
-    """Return the strategy of which ``text`` is the ``str``, such as ``ring`` or ``Ulysses(ranks=2)``. A name is not checked."""
+    """Return the strategy with ``str(strategy) == text``, such as "ring" or Ulysses(ranks=2). A name is not checked."""
     found = re.fullmatch(r"(\w+)\(ranks=(\d+)\)", text)
     makes = {record.__name__: record for record in RECORDS.values()}
     return makes[found[1]](ranks=int(found[2])) if found else text
