@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 SPAN = 16
-"""Number of positions in a span. Spans begin at multiples of 16, and each Philox counter serves positions of one span only."""
+"""Length of the aligned spans of token positions: 0 to 15, 16 to 31, ... A Philox counter serves one span of queries and keys."""
 
 ROUNDS = 7
 KEY_ROUNDS = 10
@@ -128,7 +128,7 @@ def seed_words(seed: Any) -> tuple[Any, Any]:
 def keep_mask(seed: int, rate: float, batch: int, heads: int, q_pos: Any, k_pos: Any, offset: tuple[int, int] = (0, 0)) -> Any:
     """Return the dropout mask as numpy bool [batch, heads, queries, keys]; True keeps a probability.
 
-    This is the reference: every backend must compute the same mask.
+    Every backend must compute the mask that this reference returns.
 
     ``q_pos`` [queries] and ``k_pos`` [keys] are global positions; ``offset`` is the global index of the first batch row and head.
     """

@@ -45,8 +45,8 @@ def identity(place: str | Path | int) -> Identity:
 def open_file(path: str | Path) -> BinaryIO:
     """Open a regular file for unbuffered reading. A FIFO without a writer does not block.
 
-    Raise ValueError, naming the path, if it is a folder, FIFO, socket, device or loop of symbolic links. Raise OSError as
-    ``open`` does if the file is missing or not readable.
+    Raise ValueError, naming the path, if it is a folder, FIFO, socket or device, or if ``stat`` fails, as for a loop of symbolic
+    links. Raise OSError, as ``open`` does, if the file is missing or not readable.
     """
     check_regular(path)
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
@@ -59,7 +59,7 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def check_regular(path: str | Path) -> None:
-    """Raise ValueError, naming the path, if it is not a regular file or ``stat`` fails. A missing file is accepted."""
+    """Raise ValueError, naming the path, if the file is not regular or ``stat`` fails. A missing file is accepted."""
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError:

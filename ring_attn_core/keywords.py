@@ -26,7 +26,7 @@ ELSEWHERE = {
     "softmax_scale": "scale",
     "logits_soft_cap": "softcap",
 }
-"""Keywords of other attention functions, each with its equivalent here."""
+"""Keywords of other libraries' attention functions, each with the equivalent argument of this library."""
 
 
 def named_keywords(function: Callable[P, T]) -> Callable[P, T]:

@@ -58,7 +58,7 @@ MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "slidin
 
 
 def check_mask(mask: Any) -> None:
-    """Raise ValueError if ``mask`` is not a ``Band``. For an array the message names the argument to use instead."""
+    """Raise ValueError if ``mask`` is not a ``Band``. The message names the arguments ``key_mask`` and ``extents``."""
     if isinstance(mask, Band):
         return
     raise ValueError(

@@ -1,4 +1,4 @@
-"""Decorators that cache frozen records and their hashes, because every call of an op looks records up."""
+"""Caches of frozen records and of their hashes, because every call of an op looks records up."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 HASH = "_hash"
 MOST_KNOWN = 1024
-"""The largest number of problems in a cache. Each batch of documents in a balanced layout makes a problem of some 100 KB."""
+"""Largest number of entries of a cache by problem. In a balanced layout each batch makes a problem of some 100 KB."""
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
-    """Cache the records that ``make`` returns in an LRU cache of 4096 entries, by the arguments and their types.
+    """Cache the records that ``make`` returns, in an LRU cache of 4096 entries. The key is the arguments and their types.
 
-    If an argument cannot be hashed, ``make`` is called without the cache, so that the record's own checks raise the error.
+    If an argument cannot be hashed, call ``make`` without the cache, so that the record's own checks raise the error.
     """
     known = lru_cache(maxsize=4096, typed=True)(make)
 
@@ -31,7 +31,7 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def add_newest(known: dict[T, Any], record: T, value: Any = None, most: int | None = None) -> None:
-    """Map ``record`` to ``value`` in the dict ``known``. Remove the oldest of more than ``most`` records; None: MOST_KNOWN."""
+    """Set ``known[record] = value``. Then, if ``known`` has more than ``most`` keys (None: MOST_KNOWN), remove the oldest."""
     known[record] = value
     if len(known) > (most or MOST_KNOWN):
         del known[next(iter(known))]

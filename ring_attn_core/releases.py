@@ -14,7 +14,7 @@ TRIED = {
     "transformers": ((5, 13), (5, 23), (5, 24)),
     "triton": ((3, 6), (3, 7), (3, 9)),
 }
-"""Releases (major, minor) of each package that pass the tests, in ascending order. Add one after a run with it."""
+"""Releases (major, minor) of each package that pass the tests, in ascending order. Add a release once it passes."""
 
 
 _looked_at: set[str] = set()

@@ -98,10 +98,10 @@ def _pairs_up_to(lag: int, queries: int, keys: int) -> int:
 class Row(NamedTuple):
     """The integers that a kernel reads for one (query run, key run) pair. Each field is an int or an array.
 
-    ``lo``, ``hi``: the band in local indices ``i - j``, clamped to the slots (``lo > hi``: nothing is visible). ``q_base``,
-    ``q_len``, ``q_start``: the query run's offset in its shard, number of tokens without padding, and first position. ``k_base``,
-    ``k_len``, ``k_start``: the same three numbers of the key run. ``stride``: distance between consecutive positions of both
-    runs. ``shard``: index of the shard within the k/v array; 0 if the array holds one shard.
+    ``lo``, ``hi``: the band ``lo <= i - j <= hi`` of local indices, clamped by :func:`row`; if ``lo > hi``, nothing is visible.
+    ``q_base``, ``q_len``, ``q_start``: the query run's offset in its shard, number of tokens without padding, and first position.
+    ``k_base``, ``k_len``, ``k_start``: these three numbers of the key run. ``stride``: distance between consecutive positions of
+    both runs. ``shard``: index of the shard within the k/v array; 0 if the array holds one shard.
     """
 
     lo: Any
@@ -119,8 +119,8 @@ class Row(NamedTuple):
 def row(q_run: Any, k_run: Any, band: Band, q_slot: int, k_slot: int, shard: int = 0) -> Row:
     """Return the :class:`Row` of a query run and a key run, each a tuple ``(base, length, start, stride)``.
 
-    ``q_slot``, ``k_slot``: tokens of a query slot and of a key slot, to which the band is clamped. The numbers of a run may be
-    Python ints or arrays that broadcast (numpy, jnp, torch). In JAX the rank is traced, and so is each field that depends on it.
+    ``q_slot``, ``k_slot``: lengths of the two runs, padding included. The band is clamped to ``-k_slot .. q_slot``. The numbers
+    of a run may be Python ints or arrays that broadcast (numpy, jnp, torch). In JAX they may depend on a traced rank.
     """
     q_base, q_len, q_start, stride = q_run
     k_base, k_len, k_start, _ = k_run

@@ -56,7 +56,7 @@ class Sampling:
 
     ``temperature`` 0 takes the most probable token. ``top_k`` and ``top_p`` restrict the draw to the most probable tokens; None
     allows all tokens. Each of the three may be a list or a 1-D array with a value for each request; it is stored as a tuple.
-    Raise ValueError if a number is out of range, or if ``top_k`` or ``top_p`` is set at ``temperature`` 0.
+    Raise ValueError if a number is out of range, or if ``top_k`` or ``top_p`` has no effect because the temperature is 0.
     """
 
     temperature: Any = 0.0
@@ -164,12 +164,12 @@ def check_drawn(logits: Any, sampling: Sampling, requests: Any, positions: Any) 
 
 
 def number_words(numbers: Any) -> Any:
-    """Return a list of integers with each reduced to its low 32 bits. Return an array unchanged."""
+    """Reduce each integer of a list or tuple to its low 32 bits. Return an array unchanged."""
     return [int(x) & WORD for x in numbers] if isinstance(numbers, list | tuple) else numbers
 
 
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
-    """Return 32 random bits for each (request, position, token) triple.
+    """Return 32 random bits, as an integer, for each (request, position, token) triple.
 
     ``seed``: the lower and upper 32 bits of the seed. ``philox``: the arguments ``multiply`` and ``word`` of ``philox4x32``. The
     other arguments are integers below 2^32 that broadcast. The Philox key of a (request, position) pair is one word, so the

@@ -39,7 +39,7 @@ def as_number(x: Any) -> Any:
 
 
 def hold_numbers(record: Any, names: Iterable[str]) -> None:
-    """Replace NumPy scalars in the named fields of a frozen record by Python numbers.
+    """Replace NumPy scalars in the named fields of a frozen record by Python numbers, in place.
 
     Records with equal numbers then compare and hash alike.
     """
@@ -69,7 +69,7 @@ def number_in_words(x: Any) -> str:
 
 
 def counts_of(name: str, values: Any) -> tuple[int, ...]:
-    """Return ``values`` as a tuple of ints. Raise ValueError if they are not a tuple or list of integers."""
+    """Return ``values`` as a tuple of ints. Raise ValueError, naming ``name``, if they are not a tuple or list of integers."""
     counts = tuple(map(as_number, values)) if isinstance(values, tuple | list) else None
     if counts is None or not all(isinstance(x, int) and not isinstance(x, bool) for x in counts):
         got = in_words(values) if counts is None else f"({', '.join(map(number_in_words, counts))})"

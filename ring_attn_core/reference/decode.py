@@ -1,4 +1,4 @@
-"""Reference decoding in numpy: attention of a few queries over a cache whose slots are in any order."""
+"""Reference decoding in numpy: attention of a few queries over a cache whose tokens are stored in any order."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .oracle import Array, rounding
 class DecodeFeatures(NamedTuple):
     """The optional arguments of ``tree_attention_decode`` that change scores or visibility.
 
-    ``tree_mask``: bool [batch, queries, queries]. ``window``: in positions. ``sinks``, ``alibi_slopes``: [heads]. ``k_scale``,
-    ``v_scale``: [kv_heads], factors of k and of v.
+    ``tree_mask``: bool [batch, queries, queries]; True if the first query sees the second. ``window``: number of positions before
+    itself that a query sees. ``sinks``, ``alibi_slopes``: [heads]. ``k_scale``, ``v_scale``: [kv_heads], factors of k and of v.
     """
 
     tree_mask: Array | None = None
@@ -53,8 +53,8 @@ def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, win
     """Return whether each query sees each slot, bool [batch, queries, slots], and the lags, int of the same shape.
 
     The lag is the position of the query minus the position of the key. With ``tree_mask``, bool [batch, queries, queries], the
-    queries are nodes of a tree, stored in slots with consecutive positions. The lag then uses the position of node 0 plus the
-    depth of the node as the node's position. The depth of a node is the number of its ancestors, the other nodes that it sees.
+    queries are nodes of a tree with consecutive ``q_positions``. For lags, a node's position is that of node 0 plus the number of
+    ancestors of the node (the other nodes that it sees).
     """
     i, j = (x.astype(np.int64) for x in (q_positions[:, :, None], k_positions[:, None, :]))
     if tree_mask is None:

@@ -37,7 +37,7 @@ def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
     Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b batch, s tokens, h/g query/kv heads, d/e
     head dim of q and k / of v. Query head h reads kv head h // (heads / kv_heads). A query that sees no key in any pattern has
-    out 0, lse -inf and no gradient.
+    out 0, lse -inf and gradient 0.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     at_once = lambda counts: counts.sum(0, keepdims=True)
@@ -56,7 +56,7 @@ def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 def patterns(call: DilatedFeatures, heads: int, queries: Array, keys: Array) -> Array:
     """Return int8 [patterns, heads, queries, keys]: 1 if the pattern allows the pair in this head, before mask and key mask.
 
-    ``queries``, ``keys``: their positions. With mixing="heads" a head uses only one pattern, and the others allow no pair.
+    ``queries``, ``keys``: 1-D int arrays of positions. With mixing="heads" a head uses one pattern; the others allow no pair.
     """
     n, i, j = len(call.segments), queries[:, None], keys
     counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
@@ -121,7 +121,7 @@ def _attention(
 
 
 def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
-    """Return probabilities and lse with each key counted ``count`` times; 0 and -inf if all counts are 0."""
+    """Return probabilities, and lse [..., 1], with each key counted ``count`` times; 0 and -inf if all counts are 0."""
     scores = np.where(count > 0, scores, -np.inf)
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)

@@ -22,7 +22,7 @@ Array = np.ndarray
 Arrays = dict[str, Array]
 
 EPS = 1e-6
-"""The eps of RMSNorm: the default of the layers."""
+"""The eps of RMSNorm, equal to the default of the layers of both packages."""
 
 
 class LayerSettings(NamedTuple):
@@ -34,7 +34,10 @@ class LayerSettings(NamedTuple):
 
 
 class Layers:
-    """Layers that compute in ``dtype``, or in float64 if it is None. ``features``: options; sinks are among the weights."""
+    """Layers that compute in ``dtype`` (None: in at least float64).
+
+    ``features``: options of the attention, except sinks, which are among the weights.
+    """
 
     def __init__(self, sizes: LayerSettings, dtype: str | None = None, features: Features = Features()) -> None:
         self.sizes, self.dtype, self.features = sizes, dtype, features
@@ -42,7 +45,10 @@ class Layers:
         self.rounded = rounding(dtype or "float64")
 
     def layer(self, weights: Mapping[str, Array], x: Array, dout: Array) -> Arrays:
-        """Return ``out``, ``dx`` and the gradient of each weight, named "d" + weight name. ``dout``: [batch, tokens, dim]."""
+        """Return ``out``, ``dx`` and the gradient of each weight, named "d" + weight name.
+
+        ``x``, ``dout``: [batch, tokens, dim].
+        """
         weights, x, dout = self._cast(weights), self._of(x), self._of(dout)
         out = self._attention(weights, "", x)
         dx, gradients = self._attention_backward(weights, "", x, dout)
@@ -51,7 +57,7 @@ class Layers:
     def transformer(self, weights: Mapping[str, Array], ids: Array, labels: Array) -> Arrays:
         """Return the logits, the loss and the gradient of each weight, named "d" + weight name.
 
-        Logits are [batch, tokens, vocab]. The loss is the mean over labels >= 0.
+        ``ids``, ``labels``: int [batch, tokens]. Logits are [batch, tokens, vocab]. The loss is the mean over labels >= 0.
         """
         weights = self._cast(weights)
         depth = 1 + max(int(name.split(".")[1]) for name in weights if name.startswith("blocks."))
@@ -154,7 +160,7 @@ class Layers:
         return x.reshape(*x.shape[:2], -1)
 
     def _cast(self, weights: Mapping[str, Array]) -> Arrays:
-        """Return the weights rounded to ``dtype``, except sinks, which stay in the working dtype."""
+        """Return the weights rounded to ``dtype``, except sinks, which are only cast to float32 or float64."""
         return {name: x.astype(self.working) if name.endswith("sinks") else self._of(x) for name, x in weights.items()}
 
     def _of(self, x: Array) -> Array:

@@ -37,18 +37,18 @@ class Features(NamedTuple):
 
     scale: float | None = None
     extents: Array | None = None
-    """int [b s 2]: first and end (exclusive) of the key positions that each query may see."""
+    """int [batch, queries, 2]: first and end (exclusive) of the key positions that each query may see."""
     key_mask: Array | None = None
-    """bool [b t]: True for keys that may be seen."""
+    """bool [batch, keys]: True for keys that may be seen."""
     softcap: float | None = None
     sinks: Array | None = None
-    """[h]: one more logit, without a value, in the softmax denominator of each query."""
+    """[heads]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: Array | None = None
-    """[h]: constants without a gradient."""
+    """[heads]: constants without a gradient."""
     dropout_rate: float = 0.0
     dropout_seed: int | None = None
     key_extents: Array | None = None
-    """int [b t 2]: first and end (exclusive) of the query positions that may see each key."""
+    """int [batch, keys, 2]: first and end (exclusive) of the query positions that may see each key."""
 
 
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
@@ -127,7 +127,7 @@ class _Arrays(NamedTuple):
 
 
 BLOCK = 512
-"""Number of queries that are computed at a time."""
+"""Number of queries whose scores are computed at a time, to limit memory."""
 
 
 def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, rounded: Callable[[Array], Array]) -> Attention:
@@ -189,7 +189,7 @@ def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]
 def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
     """Return the dropout factor of each probability, 0 or ``rescale(rate)``.
 
-    Shape: [batch, kv heads, query heads per kv head, queries, keys]; [1] without dropout.
+    Shape: [batch, kv heads, query heads per kv head, queries, keys]. Without dropout, return an array with the single number 1.
     """
     if not features.dropout_rate:
         return np.ones(1)

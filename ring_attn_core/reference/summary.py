@@ -31,7 +31,7 @@ class SummaryFeatures(NamedTuple):
     """The arguments of ``summary_attention`` that change the result.
 
     ``block``, ``window``: in tokens. ``summaries``: number of summaries per block. ``pool``: the pooling queries
-    [summaries, kv_heads, head_dim]; None means pooling="mean".
+    [summaries, kv_heads, head_dim]; None means pooling="mean". ``key_mask``: bool [batch, tokens].
     """
 
     block: int
