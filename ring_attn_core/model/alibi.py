@@ -8,7 +8,7 @@ from .checks import check_sizes
 
 
 def alibi_slopes(heads: int, head: Any = None) -> Any:
-    """Return ALiBi's slope of each head (Press et al., arXiv:2108.12409, section 3), as floats.
+    """Return ALiBi's slope of each head (Press et al., arXiv:2108.12409, section 3), as a tuple of floats.
 
         slope_h = 2 ** (-8 (h + 1) / p)            h < p, the greatest power of two up to heads
         slope_h = 2 ** (-8 (h - p + 1/2) / p)      other heads: between the first slopes, as in the authors' released code

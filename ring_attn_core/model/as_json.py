@@ -19,14 +19,15 @@ TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, *
 
 
 def write_record(record: Any) -> str:
-    """Return a record as JSON; nested records have a ``type``, the record itself has none."""
+    """Return a dataclass as a JSON object of its fields. Nested records have a ``type``; the outermost object has none."""
     return json.dumps({name: value for name, value in _plain(record).items() if name != "type"}, indent=2, allow_nan=False)
 
 
 def read_record(kind: type[Record], text: str) -> Record:
     """Read a record of type ``kind`` from the JSON that ``write_record`` wrote.
 
-    Raise ValueError if ``text`` is not a JSON object, a key is missing, or a key is not a field; the message names the key.
+    Raise ValueError if ``text`` is not a JSON object, a field without a default is missing, a key is not a field, or a value is
+    invalid.
     """
     try:
         values = parse_json(text)

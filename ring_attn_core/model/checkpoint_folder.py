@@ -79,7 +79,8 @@ class CheckpointFolder:
     def commit(self, new: Path, step: int, run: dict[str, Any]) -> None:
         """Complete a checkpoint: rename its folder, and write ``run`` into ``run.json`` last.
 
-        Copy the files if the file system cannot rename folders. Raise OSError if another run has taken over the folder.
+        Copy the files if the file system cannot rename folders. Raise OSError if another run has taken over the folder, or if
+        the checkpoint exists already.
         """
         done = self.where(step)
         if self._lock is not None:
@@ -145,7 +146,7 @@ def seen(path: Path, patience: float | None = None) -> bool:
 
 
 def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[Any]]:
-    """Return [size, SHA-256] of each file by its name within ``folder``. ``files``: the names; None: all files."""
+    """Return [size in bytes, SHA-256] of each file, by its name within ``folder``. ``files``: the names; None: all files."""
     names = [file.relative_to(folder).as_posix() for file in _files(folder)] if files is None else files
     return {name: [(folder / name).stat().st_size, _sha256(folder / name)] for name in names}
 

@@ -14,7 +14,7 @@ LARGEST = 2**31 - 1
 """The largest allowed size, so that 64 bits can count the elements of a matrix of two such sizes."""
 
 DEEPEST = 10_000
-"""The largest number of layers, because making a config takes time for each layer: it checks them all."""
+"""The largest number of layers. A config checks each layer, which takes time."""
 
 
 def check_sizes(most: int = LARGEST, /, **sizes: int) -> None:
@@ -51,7 +51,7 @@ def check_dtype(name: str, dtype: str) -> None:
 
 
 def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: float) -> None:
-    """Raise ValueError if a score option is outside its range. Layers check this when they are made, before any call."""
+    """Raise ValueError if ``softcap`` or ``dropout_rate`` is out of its range, or ``sinks`` or ``alibi`` is not a bool."""
     check_softcap(softcap)
     check_dropout_rate(dropout_rate)
     for name, flag in (("sinks", sinks), ("alibi", alibi)):
@@ -64,7 +64,8 @@ def check_scores(softcap: float | None, sinks: bool, alibi: bool, dropout_rate: 
 def head_sizes(dim: int, heads: int, kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
     """Return (kv_heads, head_dim), with None replaced by the defaults ``heads`` and ``dim / heads``.
 
-    Raise ValueError if ``heads`` does not divide ``dim`` and head_dim is None, or if ``kv_heads`` does not divide ``heads``.
+    Raise ValueError if a size is not a positive int, if ``heads`` does not divide ``dim`` and ``head_dim`` is None, or if
+    ``kv_heads`` does not divide ``heads``.
     """
     check_sizes(dim=dim, heads=heads)
     if head_dim is None:

@@ -14,7 +14,7 @@ Shape = tuple[int, ...]
 
 
 def check_chunk(name: str, chunk: Any) -> None:
-    """Raise ValueError if ``chunk`` is not an int of at least 1."""
+    """Raise ValueError, naming the argument ``name``, if ``chunk`` is not an int of at least 1."""
     if not is_integer(chunk) or chunk < 1:
         raise ValueError(f"{name} is a number of tokens, an int of at least 1, got {in_words(chunk)}")
 
@@ -60,7 +60,7 @@ def check_dtypes(logits: str, labels: str) -> None:
 
 
 def check_weights(weights: Shape | None, labels: Shape) -> None:
-    """Raise ValueError if the weights do not have the labels' shape. The arguments are shapes; weights may be None."""
+    """Raise ValueError if ``weights``, the shape of the label weights or None, is not the shape of the labels."""
     if weights is not None and weights != labels:
         raise ValueError(
             f"label_weights must be {list(labels)}, one for each label, got {list(weights)}: both are this rank's shard, so "

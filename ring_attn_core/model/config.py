@@ -72,7 +72,7 @@ class AttentionConfig(AttentionFields):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(AttentionConfig):
-    """The config of dilated or summary attention. Features of RingAttention that these layers lack have fixed values."""
+    """The config of a layer of dilated or summary attention. Options of RingAttention that the layer lacks have fixed values."""
 
     o_bias: bool = field(default=False, init=False)
     sinks: bool = field(default=False, init=False)
@@ -148,7 +148,7 @@ class TransformerConfig(AttentionFields):
         return AttentionConfig(**shared | {"mask": mask, "rotary": rotary, "rotary_base": rotary and rotary.base})
 
     def to_json(self) -> str:
-        """Return the config as JSON: an object with the fields above; nested records have a ``type``."""
+        """Return the config as a JSON object with one key for each field. Nested records have a ``type``."""
         return write_record(self)
 
     @classmethod
@@ -164,6 +164,6 @@ class TransformerConfig(AttentionFields):
 def hidden_size(dim: int) -> int:
     """Return 8/3 of ``dim``, rounded up to a multiple of 64: the default hidden size of a gated MLP.
 
-    The three matrices of such an MLP have as many weights as the two matrices of an MLP of size 4 ``dim`` without a gate.
+    The three matrices of such an MLP have about as many weights as the two of an MLP of hidden size 4 ``dim`` without a gate.
     """
     return -(-8 * dim // (3 * 64)) * 64

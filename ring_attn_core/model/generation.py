@@ -89,7 +89,7 @@ class Generation:
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:
-        """Return (first position, number of tokens of each prompt) of each chunk: 0 for a prompt that ended before."""
+        """Return for each chunk its first position, and each prompt's number of tokens in it (0 if the prompt ended before)."""
         longest = max(self.lengths)
         size = min(self.chunk or longest, longest)
         return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
@@ -102,9 +102,9 @@ class Generation:
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
         """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk. If every layer has a window, and the widest window plus the largest chunk is
-        less than the slots of a rank for all tokens, each rank keeps only that many of its newest tokens. These slots are counted
-        chunk by chunk, because a layout may split a short prompt unevenly.
+        ``shards``: tokens of a rank in each chunk, padding included. Let n be the widest window plus the largest chunk. If every
+        layer has a window, and a rank needs more than n slots to cache all tokens of a request, each rank keeps only the n newest
+        tokens of a request. ``capacity`` is rounded up to a multiple of ``SLOTS`` per rank.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)
@@ -116,7 +116,7 @@ class Generation:
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
 
     def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
-        """Return the number of slots that request number ``row`` needs on the rank with most of its tokens."""
+        """Return the number of cache slots that request number ``row`` needs on the rank that holds most of its tokens."""
         counts = [0] * ranks
         for (_, lengths), local in zip(self.chunks(), shards, strict=True):
             counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]
@@ -144,7 +144,10 @@ class Answers:
         self._open = set(range(len(generation.prompts)))
 
     def take(self, tokens: Sequence[int]) -> bool:
-        """Append the new token of each unfinished request. Return True if all requests are finished."""
+        """Append the new token of each unfinished request. Return True if all requests are finished.
+
+        ``tokens``: one for each request; tokens of finished requests are ignored.
+        """
         for request in sorted(self._open):
             token = tokens[request]
             self.tokens[request].append(token)
@@ -172,7 +175,7 @@ def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
 
 
 def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
-    """Raise ValueError if an id is not 0 to ``vocab - 1``. ``whose``: the first words of the message."""
+    """Raise ValueError if an id is below 0 or at least ``vocab``. ``whose``: the first words of the message."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
         strange = next(x for x in ids if not 0 <= x < vocab)
         raise ValueError(

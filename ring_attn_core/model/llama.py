@@ -36,7 +36,7 @@ FAMILIES = {
     "qwen2": Family("Qwen2ForCausalLM", False, True, (), {"num_key_value_heads": 32}),
     "qwen3": Family("Qwen3ForCausalLM", True, False, ("attention_bias",), {"num_key_value_heads": 32, "head_dim": 128}),
 }
-"""The architectures by the ``model_type`` of a config."""
+"""The architectures, by the ``model_type`` of a Hugging Face config."""
 
 SIZES = {
     "vocab_size": "vocab",
@@ -56,7 +56,7 @@ FIXED = {
 
 
 PUBLISHED = "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"
-"""Keys of a config that are kept although the computation does not use them."""
+"""Keys of a Hugging Face config that TransformerConfig.published keeps, although the computation does not use them."""
 
 LENGTH = 131072
 """The default of ``max_position_embeddings``: the longest sequence, in tokens, that other programs should allow."""
@@ -78,7 +78,7 @@ TYPES: dict[str, tuple[type | tuple[type, ...], str]] = {
     "eos_token_id": ((int, list), "an int or a list of ints"),
     "pad_token_id": (int, "an int"),
 }
-"""The type that a key must have if it is present and not null, and the name of the type in messages."""
+"""The type that a key of a Hugging Face config must have, unless it is missing or null, and the type's name in messages."""
 
 
 def config_of(theirs: Theirs) -> TransformerConfig:
@@ -195,7 +195,7 @@ def their_config(config: TransformerConfig, length: int | None = None) -> dict[s
 
 
 def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
-    """Return the ``model_type`` with the norms, biases and windows of ``config``. Raise ValueError if no architecture fits."""
+    """Return the ``model_type`` that has the norms, biases and windows of ``config``. Raise ValueError if none has."""
     biases = config.qkv_bias, config.o_bias, config.mlp_bias
     if config.qk_norm:
         kind, known = "qwen3", biases in ((False, False, False), (True, True, False))
@@ -288,7 +288,7 @@ def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
 
 
 def _checked_windows(config: TransformerConfig) -> list[int | None]:
-    """Return the window of each layer. Raise ValueError if transformers does not support a setting of the config."""
+    """Return each layer's window, in tokens before the query (None: all). Raise ValueError if transformers lacks a setting."""
     layers = [config.attention(layer) for layer in range(config.depth)]
     refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]
     refused += ["mask"] * any(x.mask.lo != 0 for x in layers) + ["rotaries"] * any(x.rotary != config.rotary for x in layers)

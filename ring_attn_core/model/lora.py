@@ -73,7 +73,7 @@ class LoRA:
 
 
 def widths(config: TransformerConfig) -> dict[str, tuple[int, int]]:
-    """Return the numbers of input and output features of each projection in ``TARGETS``."""
+    """Return (input features, output features) of each projection, by its name in ``TARGETS``."""
     dim, hidden, heads, kv_heads = config.dim, config.hidden, *(n * config.head_dim for n in (config.heads, config.kv_heads))
     attention = {"q": (dim, heads), "k": (dim, kv_heads), "v": (dim, kv_heads), "o": (heads, dim)}
     return attention | {"gate": (dim, hidden), "up": (dim, hidden), "down": (hidden, dim)}
@@ -89,7 +89,7 @@ def write_adapters(
     """Write adapters, (A, B) by projection, into a folder that peft loads onto the same model in transformers.
 
     ``base``: the folder or name of that model. ``save_file``: safetensors' function for the arrays. Raise ValueError if the
-    folder holds other files, and OSError if it cannot be written.
+    folder holds files other than adapters or weights, and OSError if it cannot be written.
     """
     arrays = {}
     for name, (a, b) in adapters.items():

@@ -22,7 +22,7 @@ from .config import TransformerConfig
 GIB = 2**30
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 STEP = 1024
-"""The step of the search in ``longest``, in tokens: its result is a multiple of this number."""
+"""The result of ``longest`` is a multiple of this number of tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class Training:
     ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: tokens of one GPU in all batch rows.
     ``activations``: one of ``ACTIVATIONS`` in ``activations.py``. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss
     process at once; None: all. ``reserve``: bytes of a GPU for memory other than tensors (CUDA's context, NCCL's buffers,
-    workspaces, gaps between tensors). Raise ValueError if a count is below 1.
+    workspaces, gaps between tensors). Raise ValueError if a count is below 1 or ``activations`` is unknown.
     """
 
     gpus: int
@@ -104,7 +104,7 @@ def _ends(config: TransformerConfig) -> int:
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
     """Return the activations that a block stores until its backward, whichever of ``ACTIVATIONS`` is set.
 
-    With "recompute" and "offload" these are all; with "keep" ``block_saved`` are stored too.
+    With "recompute" and "offload" a block stores only these; with "keep" it also stores those of ``block_saved``.
     """
     c = compute_bytes(config)
     return (
@@ -118,7 +118,7 @@ def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = 
     """Return the activations that autograd saves in a block in addition to ``block_kept``.
 
     With ``activations="keep"`` all blocks hold them until their backward; with other settings one block at a time holds them.
-    Norms are counted as on a GPU, where each saves its input; on a CPU PyTorch saves two float32 arrays instead.
+    Each norm is counted as saving its input, as PyTorch does on a GPU; on a CPU it saves two float32 arrays instead.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 4
@@ -170,7 +170,7 @@ def peak_memory(config: TransformerConfig, training: Training) -> StepMemory:
 
 
 OF_MLP = ("MLP", "MLP's input", "sum")
-"""Activations that do not exist yet in the forward of attention, and are freed before its backward."""
+"""Names of terms: activations that are made after attention's forward and freed before attention's backward."""
 
 
 def _weights(config: TransformerConfig, training: Training) -> tuple[Term, ...]:

@@ -56,7 +56,8 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
 
     ``found``: the JSON that ``described`` made. ``where``: the place from which it was read, for messages.
 
-    Raise ValueError if a value is missing or not of its type, or if the model's config differs; the message names the fields.
+    Raise ValueError if a value is missing or not of its type, or if ``config`` differs from the stored config in a field that is
+    not in ``MAY_CHANGE``; the message names the fields.
     """
     if not isinstance(found, dict):
         raise ValueError(
@@ -88,7 +89,7 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
 
 
 def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
-    """Raise ValueError if arrays are missing, unexpected, or of another shape or dtype; the message names them."""
+    """Raise ValueError if arrays are missing, unexpected, or of another shape or dtype; the message names up to 8."""
     remedy = "Make the model and the optimizer as they were, or give this run another folder"
     mine, theirs = ({name: shape for name, (_, shape) in kinds.items()} for kinds in (expected, found))
     check_state(mine, theirs, f"what {where} holds", remedy, most=8)

@@ -15,7 +15,7 @@ from ..runs import Band, Run
 from ..validation import in_words
 
 MOST_ENTRIES, MOST_CONTENTS, MOST_OWNERS = 8, 4, 8
-"""The most entries in a message, contents per entry, and owners per content; the message counts the rest."""
+"""The most named values in a message, contents of each value, and owners (ranks) of each content; the message counts the rest."""
 
 LONGEST = 48
 """The most characters of a value that a message quotes."""
@@ -38,7 +38,7 @@ class Replica(NamedTuple):
 
 
 Table = Mapping[str, Sequence[Replica]]
-"""The replicas of each entry in one process, by the entry's name."""
+"""The replicas of each named value in one process, by name."""
 
 
 def tables_from_json(tables: Iterable[Any]) -> list[Table]:
@@ -69,7 +69,7 @@ def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
 
 
 def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the entries as a dict by name. Raise ValueError if two entries have the same name."""
+    """Return (name, value) pairs as a dict. Raise ValueError if two values have the same name."""
     found: dict[str, Any] = {}
     for name, value in entries:
         if name in found:
@@ -123,10 +123,10 @@ def table_digest(table: Table) -> str:
 
 
 def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
-    """Raise ValueError if replicas of an entry differ or a table lacks an entry.
+    """Raise ValueError if replicas of a named value differ or a table lacks a value.
 
-    The message names each such entry and the owners of each content, and is the same for the same tables. ``tables``: one for
-    each ``unit`` ("rank" or "process"), in order. ``remedy``: the end of the message.
+    The message lists ``differences``, at most ``MOST_ENTRIES``, and is the same for the same tables. ``tables``: one for each
+    ``unit`` ("rank" or "process"), in order. ``remedy``: the end of the message.
     """
     wrong, entries = differences(tables, unit), len({name for table in tables for name in table})
     if wrong:
@@ -137,16 +137,19 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Return a text for each named value whose replicas differ: its name, and each content with the owners that hold it."""
+    """Return a text for each named value whose replicas differ: its name, and each content with the owners that hold it.
+
+    If replicas differ in kind, or a table lacks the value, the text lists kinds instead of contents.
+    """
     names = dict.fromkeys(name for table in tables for name in table)
     found = {name: _difference([table.get(name) for table in tables], unit) for name in names}
     return [name + text for name, text in found.items() if text]
 
 
 def _difference(by_rank: Sequence[Sequence[Replica] | None], unit: str) -> str:
-    """Return the differences between an entry's replicas as text that follows its name; "" if the replicas are equal.
+    """Return the differences between the replicas of one named value, as text to append to its name; "" if they are equal.
 
-    ``by_rank``: the replicas in each table; None if a table lacks the entry.
+    ``by_rank``: the replicas in each table; None if a table lacks the value.
     """
     replicas = [replica for each in by_rank for replica in each or ()]
     kinds = _grouped((replica.kind, replica.owner) for replica in replicas)
@@ -176,7 +179,7 @@ def _listed(groups: Mapping[str, Sequence[tuple[str, int]]]) -> str:
 
 
 def owners(whose: Sequence[tuple[str, int]]) -> str:
-    """Return a list of owners in words, such as "ranks 0, 1, 3"."""
+    """Return a list of owners, such as ("rank", 2), in words: "ranks 0, 1, 3"."""
     texts = []
     for unit in dict.fromkeys(unit for unit, _ in whose):
         numbers = [str(number) for each, number in whose if each == unit]

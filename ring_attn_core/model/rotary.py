@@ -193,7 +193,7 @@ def check_rotary(head_dim: int, rotary: Rotary) -> None:
 
 
 def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
-    """Return the frequency of each pair of features (``freq_i`` in the module), as floats in radians a token.
+    """Return the frequency of each pair of features (``freq_i`` in the module), as a tuple of floats in radians a token.
 
     ``pair``: None, or an array of any framework that holds 0, 1, ... head_dim / 2 - 1 in float64; the frequencies are then such
     an array.
@@ -230,7 +230,10 @@ def attention_factor(rotary: Rotary) -> float:
 
 
 def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
-    """Return the indices i, possibly fractional, at which a pair rotates ``fast`` and ``slow`` times in the original context."""
+    """Return (low, high): the pair indices i at which a pair rotates ``fast`` and ``slow`` times in the original context.
+
+    They are rounded outwards with ``truncate``, and fractional otherwise; low is at least 0, and high at most head_dim - 1.
+    """
     turning = lambda times: head_dim * log(scaling.original / (times * 2 * pi)) / (2 * log(base))
     low, high = turning(scaling.fast), turning(scaling.slow)
     if scaling.truncate:

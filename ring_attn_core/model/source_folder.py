@@ -24,13 +24,13 @@ BESIDE = (
     "special_tokens_map.json",
     "tokenizer_config.json",
 )
-"""Files that are copied from the source's folder."""
+"""Files that are copied from the folder of the Hugging Face model, if they exist."""
 
 WRITTEN = {*FIXED, *TYPES, "dtype", "head_dim", "num_key_value_heads", "rope_theta", "torch_dtype"}
-"""Keys of config.json that are always taken from the model, never from the source."""
+"""Keys of config.json that are always taken from the saved model, never from the source's config.json."""
 
 DROPPED = {"auto_map", "_name_or_path"}
-"""Keys of config.json that point to other files; they are not copied."""
+"""Keys of the source's config.json that point to other files; they are not copied."""
 
 
 def files_of(config: TransformerConfig, length: int | None, source: str | Path | None) -> dict[str, bytes]:

@@ -63,7 +63,7 @@ class WeightFolder(NamedTuple):
             _check_unwritten(path, each.identity, each.file.fileno())
 
     def digest(self, config: TransformerConfig) -> str:
-        """Return a digest of ``config`` and of blocks sampled from the weight files. It differs between saves of a training."""
+        """Return a digest, 16 hex digits, of ``config`` and of blocks sampled from the weight files."""
         what = [config.to_json(), *(sample(each.file, SAMPLES) for each in self.files.values())]
         return sha256(json.dumps(what).encode()).hexdigest()[:16]
 
@@ -73,9 +73,9 @@ class Naming(NamedTuple):
 
     config: Callable[[WeightFolder], TransformerConfig]
     renamed: Callable[[str], str]
-    """Maps our name of a weight to the name in the files."""
+    """Maps a weight's name in RingTransformer to its name in the files."""
     ignored: Callable[[TransformerConfig], tuple[str, ...]]
-    """Returns name endings. A weight in the files is ignored if its name has one of them."""
+    """Returns name endings for a config. A weight in the files is ignored if its name has one of these endings."""
 
 
 @contextmanager
@@ -143,10 +143,11 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return the weights to read from each file of the folder, as a dict from our name to the name in the file.
+    """Return for each file the weights to read from it, as a dict from a weight's name in the model to its name in the file.
 
-    ``expected``: shapes by our names. ``renamed``: maps our name to the name in the files. ``ignored``: name endings; weights in
-    the files with such names are ignored. Raise ValueError if a weight is missing, unexpected, of another shape or quantised.
+    ``expected``: shapes by name in the model. ``renamed``: maps a name in the model to the name in the files. ``ignored``: name
+    endings; weights in the files with such names are ignored. Raise ValueError if a weight is missing, unexpected, of another
+    shape or quantised.
     """
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():
@@ -200,7 +201,7 @@ def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[A
 def own_config(held: WeightFolder) -> TransformerConfig:
     """Return the config of a folder that save_weights wrote.
 
-    Raise ValueError if the config is Hugging Face's or has an unknown key.
+    Raise ValueError if the config is Hugging Face's or invalid.
     """
     file = held.folder / CONFIG
     if "model_type" in held.config:
@@ -225,7 +226,10 @@ def to_disk(path: Path) -> None:
 
 
 def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> WeightFolder:
-    """Open all files of a folder; ``stack`` closes them. Raise ValueError if config.json or the index was written to."""
+    """Open all files of a folder; ``stack`` closes them.
+
+    Raise ValueError if a file is missing or damaged, or was written to meanwhile.
+    """
     texts = {place / name: identity(place / name) for name in (CONFIG, INDEX) if (place / name).exists()}
     config = read_json(place / CONFIG)
     files = {}
@@ -252,11 +256,10 @@ def _is_at(place: Path, number: int) -> bool:
 
 
 def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
-    """Raise ValueError if a file was written to since it was opened; by path, also if it vanished or was replaced.
+    """Raise ValueError if a file was written to since it was opened.
 
-    A chmod does not count. A rename of the file does not count if ``where`` is a file descriptor.
-
-    ``was``: the identity of the file when it was opened. ``where``: its path or file descriptor now.
+    ``was``: the identity of the file when it was opened. ``where``: its file descriptor, or its path. With a path, raise
+    ValueError also if the file vanished or was replaced. A chmod does not count.
     """
     try:
         now = identity(where)

@@ -13,7 +13,7 @@ OUTSIDE = {
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-"""Our names of weights outside the blocks, and those of Hugging Face."""
+"""RingTransformer's names of the weights outside its blocks, each with Hugging Face's name."""
 
 INSIDE = {
     "attention_norm": "input_layernorm",
@@ -28,7 +28,7 @@ INSIDE = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-"""Our names of modules inside a block such as ``blocks.0``, and Hugging Face's, inside a layer such as ``model.layers.0``."""
+"""Names of modules inside a block, such as ``blocks.0``, each with Hugging Face's name inside ``model.layers.0``."""
 
 
 def llama_name(name: str) -> str:

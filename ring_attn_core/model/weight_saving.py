@@ -30,7 +30,7 @@ Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
 
 
 def check_savable(name: str, dtype: str, valued: bool) -> None:
-    """Raise ValueError if a weight has no values yet, or has a dtype that cannot be saved."""
+    """Raise ValueError if a weight has no values yet (``valued`` is False), or has a dtype that cannot be saved."""
     if not valued:
         raise ValueError(f"{name} has no values yet: initialise or load the model before it is saved")
     if dtype not in SAVED:
@@ -108,7 +108,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the arrays into the empty ``folder``, in files of at most MOST_BYTES, or of one larger weight.
+    """Write the weights into the empty ``folder``, in files of at most MOST_BYTES, or of one larger weight.
 
     Hold the weights of only one file in memory at a time.
     """
@@ -141,7 +141,7 @@ def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> 
 
 
 def _check_replaceable(folder: Path, files: Collection[str]) -> None:
-    """Raise ValueError if a save to ``folder`` would destroy a file, or a folder with anything but weights and ``files``."""
+    """Raise ValueError if ``folder`` is a file, or holds anything but weights, config.json and ``files``."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: weights are saved as a folder")
     ours = lambda path: path.name in (CONFIG, INDEX, WEIGHTS, *files) or path.match("model-?????-of-?????.safetensors")

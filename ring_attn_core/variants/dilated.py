@@ -42,8 +42,8 @@ class Patterns(NamedTuple):
     def check(self) -> tuple[tuple[int, int], ...]:
         """Return the (segment, dilation) pairs, in tokens.
 
-        Raise ValueError if there is not one dilation for each segment, segments do not increase, a dilation does not divide its
-        segment, or ``mixing`` is unknown.
+        Raise ValueError if there is not one dilation for each segment, a number is not a positive int, segments do not increase,
+        a dilation does not divide its segment, or ``mixing`` is unknown.
         """
         segments, dilations = counts_of("segments", self.segments), counts_of("dilations", self.dilations)
         if not segments or len(segments) != len(dilations):
@@ -88,7 +88,7 @@ class Patterns(NamedTuple):
 
 
 def batches_of(problem: Problem, options: Patterns) -> tuple[FoldedBatches, ...]:
-    """Check the call and return the folded batches of each pattern."""
+    """Return the folded batches of each pattern. Raise ValueError if the problem or the patterns are invalid."""
     patterns, mixing = options.check(), options.mixing
     total = problem.check()
     (_, local, heads, _), (_, kv_local, kv_heads, _) = problem.q_shape, problem.k_shape
@@ -118,7 +118,7 @@ def batches_of(problem: Problem, options: Patterns) -> tuple[FoldedBatches, ...]
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Return a (segment, dilation) that keeps the same tokens and fits int32. ``most``: max(tokens, heads), at least 1."""
+    """Shorten a long segment or dilation so that it fits int32 and keeps the same tokens. ``most``: max(tokens, heads)."""
     # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
@@ -176,12 +176,12 @@ class FoldedBatches:
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
-        """Return the number of tokens from the start of a rank's first slot to the start of its shard, 0 to dilation - 1."""
+        """Return the number of positions (0 to dilation - 1) that a rank's first slot spans before the rank's shard."""
         return (rank * self.local - self.shift) % self.dilation
 
     @cached_property
     def slots(self) -> int:
-        """Number of slots of a folded batch, the same on each rank."""
+        """Number of slots (places for one token) of a folded batch, equal on all ranks."""
         return max((self.front(rank) + self.local - 1) // self.dilation + 1 for rank in range(self.ranks))
 
     @property
@@ -239,7 +239,7 @@ class FoldedBatches:
         return causal() if lo == 0 else full()
 
     def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
-        """Return (holds, first, end): whether a slot holds a true token, and the slots ``first .. end - 1`` that its query sees.
+        """Return (holds, first, end): whether a slot holds a token, not padding, and the slots ``first .. end - 1`` it sees.
 
         ``first`` and ``end`` count slots over all ranks (``slots`` per rank). The interval may include slots that ``band`` masks.
         An empty interval is (0, 0).
@@ -260,7 +260,7 @@ class FoldedBatches:
         return holds, only_where(some, self.slot_of(first)), only_where(some, self.slot_of(last) + 1)
 
     def position(self, rank: Any, slot: Any, of_group: Any) -> Any:
-        """Return the token position of a slot of group ``of_group``. Outside of the rank's shard the slot is empty."""
+        """Return the position of a slot of group ``of_group``. If it is outside of the rank's shard, the slot holds no token."""
         return rank * self.local - self.front(rank) + slot * self.dilation + of_group
 
     def slot_of(self, position: Any) -> Any:
@@ -270,7 +270,7 @@ class FoldedBatches:
 
     @cached_property
     def steps(self) -> tuple[int, ...]:
-        """The shifts at which some rank sees a key. Only the first and last segment of a shard reach beyond the shard."""
+        """The shifts (numbers of ranks that k and v have travelled) at which some rank sees a key, in ascending order."""
         shifts = {0}
         for rank in range(self.ranks):
             start, end = rank * self.local, min((rank + 1) * self.local, self.length)
@@ -286,7 +286,7 @@ class FoldedBatches:
         return tuple(sorted(shifts))
 
     def options(self, options: Options) -> Options:
-        """Return the options of the pattern's ring attention, whose batch rows are the folded batches."""
+        """Return the options of the pattern's ring attention over folded batches, made from those of the whole call."""
         length = self.length // self.dilation if self.aligned and self.length % self.dilation == 0 else None
         steps = self.steps if self.needs_extents else None
         return replace(options, mask=self.band, length=length, kv_length=None, steps=steps)

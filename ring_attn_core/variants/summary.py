@@ -36,8 +36,7 @@ POOLINGS = ("attention", "mean")
 class SummaryOptions:
     """The options of a ``summary_attention`` call, with the names of its arguments.
 
-    Raise ValueError if a value has the wrong type or is out of range. The function ``checked`` compares the values with the
-    arrays.
+    Raise ValueError if a value has the wrong type or is out of range; ``checked`` then compares options with arrays.
     """
 
     block: int
@@ -137,7 +136,7 @@ class SummaryPlan:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that some query sees as summaries: the blocks before ``first`` of the last query."""
+        """Number of blocks that some query sees as summaries: those before the first token that the last query sees exactly."""
         return max(self.length - 1 - self.options.window, 0) // self.options.block
 
     @property
@@ -159,13 +158,17 @@ class SummaryPlan:
 
     @property
     def exact_options(self) -> Options:
-        """The options of the local attention. Its window limits how far keys travel; extents cut the window at block starts."""
+        """The options of attention to the tokens that are seen exactly.
+
+        The mask is a window as wide as any query needs; extents, which start at a block, narrow it for each query. The mask is
+        causal if no block is summarized.
+        """
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
     @property
     def ring(self) -> RingPlan:
-        """The ring plan of the local attention. Raise ValueError if the length does not fit the shards."""
+        """The ring plan of attention to the tokens that are seen exactly. Raise ValueError if the length does not fit."""
         lengths: Any = (None, self.options.length)
         return RingPlan("contiguous", self.exact_options.mask, self.ranks, self.local, *lengths)
 
@@ -189,7 +192,7 @@ class SummaryPlan:
         return here(of_summary), here(of_summary + width)
 
     def held(self, block: Any, owner: Any) -> tuple[Any, Any]:
-        """Return the index of a partial summary of ``block`` in the gathered array, and whether the summary exists.
+        """Return the index of a partial summary of ``block`` among all ranks' slots, and whether this summary exists.
 
         ``owner`` selects the rank that made the summary: 0 is the first rank with tokens of the block. If the block lies on too
         few ranks, the summary does not exist, and the index is that of the first rank's summary.
@@ -203,7 +206,7 @@ class SummaryPlan:
     def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> SentBytes:
         """Return the bytes that each rank sends. ``dims``: (head_dim, v_dim); ``itemsize``: bytes of an element of q, k, v.
 
-        Forward: each hop of the local attention sends a shard of k and v, and its key mask as bits. An all-gather sends this
+        Forward: each hop of the exact attention sends a shard of k and v, and its key mask as bits. An all-gather sends this
         rank's partial summaries, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype.
 
         Backward: each hop sends k, v and the key mask again, and the gradients of k and v in the accumulation dtype; one more hop
