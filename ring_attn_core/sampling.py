@@ -34,8 +34,8 @@ class SamplingParameters(NamedTuple):
     """Sampling parameters within the ranges of float32 and int32.
 
     None means that a parameter is not used; a ``temperature`` of None means greedy decoding. A parameter may be a list with a
-    number for each request: 0 in ``temperature`` means that the request decodes greedily, and ``ALL_TOKENS`` in ``top_k`` or
-    ``ALL`` in ``top_p`` that it draws from all tokens.
+    number for each request. In such a list, a ``temperature`` of 0 means greedy decoding, and ``ALL_TOKENS`` in ``top_k`` or
+    ``ALL`` in ``top_p`` means that the request draws from all tokens.
     """
 
     temperature: Any
@@ -142,8 +142,8 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 def check_drawn(logits: Any, sampling: Sampling, requests: Any, positions: Any) -> None:
     """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
 
-    Raise ValueError also if an option of ``sampling`` is a list that does not have a value for each row, or if ``positions`` is
-    missing at a temperature above 0.
+    Raise ValueError also if a list in ``sampling`` does not have one value for each row, or if ``positions`` is None at a
+    temperature above 0.
     """
     shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))
     if len(shape) != 2 or not shape[1] or "float" not in dtype:

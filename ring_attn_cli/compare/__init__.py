@@ -1,4 +1,4 @@
-"""``ring-attn compare``: attention variants in JAX and PyTorch against float64, on the same inputs, on one device and a ring.
+"""``ring-attn compare``: attention variants in JAX and PyTorch against float64, on equal inputs, on one device and a ring.
 
 ``variants.py`` lists the variants and ``oracles.py`` computes the expected results. ``torch_side.py`` and ``jax_side.py`` run the
 variants, in processes of their own. ``measure.py`` measures the error of a result, and ``diagnosis`` names its likely cause.
@@ -56,7 +56,7 @@ def check_files(json: str | Path | None, png: str | Path | None) -> None:
 
 
 def written(comparison: Comparison, json: str | Path | None, png: str | Path | None) -> Comparison:
-    """Write the requested files of ``comparison`` and return it."""
+    """Write ``comparison`` to each file whose path is not None, and return ``comparison``."""
     from json import dumps
 
     from . import export, picture

@@ -30,7 +30,7 @@ class Case:
     ``scale``: None means ``head_dim ** -0.5``. ``sinks``: adds sinks drawn at random. ``alibi``: adds ALiBi slopes. ``key_mask``:
     masks a random fifth of the keys. ``documents``: number of documents packed into each row, of random lengths; 0 for none.
     ``segments``, ``dilations`` and ``mixing`` belong to dilated attention; ``block``, ``summaries`` and ``window`` to summary
-    attention. Raise ValueError, with the library's message, if a value is invalid or values do not fit together.
+    attention. Raise ValueError if a value is invalid or values do not fit together.
     """
 
     length: int = 512
@@ -104,7 +104,7 @@ class Case:
         )
 
     def problem(self, ranks: int) -> Problem:
-        """Return the problem of one rank of a CPU ring, without the optional arrays and without dropout."""
+        """Return the ``ring_attention`` problem of one rank of a CPU ring, without the optional arrays and without dropout."""
         local = self.plan(ranks).seq_local
         q, k = ((self.batch, local, heads, self.head_dim) for heads in (self.heads, self.kv_heads))
         options = replace(self.options, dropout_rate=0.0)  # a problem with dropout needs a seed
@@ -123,13 +123,13 @@ class Case:
 
     @property
     def scalars(self) -> dict[str, Any]:
-        """Return the scalar features as keyword arguments of the oracle and of ring_attention."""
+        """Return scale, softcap and, if used, dropout as keyword arguments that the reference and ring_attention share."""
         drops = {"dropout_rate": self.dropout_rate, "dropout_seed": self.seed} if self.dropout_rate else {}
         return {"scale": self.scale, "softcap": self.softcap} | drops
 
     @cached_property
     def masks(self) -> Arrays:
-        """Return extents int32 [b s 2] and key_mask bool [b s], each only if the case has it."""
+        """Return by name extents, int32 [batch, length, 2], and key_mask, bool [batch, length], each only if the case uses it."""
         rng = np.random.default_rng((self.seed, 1))
         drawn = {}
         if self.documents:
@@ -151,7 +151,7 @@ class Case:
     def normal(self, stream: int, *shapes: tuple[int, ...], rounded: bool = True) -> list[np.ndarray]:
         """Draw standard normal arrays from the random generator of (seed, ``stream``).
 
-        If ``rounded``, round them to the nearest values of the case's dtype.
+        If ``rounded``, round them to the nearest values of the case's dtype. They are stored in float32, or float64 for float64.
         """
         rng = np.random.default_rng((self.seed, stream))
         keep = rounding(self.dtype) if rounded else lambda x: x

@@ -96,7 +96,7 @@ def compare(
 
 
 def _listed(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    """Parse the comma-separated values of an option. Raise ValueError if one is not a ``kind``."""
+    """Parse the comma-separated values of an option. Raise ValueError if ``kind``, a type, cannot convert one."""
     try:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:

@@ -24,9 +24,10 @@ NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The result of one variant in one framework on a ring of ``ranks``. ``part``: the part that the truth covers, "" for all.
+    """The result of one variant in one framework on a ring of ``ranks``.
 
-    ``peak_bytes``: peak memory, see ``peak_of``; None if the system does not report it.
+    ``seconds``: one time for each timed run. ``peak_bytes``: peak memory, see ``peak_of``; None if the system does not report it.
+    ``part``: words for the part of the result that was compared with the reference, "" for all.
     """
 
     case: Case
@@ -70,7 +71,7 @@ class SkippedVariant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All results of a sweep. ``kinds``: the kind of device, by framework."""
+    """All results of a sweep. ``kinds``: the kind of device, such as "cpu" or a GPU's name, by framework."""
 
     sweep: Sweep
     results: tuple[VariantResult, ...]
@@ -98,9 +99,9 @@ class _Contestant:
 
 
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
-    """Run a sweep and return its results. ``tell`` is called with a progress message before each stage.
+    """Run a sweep and return its results. Call ``tell`` with a progress message before each stage.
 
-    Raise ValueError if a named variant runs nowhere, if the library rejects a case, or if a user's function fails, and
+    Raise ValueError if a named variant runs nowhere, the library rejects a case, or a user's function fails. Raise
     :class:`processes.Failure` if a process dies or does not answer.
     """
     frameworks = _installed(sweep)
@@ -158,7 +159,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
 
 
 def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
-    """Return the results of ``cell``, the contestants of one case, and the variants that were refused while they ran."""
+    """Run, judge and time ``cell``, which is the contestants of one case. Return their results, and the refused variants."""
     outcomes: dict[_Contestant, Outcome] = {}
     refused = []
     for each in cell:
@@ -191,10 +192,10 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
 def _judged(
     one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
 ) -> VariantResult:
-    """Compare one result with the truth, with the same variant on one device, and with the other framework.
+    """Compare the arrays of ``one`` with the truth, with those on one device, and with those of the other framework.
 
-    ``cotangents``: names of the cotangents that its gradients were computed from. ``whole``: the global arrays of each result.
-    ``truths``: a cache, to which a new truth is added.
+    ``cotangents``: names of the cotangents that the gradients were computed from. ``whole``: the global arrays of each result.
+    ``truths``: a cache, to which a new truth is added. The returned result lacks ``seconds`` and ``peak_bytes``.
     """
     oracle = ORACLES[one.variant.oracle]
     inputs = oracle.inputs(one.case)
@@ -215,7 +216,7 @@ def _judged(
 
 
 def _together(left_out: list[SkippedVariant]) -> list[SkippedVariant]:
-    """Merge the entries that differ only in their ring sizes."""
+    """Merge the skipped variants that differ only in ``ranks``."""
     rings: dict[tuple[str, str, str], set[int]] = {}
     for each in left_out:
         rings.setdefault((each.variant, each.framework, each.reason), set()).update(each.ranks)

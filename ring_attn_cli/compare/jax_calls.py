@@ -22,7 +22,7 @@ Function = Callable[[Arrays], Arrays]
 
 
 def options(call: JaxCall) -> dict[str, Any]:
-    """Return the arguments of ring_attention that are not arrays."""
+    """Return the arguments of ring_attention that are not arrays, except ``axis_name``."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}
@@ -59,7 +59,7 @@ def summary(call: JaxCall) -> Function:
 
 
 def _variant(call: JaxCall) -> dict[str, Any]:
-    """Return the arguments that dilated and summary attention share."""
+    """Return the case's arguments that dilated_attention and summary_attention share."""
     return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
@@ -92,7 +92,7 @@ def transformer(call: JaxCall) -> Function:
 
 
 def _heads(call: JaxCall) -> dict[str, Any]:
-    """Return the arguments that RingAttention and RingTransformer share."""
+    """Return the case's arguments that the constructors of RingAttention and RingTransformer share."""
     case = call.case
     names = ("kv_heads", "head_dim", "layout", "softcap", "sinks", "alibi", "strategy", "backend")
     dtype = "float64" if case.dtype == "float64" else "float32"
@@ -105,7 +105,7 @@ WEIGHTS = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
 def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:
-    """Return a copy of ``module`` with its weights taken from ``arrays``, named as by ``to_numpy``, and the remaining arrays."""
+    """Return a copy of ``module`` with the weights in ``arrays``, named as by ``to_numpy``, and the other arrays."""
     graph, state = nnx.split(module, nnx.Param)
     others, flat = dict(arrays), []
     for path, p in nnx.to_flat_state(state):

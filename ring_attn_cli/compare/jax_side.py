@@ -1,4 +1,4 @@
-"""The JAX side of a comparison: one process, each rank a device. Imported in that process only."""
+"""The JAX side of a comparison: one process in which each rank is a device. Only that process imports this module."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ CAST = {"q", "k", "v", "x"}
 
 
 class JaxCall(NamedTuple):
-    """Inputs for building a variant's function, which runs inside a shard_map over the axis ``axis_name``."""
+    """Inputs for building a variant's function, which runs inside a shard_map over the mesh axis ``axis_name``.
+
+    ``user``: the name of a user's own function, or None.
+    """
 
     case: Case
     plan: RingPlan
@@ -65,7 +68,10 @@ class JaxWorker:
         self._known: dict[Any, Callable[[], dict[str, jax.Array]]] = {}
 
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
-        """Compile the order's call, run it once and return the results. ``inputs``: by default drawn by the order's oracle."""
+        """Compile the order's call, run forward and backward once, and return results and gradients.
+
+        ``inputs``: None for those that the order's oracle draws.
+        """
         oracle, case, plan = ORACLES[order.oracle], order.case, order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(case)
         function = resolve(order.call)(JaxCall(case, plan, "seq", order.user))
@@ -109,7 +115,7 @@ class JaxWorker:
         return Outcome(shards, frozenset(name for name in cotangents if name in results))
 
     def time(self, order: Order) -> float:
-        """Return the seconds of one run of the compiled program."""
+        """Return the seconds of one run of the compiled program, forward and backward."""
         began = time.perf_counter()
         self._known[order.key]()
         return time.perf_counter() - began

@@ -22,9 +22,9 @@ class Quantity:
     """The error of one result array. ``bound``: the largest allowed ``relative``.
 
     ``relative``: ||got - exact|| / ||exact||, from :func:`tolerance.relative_error`. ``largest``: max |got - exact|. ``ulps``:
-    the largest difference of an entry in units in the last place, see :func:`largest_ulps`. ``from_one_device`` and
-    ``from_other_framework``: the relative difference from the same array on one device and in the other framework, 0.0 if both
-    are bitwise equal, None if that result is missing.
+    the largest difference of an entry in units in the last place, see :func:`largest_ulps`. ``from_one_device``,
+    ``from_other_framework``: the relative difference from this array on one device, and in the other framework. It is 0.0 if both
+    arrays are bitwise equal, and None if the other one is missing.
     """
 
     name: str
@@ -63,7 +63,7 @@ def first(x: np.ndarray, like: np.ndarray) -> np.ndarray:
 
 
 def largest_difference(got: np.ndarray, exact: np.ndarray) -> float:
-    """Return max |got - exact|; an entry counts 0 if both are the same infinity, and inf if one is NaN or infinite otherwise."""
+    """Return max |got - exact|. Two equal infinities differ by 0; with any other NaN or infinity the result is inf."""
     difference, _ = _differences(got, exact)
     return float(difference.max(initial=0))
 
@@ -71,8 +71,8 @@ def largest_difference(got: np.ndarray, exact: np.ndarray) -> float:
 def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
     """Return the largest |got - exact| / ulp, with the ulp of the exact entry in ``dtype``.
 
-    An entry smaller than the root mean square of all entries uses the ulp of the root mean square, because under cancellation, as
-    in the gradient of a query that sees one key, the last place of an entry is meaningless.
+    An entry smaller than the root mean square of all entries uses the ulp of the root mean square. The last place of a small
+    entry means nothing under cancellation, as in the gradient of a query that sees one key.
     """
     difference, exact = _differences(got, exact)
     fraction, least = DIGITS[dtype]
@@ -84,7 +84,10 @@ def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
 
 
 def _differences(got: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the elementwise |got - exact|, and exact, both in extended precision."""
+    """Return the elementwise |got - exact|, and exact, both in extended precision.
+
+    Two equal infinities differ by 0; any other NaN or infinity gives inf.
+    """
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     finite = np.isfinite(got) & np.isfinite(exact)
     same = ~finite & (got == exact)
@@ -100,9 +103,9 @@ def apart(got: np.ndarray, other: np.ndarray) -> float:
 
 
 class ResidentMemory:
-    """The peak resident memory of this process above the resident memory at construction, in bytes.
+    """A measurement of resident memory: how far the peak of this process exceeds the memory held at construction, in bytes.
 
-    Read from ``/proc`` on Linux; None on other systems.
+    Its method ``peak`` reads ``/proc`` on Linux, and returns None on other systems.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""The oracles: inputs of each kind of variant, drawn from a case, and the exact results in float64.
+"""The oracles: inputs of each kind of variant, drawn from a case, and the exact results in at least float64.
 
-``ORACLES`` holds one record for each kind of attention: its inputs, its truth from ``ring_attn_core.reference``, and which arrays
-are sharded. Add a record to add a kind.
+``ORACLES`` holds one record for each kind, such as attention or a layer: the inputs, the truth from ``ring_attn_core.reference``,
+and which arrays are sharded. Add a record to add a kind.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Oracle:
 
     ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in the layout's order of runs. All other
     inputs and results are replicated. A rank's gradient of a replicated input is a partial sum; the ranks' sum is the gradient.
-    ``paddings``: values that fill the padding of an input, 0 for other inputs.
+    ``paddings``: by input, the value that fills its padding; 0 for other inputs.
     """
 
     inputs: Callable[[Case], GlobalArrays]
@@ -105,9 +105,9 @@ def _attention_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[st
 
 
 def first_heads(case: Case, inputs: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
-    """Return the inputs of attention and its cotangents dout and dlse, under the oracle's argument names.
+    """Return the inputs of attention and the cotangents dout and dlse, under the argument names of the reference's ``exact``.
 
-    Restrict them to batch row 0 and key head 0 unless ``whole``. Cotangents that are not in ``cotangents`` are 0.
+    Restrict them to batch row 0 and key head 0 unless ``whole``. A cotangent whose name is not in ``cotangents`` is 0.
     """
     dout, dlse = (x if name in cotangents else np.zeros_like(x) for name, x in inputs.cotangents.items())
     arrays = inputs.arrays | {"dout": dout, "dlse": dlse}
@@ -216,7 +216,7 @@ def _summary_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[str]
 
 
 def _qkv(inputs: GlobalArrays) -> QKV:
-    """Return q, k, v and the cotangents of out and lse."""
+    """Return q, k, v and the cotangents of out and lse, as the reference's functions take them."""
     arrays, cotangents = inputs.arrays, inputs.cotangents
     return arrays["q"], arrays["k"], arrays["v"], cotangents["out"], cotangents["lse"]
 

@@ -43,9 +43,10 @@ class Order:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run: each array as shards in rank order, from the ranks that answered.
+    """The results and gradients of a run.
 
-    ``cotangents``: names of the cotangents that the gradients were computed from.
+    ``shards``: by name, an array of each rank in rank order, or one array if it is replicated. ``cotangents``: names of the
+    cotangents that the gradients were computed from.
     """
 
     shards: dict[str, list[np.ndarray]]
@@ -78,10 +79,10 @@ def resolve(call: str) -> Callable[..., Any]:
 
 
 def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
-    """Answer orders until the pipe closes: report "done" with the answer of ``side``, or "mistake" with the exception's message.
+    """Execute the parent's orders until the pipe closes, by the method of ``side`` that ``Order.kind`` names.
 
-    If one order takes longer than 0.8 ``patience`` (seconds), print a traceback to the log for :func:`where_at`, before the
-    parent gives up.
+    Report "done" with the rank and the method's result, or "mistake" with the rank and the error in words. If one order takes
+    longer than 0.8 ``patience`` (seconds), print a traceback to the log for :func:`where_at`, before the parent gives up.
     """
     while True:
         try:
@@ -100,7 +101,7 @@ def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
 
 
 def where_at(log: str) -> str | None:
-    """Return the place of the main thread in the traceback that :func:`serve` printed: "file.py, line 3 in function"."""
+    """Return "file.py, line 3 in function" for the main thread in the traceback that :func:`serve` printed; None without one."""
     *_, dump = log.rpartition("Timeout (")
     threads = dump.split("most recent call first):")  # the main thread comes last
     found = re.search(r'File "(.*)", line (\d+) in (\S+)', threads[-1]) if len(threads) > 1 else None

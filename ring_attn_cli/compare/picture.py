@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 INK, QUIET = "#24292F", "#6E7781"
 COLOURS = "#0969DA", "#CF222E", "#1A7F37", "#9A6700", "#8250DF", "#BF3989", "#0A3069", "#656D76"
 LEAST = 1e-3
-"""The smallest error / bound that is drawn; smaller values are drawn as this one."""
+"""The smallest error / bound that is drawn; smaller ones are drawn at this value."""
 
 
 def check(path: Path) -> None:
@@ -24,7 +24,7 @@ def check(path: Path) -> None:
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Save the plot: bars, or, if an argument is swept, lines over it.
+    """Save the plot to ``path``: bars, or, if an argument takes several values, lines over these values.
 
     There is one line for each variant, framework and combination of the other arguments.
     """

@@ -26,12 +26,12 @@ class VariantError(ValueError):
 
 
 class Pool:
-    """A context manager that starts the worker processes of each framework, and ends them on exit.
+    """A context manager that starts the worker processes of each framework, and ends them on exit. Its methods send them orders.
 
     ``kinds``: the kind of device, such as "cpu" or the name of a GPU, by framework.
 
-    Raise ValueError if there are fewer devices than the largest ring has ranks, and :class:`processes.Failure` if a process dies
-    or does not answer within ``patience`` seconds.
+    Raise ValueError if there are fewer devices than the largest ring has ranks. Raise :class:`processes.Failure` if a process
+    dies or does not answer within ``patience`` seconds.
     """
 
     def __init__(self, frameworks: tuple[str, ...], rings: tuple[int, ...], device: str, patience: float) -> None:
@@ -60,13 +60,16 @@ class Pool:
         self._crews.__exit__(*error)
 
     def prepare(self, framework: str, order: Order) -> Outcome:
-        """Build the order's call, run it once, and return its arrays as the shards of all ranks."""
+        """Build the order's call on all ranks, run it once, and return the results and gradients of all ranks.
+
+        Raise VariantError if the call fails.
+        """
         answers: list[Outcome] = self._ask(framework, order)
         shards = {name: [shard for answer in answers for shard in answer.shards.get(name, [])] for name in answers[0].shards}
         return Outcome(shards, answers[0].cotangents)
 
     def seconds(self, framework: str, order: Order) -> float:
-        """Return the seconds of one run on the slowest rank."""
+        """Return the seconds of one run, forward and backward, on the slowest rank."""
         return max(self._ask(framework, order))
 
     def peak_bytes(self, framework: str, order: Order) -> int | None:

@@ -26,7 +26,7 @@ def width_of(columns: int) -> int:
 
 
 def table(comparison: Comparison, width: int = WIDE) -> Group:
-    """Return the whole report for a console of ``width`` columns."""
+    """Return the whole report, not only the table, for a console of ``width`` columns."""
     cases = list(dict.fromkeys(result.case for result in comparison.results))
     swept = [name for name in SWEPT if len({getattr(case, name) for case in cases}) > 1]
     parts: list[Table | Text] = []
@@ -110,7 +110,7 @@ MOST = 8
 def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
     """Return the quantities to show: all, if there are at most ``MOST``.
 
-    Otherwise return the results, the gradients that miss their bound, and the gradient with the largest error / bound.
+    Otherwise leave out the gradients within their bound, except the one with the largest error / bound.
     """
     if len(quantities) <= MOST:
         return list(quantities)

@@ -41,9 +41,10 @@ class Sweep:
 
 
 def sweep_of(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
-    """Check the request and return its sweep. Raise ValueError if it is invalid.
+    """Check a request for a comparison and return its sweep. Raise ValueError if an argument is invalid.
 
-    ``arguments``: fields of Case; those in ``SWEPT`` take one value or several.
+    ``names``: variants, as in ``chosen``. ``ranks``: one ring size or several. ``framework``: "jax", "torch", or both with a
+    comma. ``arguments``: fields of Case; those in ``SWEPT`` take one value or several.
     """
     variants = chosen(tuple(names))
     known = {field.name for field in fields(Case)}

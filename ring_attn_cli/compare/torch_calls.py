@@ -22,7 +22,7 @@ Function = Callable[[Tensors], Tensors]
 
 
 def options(call: TorchCall) -> dict[str, Any]:
-    """Return the arguments of ring_attention that are not arrays."""
+    """Return the arguments of ring_attention that are not arrays, except ``group``."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}
@@ -37,7 +37,7 @@ def ring(call: TorchCall) -> Function:
 
 
 def vendor(call: TorchCall) -> Function:
-    """Return the call of the ring with a vendor's kernels, which do not differentiate lse."""
+    """Return the call of ring_attention with a vendor's kernels. It leaves out lse, which they do not differentiate."""
     return lambda arrays: {"out": ring_attention(**arrays, **options(call), group=call.group)}
 
 
@@ -64,7 +64,7 @@ def summary(call: TorchCall) -> Function:
 
 
 def _variant(call: TorchCall) -> dict[str, Any]:
-    """Return the arguments that dilated and summary attention share."""
+    """Return the case's arguments that dilated_attention and summary_attention share."""
     return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
@@ -99,7 +99,7 @@ def transformer(call: TorchCall) -> Function:
 
 
 def _heads(call: TorchCall) -> dict[str, Any]:
-    """Return the arguments that RingAttention and RingTransformer share."""
+    """Return the case's arguments that the constructors of RingAttention and RingTransformer share."""
     case = call.case
     names = ("kv_heads", "head_dim", "layout", "softcap", "sinks", "alibi", "strategy", "backend")
     dtype = "float64" if case.dtype == "float64" else "float32"
@@ -107,7 +107,7 @@ def _heads(call: TorchCall) -> dict[str, Any]:
 
 
 def _split(arrays: Tensors, module: torch.nn.Module) -> tuple[Tensors, Tensors]:
-    """Split ``arrays`` into the arguments of ``module`` and its weights."""
+    """Split ``arrays`` into the arguments of a call of ``module``, first, and the weights of ``module``."""
     names = {name for name, _ in module.named_parameters()}
     return {n: x for n, x in arrays.items() if n not in names}, {n: x for n, x in arrays.items() if n in names}
 

@@ -1,4 +1,4 @@
-"""The PyTorch side of a comparison: one process per rank, gloo on CPUs, NCCL on GPUs. Imported in those processes only."""
+"""The PyTorch side of a comparison: one process per rank, gloo on CPUs, NCCL on GPUs. Only they import this module."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CAST = {"q", "k", "v", "x"}
 
 
 class TorchCall(NamedTuple):
-    """Inputs for building a variant's function on this rank."""
+    """Inputs for building a variant's function on this rank. ``user``: the name of a user's own function, or None."""
 
     case: Case
     plan: RingPlan
@@ -79,7 +79,10 @@ class TorchWorker:
         self._known: dict[Any, ReadyVariant] = {}
 
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
-        """Build the order's call, run it once and return the results. ``inputs``: by default drawn by the order's oracle."""
+        """Build the order's call, run forward and backward once, and return this rank's results and gradients.
+
+        ``inputs``: None for those that the order's oracle draws.
+        """
         oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(order.case)
         self._share_cores(order.ranks)
@@ -120,7 +123,7 @@ class TorchWorker:
         return Outcome(whole, frozenset(used))
 
     def time(self, order: Order) -> float:
-        """Return the seconds of one run, started on all ranks together after a barrier."""
+        """Return the seconds of one run, forward and backward, which all ranks start together after a barrier."""
         self._share_cores(order.ranks)
         prepared = self._known[order.key]
         if order.ranks > 1:

@@ -15,7 +15,7 @@ import numpy as np
 from .cases import Case
 
 Offered = dict[str, Any]
-"""Arguments of ring_attention by name."""
+"""Arguments of ring_attention, by name, that a user's function may take."""
 
 ONE_FRAMEWORK = {"group": ("torch", "PyTorch"), "axis_name": ("jax", "JAX")}
 """Arguments that ring_attention has in one framework only, with the name and the title of this framework."""
@@ -56,7 +56,8 @@ def _hidden(found: ModuleType, module: str) -> str:
 def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
     """Return the ``offered`` arguments that the function takes besides q, k and v.
 
-    Raise ValueError if it needs an argument that is not offered, or does not take an argument that the case needs.
+    ``text``: the function's name, for messages. Raise ValueError if the function does not take q, k and v first, needs an
+    argument that is not offered, or lacks one that the case needs.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())

@@ -49,7 +49,7 @@ class Variant:
         return replace(case, **self.changes) if self.changes else case
 
     def refusal(self, case: Case, framework: str, ranks: int) -> str | None:
-        """Return the reason, if known before processes start, why the variant cannot run this case here, else None."""
+        """Return why the variant cannot run this case in this framework on ``ranks`` ranks; None if no reason is known yet."""
         if framework not in self.calls:
             return f"it is there in {' and '.join(TITLES[name] for name in self.calls)} only"
         module, package = self.needs.get(framework, ("", ""))
@@ -62,7 +62,7 @@ TITLES = {"jax": "JAX", "torch": "PyTorch"}
 
 
 def both(name: str) -> dict[str, str]:
-    """Return the calls named ``name`` in both frameworks."""
+    """Return by framework the call ``name`` of jax_calls.py and of torch_calls.py, as ``module:function``."""
     return {framework: f"{HERE}.{framework}_calls:{name}" for framework in FRAMEWORKS}
 
 
@@ -77,7 +77,7 @@ def _takes(case: Case, *known: str) -> str | None:
 
 
 def _objection(make: Callable[[], object]) -> str | None:
-    """Return the message of the ValueError that ``make`` raises, or None."""
+    """Call ``make``. Return the message of the ValueError that it raises, or None without one."""
     try:
         make()
     except ValueError as error:
@@ -193,7 +193,7 @@ _RECORDS = [
 VARIANTS = {variant.name: replace(variant, pair=variant.name) for variant in _RECORDS}
 
 ALL = "all"
-"""The name that stands for each variant that can run; the others are reported with the reason."""
+"""The name that stands for every variant; those that cannot run are reported with the reason."""
 
 
 def chosen(names: tuple[str, ...]) -> list[Variant]:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class BackendFitness:
     """One backend's fitness for a problem.
 
-    ``objection``: why it cannot solve the problem, or None. ``drawback``: why "auto" never takes it, or None. ``taken``: the
-    passes for which "auto" takes it. ``left``: why the backward gets another backend, if ``taken`` is only the forward.
+    ``objection``: why the backend cannot solve the problem, or None. ``drawback``: why "auto" never takes the backend, or None.
+    ``taken``: the passes, "forward" and "backward", for which "auto" takes it. ``left``: why the backward gets another backend,
+    if ``taken`` is only the forward.
     """
 
     backend: str
@@ -45,7 +46,11 @@ class BackendFitness:
 
 @dataclass(frozen=True)
 class Finding:
-    """The state of a framework. ``words``: its devices, or the reason why it does not start, with empty ``choices``."""
+    """The state of a framework on this machine.
+
+    ``words``: lines about the framework's devices. If it is not installed or does not start, ``words`` says why and ``choices``
+    is empty.
+    """
 
     name: str
     words: tuple[str, ...]
@@ -53,7 +58,7 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, this library, its optional packages, and ptxas, the assembler that comes with Triton."""
+    """Return by name the versions of Python, this library, five optional packages, and ptxas, Triton's assembler."""
     packages = ("jax", "jaxlib", "flax", "torch", "triton")
     own = {"python": platform.python_version(), "ring-attn": __version__}
     return own | {name: _version(name) for name in packages} | {"ptxas": _assembler()}
@@ -114,7 +119,7 @@ def choices(problem: Problem) -> tuple[BackendFitness, ...]:
 
 
 def report(problem: Problem, found: Iterable[Finding]) -> Group:
-    """Return the whole report, for a console without markup."""
+    """Return the whole report of ``ring-attn doctor``, for a console without markup."""
     problem_line = f"{problem.dtypes[0]}, q {problem.q_shape}, k {problem.k_shape}, v {problem.v_shape}, causal, 1 rank:"
     parts: list[str | Table] = [*(f"{name:10}{number}" for name, number in versions().items()), "", problem_line]
     for each in found:
@@ -145,7 +150,7 @@ def _assembler() -> str:
 
 
 def _torch() -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the device fields of a Problem on the first device, and a description of all devices."""
+    """Return the fields of a Problem that describe PyTorch's first device, by name, and words for all devices."""
     import torch
 
     from ring_attn_torch.attend.launch import capability

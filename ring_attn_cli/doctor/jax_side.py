@@ -1,4 +1,4 @@
-"""Timings of all ranks in JAX: the ranks are devices of one process. Imported in that process only."""
+"""Timings of all ranks in JAX: the ranks are devices of one process, and only that process imports this module."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ LAUNCHES = 20
 
 
 def work(report: Report, ranks: int, gpus: bool) -> None:
-    """Measure attention and copies on the first device, then transfers between all; report them as ``Timings``."""
+    """Measure attention and copies on the first device, then transfers between all devices. Report ``Timings`` for each rank.
+
+    If there are too few devices, report an error instead.
+    """
     if not gpus:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", ranks)
@@ -50,7 +53,7 @@ def work(report: Report, ranks: int, gpus: bool) -> None:
 
 
 class JaxClock:
-    """A timer of JAX's devices, which waits for each result. ``gpus``: True if the devices are GPUs."""
+    """A timer of runs on JAX's devices. Its times include the wait for results. ``gpus``: True if the devices are GPUs."""
 
     def __init__(self, gpus: bool) -> None:
         self.gpus, self.repeats = gpus, Repeats(SPARE if gpus else 0.0)
@@ -86,8 +89,8 @@ class JaxClock:
 def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
     """Measure attention on one device. Return the fields ``forward``, ``backward`` and ``host_...`` of ``Timings``.
 
-    JAX runs the backward only together with a forward. So its time is that of both passes minus the forward's, but at least the
-    forward's; ``host_backward`` is the time to launch both.
+    JAX runs the backward only together with a forward. So the backward's time is that of both passes minus the forward's, but at
+    least the forward's; ``host_backward`` is the time to launch both passes.
     """
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
@@ -122,7 +125,7 @@ def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: JaxClock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure hops and all-gathers of all devices. Return the fields ``link``, ``collective``, ``host_send`` of ``Timings``."""
+    """Measure all-gathers, and sends to the next device. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
     ranks = len(devices)
     mesh = Mesh(np.array(devices), ("seq",))
     onward = [(rank, (rank + 1) % ranks) for rank in range(ranks)]

@@ -26,8 +26,8 @@ TITLES = {"torch": "PyTorch", "jax": "JAX"}
 def run(framework: str, ranks: int | None, network: float, console: Console) -> None:
     """Measure this machine in one framework or both, print its records, and save them in the user's cache folder.
 
-    Raise ValueError if an option is invalid, a framework is not installed, there are too few GPUs, or the folder cannot be
-    written; and :class:`processes.Failure` if a process fails.
+    Raise ValueError if an option is invalid, there are too few GPUs, or the folder cannot be written; ModuleNotFoundError if a
+    framework is not installed; and :class:`processes.Failure` if a process fails.
     """
     if framework not in ("both", *TITLES):
         raise ValueError(f"unknown framework {framework!r}: choose one of both, {', '.join(TITLES)}")
@@ -68,7 +68,10 @@ def _gpus_of_jax() -> int:
 
 
 def ranks_of(ranks: int | None, gpus: int) -> int:
-    """Return the number of ranks to measure. Raise ValueError if it is below 2, or if this machine has fewer GPUs."""
+    """Return the number of ranks to measure: ``ranks``, or if it is None the number of GPUs, or ``ON_CPUS`` without GPUs.
+
+    Raise ValueError if the number is below 2, or above the number of GPUs if there are any.
+    """
     count = (gpus or ON_CPUS) if ranks is None else ranks
     check_count(count, "--ranks")
     if count < 2:
@@ -79,7 +82,7 @@ def ranks_of(ranks: int | None, gpus: int) -> int:
 
 
 def measured(framework: str, ranks: int, gpus: bool) -> list[Timings]:
-    """Measure all ranks in new processes, one for each rank in PyTorch, one for all in JAX. Return the times of each rank."""
+    """Measure in new processes, one for each rank in PyTorch, one for all ranks in JAX. Return one ``Timings`` for each rank."""
     package = __name__.rpartition(".")[0]
     with Crews(PATIENCE) as crews:
         if framework == "torch":

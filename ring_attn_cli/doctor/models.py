@@ -24,7 +24,7 @@ RANKS, TOKENS, VOCAB, SEED = 2, 37, 99, 0
 EXACT = 1e-4
 """Bound of the relative error of logits and of each weight's gradient. It allows float32 rounding; one wrong key gives 1e-2."""
 LARGEST = 50_000_000
-"""Largest number of weights in a tiny model. A larger model has a size whose name is not in SIZES."""
+"""Largest number of weights in a tiny model. If a model has more, SIZES lacks the name of one of its sizes."""
 STARTUP = 300.0
 OWN_CODE = "computes attention in its own code"
 VERDICTS = {
@@ -50,7 +50,7 @@ SIZES = {
 }
 LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"]
 NEEDED = ("vocab_size", "n_routed_experts", "num_experts_per_tok")
-"""Sizes that are set even if a config leaves them None, because the model cannot be made then."""
+"""Sizes that are set even if a class's default config has None, with which its model cannot be made."""
 KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_heads": "swa_num_attention_heads"}
 
 
@@ -65,9 +65,9 @@ class Verdict:
 
 
 def run(model: str, seconds: float, console: Console, json_file: Path | None, table_file: Path | None) -> None:
-    """Try one class of transformers or all, print each verdict, and write them to the files.
+    """Try one class of transformers or all, print each verdict, and write all verdicts to the files that are not None.
 
-    Raise ValueError if the class is unknown or a file cannot be written, before a model is tried.
+    Before a model is tried, raise ValueError if an argument is invalid or a file cannot be written.
     """
     check_installed(["torch", "transformers"])
     if seconds <= 0:
@@ -101,7 +101,7 @@ def classes() -> list[str]:
 
 
 def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
-    """Yield a verdict of each class. Start new ranks after a class that kills them or takes longer than ``seconds``."""
+    """Yield a verdict of each class. Start new processes after a class kills them or takes longer than ``seconds``."""
     waiting = deque(names)
     while waiting:
         with Crews(STARTUP) as crews:
@@ -119,7 +119,7 @@ def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
 
 
 def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
-    """Return the text of docs/tested_models.md."""
+    """Return the text of docs/tested_models.md, with tables of the verdicts. ``record``: versions, date and counts for it."""
     found = list(found)
     counts = Counter(each.verdict for each in found)
     lines = [
@@ -167,7 +167,7 @@ def work(parent: Parent, rank: int, store: str) -> None:
 
 
 def tiny(kind: Any, causal: bool) -> Any:
-    """Return a config of class ``kind`` with the sizes of SIZES and at least one layer of each type."""
+    """Return a config of class ``kind`` with the sizes in SIZES, at least two layers, and every layer type."""
     default = vars(kind())
     sizes: dict[str, Any] = {
         name: size
@@ -202,7 +202,7 @@ def _count(value: Any) -> bool:
 
 
 def _answers(crews: Crews, seconds: float) -> list[Any]:
-    """Return one message of each rank. Raise TimeoutError if they take longer than ``seconds``."""
+    """Return the data of one message of each rank. Raise TimeoutError if the ranks take longer than ``seconds``."""
     found: list[Any] = []
     end = time.monotonic() + seconds
     while len(found) < RANKS:
@@ -236,7 +236,7 @@ def _verdict(name: str) -> Verdict:
 
 
 def _model(name: str) -> tuple[Any, Any]:
-    """Return a model in eval mode and token ids, both the same on every rank. The weights are large enough that scores differ.
+    """Return a model in eval mode and token ids [2, TOKENS], equal on all ranks. Large weights make attention scores differ.
 
     Raise ValueError if the model's tiny config has more than ``LARGEST`` weights.
     """
@@ -260,7 +260,7 @@ def _model(name: str) -> tuple[Any, Any]:
 
 
 def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
-    """Return logits and gradients of one call. ``after``: called after the backward, to sum the gradients over ranks."""
+    """Return logits, and gradients by weight name, of one call. ``after``: called after the backward, to sum gradients."""
     import torch
 
     from ring_attn_torch.transformers.models import own_positions

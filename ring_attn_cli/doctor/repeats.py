@@ -1,4 +1,4 @@
-"""Repeated measurements: runs in turns, warmed up, and timed again while they are noisy. No device is used here."""
+"""Repeated measurements: runs in turns, warmed up, and timed again while they are noisy. Callers pass the timed functions."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ SERIES = 4
 """Largest number of series in a measurement."""
 
 WARM_UP = 6
-"""Largest number of untimed rounds before the first series; they end when two in a row agree to ``NOISE``."""
+"""Largest number of warm-up rounds before the first series; they end when two rounds in a row agree to ``NOISE``."""
 
 WORST = 10.0
-"""Upper bound of a noise, and the noise if a time is not above 0."""
+"""Upper bound of a noise (a relative difference of times), and its value if a time is not above 0."""
 
 SPARE = 60.0
 """Seconds that all measurements together may spend on series after their first."""
 
 
 class Series(NamedTuple):
-    """The median seconds of each run, and their noise.
+    """The median seconds of each run in a series of rounds, and the noise of the series.
 
-    The noise is the largest relative difference of a run's median over the even rounds from that over the odd rounds.
+    The noise is the largest relative difference, over all runs, between the medians of the even and of the odd rounds.
     """
 
     noise: float
@@ -36,7 +36,7 @@ class Series(NamedTuple):
 
 
 class Repeats:
-    """Series of repeated runs, and the greatest ``noise`` of the series whose times were returned.
+    """A timer that repeats runs. ``noise``: the greatest noise of the series whose times it has returned.
 
     ``spare``: seconds that are left for further series, 0 on CPUs, whose records "auto" does not use. ``on_any_rank``: returns
     whether a flag is set on any rank, so that ranks that measure together also repeat together.

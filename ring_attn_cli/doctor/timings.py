@@ -9,14 +9,14 @@ from typing import NamedTuple
 from ring_attn_core.plan.machine import NOISE, Machine, slowest
 
 Points = tuple[tuple[float, float], ...]
-"""Pairs of a size and the seconds that it takes."""
+"""Pairs (size, seconds); the size is a number of tokens or of bytes."""
 
 FITTED, NARROW = 128, 64
 """The head dim for which a record has rates, and a smaller head dim that is measured only to be printed."""
 
 
 class MeasuredSizes(NamedTuple):
-    """The sizes to measure: ``tokens`` of a sequence, ``bytes`` of a transfer, and ``copied`` bytes of a copy in memory."""
+    """The sizes to measure: ``tokens`` of a sequence, ``bytes`` of a transfer, ``copied`` bytes that a copy reads and writes."""
 
     tokens: tuple[int, ...]
     heads: int
@@ -37,8 +37,9 @@ class Timings:
 
     ``forward``, ``backward``: by head dim, (tokens, seconds) of full attention with ``heads`` heads. ``link``, ``collective``,
     ``copy``: (bytes, seconds). ``link`` counts bytes that each rank sends to the next, all ranks at once; ``collective`` bytes
-    that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: seconds of the host to launch each, 0 on
-    a CPU. ``memory``: the rank's memory in bytes. ``noise``: the greatest relative difference between repeated measurements.
+    that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: the host's seconds to launch a forward,
+    backward, send or copy, 0 on a CPU. ``memory``: the rank's memory in bytes. ``noise``: the greatest relative difference
+    between repeated measurements.
 
     ``contention``: how much longer attention takes during a hop, as a share of the hop's time. ``peer``: (bytes, seconds) of
     copies from the next rank's memory by the copy engine, all ranks at once; empty if they were not measured, and then
@@ -70,9 +71,9 @@ class Timings:
         return line([(tokens, seconds / tokens / self.heads) for tokens, seconds in points])
 
     def misfit(self, dim: int, backward: bool) -> float:
-        """Return the largest relative difference between the fitted line and a time of attention.
+        """Return the largest relative difference between a time of attention and the line of :meth:`of_token`.
 
-        With two times it is 0, unless their line has a constant part below 0 or does not grow with the size.
+        With two times it is 0, unless the line through them has an intercept below 0 or does not grow with the size.
         """
         constant, of_key = self.of_token(dim, backward)
         times = (self.backward if backward else self.forward)[dim]
@@ -114,9 +115,9 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def record(timings: Sequence[Timings], network: float) -> Machine:
     """Return the record of a machine from the times of its ranks: each number is that of the slowest rank.
 
-    ``network``: bytes a second to another host, which one host cannot measure. ``forward_state`` is not measured: it is the time
-    to read and write out and lse of a query in float32, at the measured speed of copies. Raise ValueError if a time is not above
-    0, or a rate is above what the hardware can do.
+    ``network``: bytes a second to another host, which one host cannot measure. ``forward_state`` follows from the measured speed
+    of copies: it is the time to read and write the float32 out and lse of a query and head. Raise ValueError if a time is not
+    above 0, or a rate is above what the hardware can do.
     """
     for each in timings:
         series = (*each.forward.values(), *each.backward.values(), each.link, each.collective, each.copy, each.peer)

@@ -1,4 +1,4 @@
-"""Timings of one rank in PyTorch. Imported in the ranks' processes only."""
+"""Timings of one rank in PyTorch. Only the ranks' processes import this module."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SHORT = 128
 
 
 def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience: float) -> None:
-    """Measure attention and copies on all ranks at once, then transfers between them; report them as ``Timings``.
+    """Measure attention and copies, as all ranks do at once, then transfers between ranks. Report ``Timings`` of this rank.
 
     ``store``: path of the file through which the ranks find each other. ``patience``: timeout of the process group in seconds.
     """
@@ -58,10 +58,10 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
 
 
 class Clock:
-    """A timer of a device.
+    """A timer of runs on a device.
 
-    A GPU is timed by its own events. Products of large matrices and a first, untimed run keep it busy while the host launches the
-    timed runs. So the times exclude the launches by the host, which a record holds separately.
+    A GPU is timed by CUDA events. Products of large matrices and a first, untimed run keep it busy while the host launches the
+    timed runs. So the times exclude the host's launches, which :meth:`host` measures.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -129,7 +129,7 @@ class Clock:
 
 
 def attention(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure attention on one rank. Return the fields ``forward``, ``backward`` and ``host_...`` of ``Timings``."""
+    """Measure attention on one rank. Return ``forward``, ``backward``, ``host_forward`` and ``host_backward`` of ``Timings``."""
     forward: dict[int, Points] = {}
     backward: dict[int, Points] = {}
     for dim in (NARROW, FITTED):
@@ -166,7 +166,7 @@ def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: Clock, sizes: MeasuredSizes, ranks: int) -> dict[str, Any]:
-    """Measure hops and all-gathers of all ranks. Return the fields ``link``, ``collective``, ``host_send`` of ``Timings``."""
+    """Measure all-gathers, and sends to the next rank. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
     group = dist.group.WORLD
     found: dict[str, Any] = {"link": (), "collective": ()}
     for size in sizes.bytes:
@@ -188,7 +188,10 @@ def hop(x: torch.Tensor, group: Any) -> None:
 
 
 def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float]) -> dict[str, Any]:
-    """Return ``contention`` of ``Timings``. ``hop_alone``: bytes and seconds of a hop without attention beside it."""
+    """Measure attention during sends to the next rank. Return the field ``contention`` of ``Timings``.
+
+    ``hop_alone``: bytes and seconds of a send without attention beside it.
+    """
     size, seconds = hop_alone
     group, x = dist.group.WORLD, torch.zeros(int(size), dtype=torch.uint8, device=clock.device)
     alone: Any = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -207,7 +210,7 @@ def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float
 def peer_copies(clock: Clock, sizes: MeasuredSizes, group: Any) -> dict[str, Any]:
     """Measure copies from the next rank's memory, and the host's time in a step of "pull" and of "push".
 
-    Return the fields ``peer``, ``host_pull`` and ``host_push`` of ``Timings``; if the GPUs do not share memory, only ``no_peer``.
+    Return the fields ``peer``, ``host_pull`` and ``host_push`` of ``Timings``, or only ``no_peer`` if GPUs cannot share memory.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     there = Keys(torch.zeros(sizes.bytes[-1], dtype=torch.uint8, device=clock.device))

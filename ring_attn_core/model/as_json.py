@@ -26,8 +26,8 @@ def write_record(record: Any) -> str:
 def read_record(kind: type[Record], text: str) -> Record:
     """Read a record of type ``kind`` from the JSON that ``write_record`` wrote.
 
-    Raise ValueError if ``text`` is not a JSON object, a field without a default is missing, a key is not a field, or a value is
-    invalid.
+    Raise ValueError if ``text`` is not a JSON object, lacks a field without a default, has a key that is not a field, or holds an
+    invalid value.
     """
     try:
         values = parse_json(text)

@@ -155,8 +155,8 @@ class TransformerConfig(AttentionFields):
     def from_json(cls, text: str) -> TransformerConfig:
         """Read a config from the JSON that ``to_json`` wrote. A missing field gets its default.
 
-        Raise ValueError if ``text`` is not a JSON object, a key is not a field, a field without default is missing (the message
-        names the key), or values do not fit.
+        Raise ValueError if ``text`` is not a JSON object, has a key that is not a field, lacks a field without a default, or has
+        invalid values.
         """
         return read_record(cls, text)
 

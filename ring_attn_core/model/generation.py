@@ -103,8 +103,8 @@ class Generation:
         """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
 
         ``shards``: tokens of a rank in each chunk, padding included. Let n be the widest window plus the largest chunk. If every
-        layer has a window, and a rank needs more than n slots to cache all tokens of a request, each rank keeps only the n newest
-        tokens of a request. ``capacity`` is rounded up to a multiple of ``SLOTS`` per rank.
+        layer has a window, and a rank may hold more than n tokens of a request, each rank caches only the n newest of them.
+        ``capacity`` is rounded up to a multiple of ``SLOTS`` per rank.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)

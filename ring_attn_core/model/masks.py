@@ -12,8 +12,8 @@ from ..runs import Band
 def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
     """Return the mask of each layer: ``mask``, limited to the layer's window if it has one.
 
-    ``windows``: for each layer, the number of tokens before and after itself that a token sees, or None. Raise ValueError if
-    ``mask`` is not a mask, there is not one window for each layer, or a window is not an int of at least 0.
+    ``windows``: for each layer, the number of tokens before and after itself that a token sees, or None for no limit. Raise
+    ValueError if ``mask`` is not a Band, ``windows`` does not have ``depth`` values, or a window is not an int of at least 0.
     """
     check_mask(mask)
     if windows is None:

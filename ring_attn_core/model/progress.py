@@ -34,8 +34,8 @@ class ResumePoint(NamedTuple):
 def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[str, Any]:
     """Return the contents of a checkpoint's run.json for this progress and config, in types that JSON can hold.
 
-    Raise ValueError if ``step`` is not an int of at least 0, ``data`` is not a text or None, or ``more`` is not a dict that JSON
-    can hold.
+    Raise ValueError if ``step`` is not an int of at least 0, ``data`` is neither a str nor None, or JSON cannot hold the dict
+    ``more``.
     """
     step, data, more = progress
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
@@ -56,8 +56,8 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
 
     ``found``: the JSON that ``described`` made. ``where``: the place from which it was read, for messages.
 
-    Raise ValueError if a value is missing or not of its type, or if ``config`` differs from the stored config in a field that is
-    not in ``MAY_CHANGE``; the message names the fields.
+    Raise ValueError if a value is missing or not of its type, or if ``config`` differs from the stored config; the message names
+    the fields. Fields in ``MAY_CHANGE`` may differ.
     """
     if not isinstance(found, dict):
         raise ValueError(

@@ -72,8 +72,8 @@ class YaRN:
     tokens keep their frequency. The frequency of pairs that rotate at most ``slow`` times is divided by ``factor``. Between these
     limits, the kept fraction kept_i (see the module) falls linearly in the pair index i. ``truncate``: round the indices of the
     two limits outwards to integers, as in the authors' code. ``attention_factor`` multiplies cosines and sines, so its square
-    multiplies each score; None: ``0.1 ln(factor) + 1`` (equation 22), or ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all
-    ln(factor) + 1)`` with ``mscale`` and ``mscale_all``, as in DeepSeek's models.
+    multiplies each score; None: ``0.1 ln(factor) + 1`` (equation 22). With ``mscale`` and ``mscale_all``, as in DeepSeek's
+    models, None means ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)``.
     """
 
     factor: float

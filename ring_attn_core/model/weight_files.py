@@ -143,7 +143,7 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return for each file the weights to read from it, as a dict from a weight's name in the model to its name in the file.
+    """Return for each file the weights to read from it, as a dict from names in the model to names in the file.
 
     ``expected``: shapes by name in the model. ``renamed``: maps a name in the model to the name in the files. ``ignored``: name
     endings; weights in the files with such names are ignored. Raise ValueError if a weight is missing, unexpected, of another

@@ -1,7 +1,7 @@
 """Reference dilated attention in numpy, computed from its definition without folding or rings.
 
-A pattern (a segment length and a dilation) lets query i of head h see key j if both are in one segment, both offsets in the
-segment equal h modulo the dilation, and the mask and the key mask allow the pair. With n_ij the number of patterns of the head
+A pattern is a segment length and a dilation. It lets query i of head h see key j if both are in one segment, both have an offset
+in the segment that equals h modulo the dilation, and mask and key mask allow the pair. With n_ij the number of patterns of head h
 that allow (i, j),
 
     Z_i = sum_j n_ij exp(s_ij)        out_i = sum_j n_ij exp(s_ij) v_j / Z_i        lse_i = log Z_i

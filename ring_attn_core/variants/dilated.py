@@ -42,8 +42,8 @@ class Patterns(NamedTuple):
     def check(self) -> tuple[tuple[int, int], ...]:
         """Return the (segment, dilation) pairs, in tokens.
 
-        Raise ValueError if there is not one dilation for each segment, a number is not a positive int, segments do not increase,
-        a dilation does not divide its segment, or ``mixing`` is unknown.
+        Raise ValueError if there is not one dilation for each segment, a dilation does not divide its segment, or segments do not
+        increase. Raise it also if a number is not a positive int or ``mixing`` is unknown.
         """
         segments, dilations = counts_of("segments", self.segments), counts_of("dilations", self.dilations)
         if not segments or len(segments) != len(dilations):

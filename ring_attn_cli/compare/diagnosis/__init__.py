@@ -76,7 +76,7 @@ def sees_nothing(e: Evidence) -> Iterator[str]:
 
 
 def alone(e: Evidence) -> Iterator[str]:
-    """Test whether queries see their own shard of keys only, or the results of shards are merged by a plain sum or mean."""
+    """Test whether queries see only the keys of their own rank, or results of shards are merged by a plain sum or mean."""
     if e.plan.ranks > 1:
         of = e.rank_of
         if e.explains_out(e.out(e.dense.seen & (of[e.dense.rows.start :, None] == of))):
@@ -159,7 +159,7 @@ def wrong_mask(e: Evidence) -> Iterator[str]:
 
 
 def _masks(e: Evidence) -> Iterator[tuple[str, Callable[[range], np.ndarray]]]:
-    """Yield plausible wrong masks: a description, and a function from a range of queries to the mask bool [s t]."""
+    """Yield plausible wrong masks: a description, and a function from a range of s queries to the mask, bool [s, keys]."""
     case, band, said = e.case, e.case.band, f", where {e.case.mask} was said"
     inputs = [e.inputs.arrays[name][:1] if name in e.inputs.arrays else None for name in ("extents", "key_mask")]
     mask = lambda band, inputs: lambda rows: visible(band, rows, range(case.length), *inputs)[0]
@@ -222,7 +222,7 @@ def narrow_state(e: Evidence) -> Iterator[str]:
 
 
 def of_lse(e: Evidence) -> Iterator[str]:
-    """Test whether lse is in base 2, as inside kernels, or off by a constant, and whether its gradient is lost."""
+    """Test whether lse is in base 2, as inside kernels, or off by a constant, and whether the gradient of lse is lost."""
     if "lse" in e.missed:
         got, right = e.pair("lse")
         finite = np.isfinite(right) & np.isfinite(got)
@@ -238,7 +238,7 @@ def of_lse(e: Evidence) -> Iterator[str]:
 
 
 def wrong_backward(e: Evidence) -> tuple[str, set[str]] | None:
-    """Return the description of a mistake that explains dq and dk, and the names of the gradients it explains, or None."""
+    """Return a mistake that explains dq and dk, in words, and the names of all gradients it explains; None if none does."""
     names = {"dq", "dk", "dv"} & {*e.missed}
     for backward, words in BACKWARDS.items() if "out" not in e.missed and e.plan.length <= LONGEST else ():
         if (backward.of_shards and e.plan.ranks == 1) or ("lse" not in e.cotangents and backward.dlse != 1):
@@ -288,7 +288,7 @@ def lost_gradient(e: Evidence, name: str, attention: bool) -> Iterator[str]:
 
 
 def _reason(e: Evidence, name: str, factor: float, attention: bool) -> str:
-    """Return the end of "dq is 0.5 times what it should be": ", on one device too" if so, then mistakes that give the factor."""
+    """Return the likely reasons why a gradient is ``factor`` times the right one, as text that ends a sentence, or ""."""
     ranks, known, right, beside = e.plan.ranks, [], e.truth.exact[name], {} if e.alone is None else e.alone
     same = name in beside and relative_error(e.part(name, right, beside), factor * right) < 1e-2
     where = ", on one device too" if same else ""

@@ -46,7 +46,7 @@ RIGHT = Backward()
 
 
 class Dense:
-    """Attention of the queries ``rows`` of batch row 0 over all keys, in the first ``heads`` query heads, in float64."""
+    """Attention of batch row 0 in float64: the queries at positions ``rows``, all keys, and the first ``heads`` query heads."""
 
     def __init__(self, case: Case, arrays: Arrays, rows: range, heads: int) -> None:
         self.case, self.rows, self.heads = case, rows, heads
@@ -68,7 +68,7 @@ class Dense:
     def forward(self, scale: float, seen: np.ndarray | None = None, reads: np.ndarray | None = None) -> Forward:
         """Return the forward of the queries with q . k multiplied by ``scale``.
 
-        ``seen`` [s t]: the mask, by default the case's. ``reads``: the key head of each query head, by default the case's.
+        ``seen``: the mask, bool [queries, keys]; None: the case's. ``reads``: the key head of each query head; None: the case's.
         """
         reads = self.reads if reads is None else reads
         scores, steepness = scale * (self.q @ self.k[reads].swapaxes(1, 2)), np.ones(1)

@@ -40,7 +40,7 @@ class Evidence:
     alone: Arrays | None = None
 
     def explained(self, name: str, before: float, after: float) -> bool:
-        """Return True if a hypothesis that lowers the error from ``before`` to ``after`` explains it.
+        """Return True if a hypothesis that lowers the error of array ``name`` from ``before`` to ``after`` explains the error.
 
         ``after`` must be at most 4 bounds or 1/50 of ``before``. It must also be at most half of ``before``, because an error
         slightly above its bound is within 4 bounds under any hypothesis.
@@ -69,7 +69,7 @@ class Evidence:
 
     @cached_property
     def rank_of(self) -> np.ndarray:
-        """Return the owner rank of each token, int [s]."""
+        """Return the owner rank of each token, int [tokens]."""
         ranks = np.zeros(self.plan.length, int)
         for rank in range(self.plan.ranks):
             held = np.array(list(self.plan.positions(rank)))
@@ -78,7 +78,7 @@ class Evidence:
 
     @cached_property
     def dense(self) -> Dense:
-        """Return attention of the last queries, in all heads of batch row 0."""
+        """Return attention of the last ``ROWS`` queries, in all heads of batch row 0."""
         rows = range(max(self.case.length - ROWS, 0), self.case.length)
         return Dense(self.case, self.inputs.arrays, rows, self.case.heads)
 
@@ -87,16 +87,19 @@ class Evidence:
         return self.dense.forward(self.case.factor)
 
     def out(self, seen: np.ndarray) -> np.ndarray:
-        """Return out of the last queries under another mask."""
+        """Return out [queries, heads, v_dim] of the last ``ROWS`` queries under the mask ``seen``, bool [queries, keys]."""
         return self.dense.forward(self.case.factor, seen).out
 
     @property
     def measured(self) -> np.ndarray:
-        """Return the measured out of the last queries."""
+        """Return the measured out [queries, heads, v_dim] of the last ``ROWS`` queries of batch row 0."""
         return self.got["out"][0, self.dense.rows.start :]
 
     def explains_out(self, out: np.ndarray, judged: np.ndarray | slice = np.s_[:]) -> bool:
-        """Return True if ``out`` of the last queries explains the measured one, in the rows ``judged``."""
+        """Return True if ``out``, of the last ``ROWS`` queries under a hypothesis, explains the measured out.
+
+        ``judged``: the indices of the queries that count.
+        """
         before, after = (relative_error(self.measured[judged], x[judged]) for x in (self.right.out, out))
         return self.explained("out", before, after)
 
@@ -122,7 +125,8 @@ class Evidence:
         """Return [rank, giver]: how often the gradient on ``rank`` counts what ``giver``'s tokens contribute to it; 1 is right.
 
         ``name``: "dq", "dk" or "dv". The contributions are those of :meth:`parts`. The counts are their least-squares fit to the
-        gradient of batch row 0 and key head 0, NaN if a contribution is zero. Return None if the fit does not explain it.
+        gradient of batch row 0 and key head 0, NaN if a contribution is zero. Return None if the fit does not explain the
+        gradient's error.
         """
         ranks, parts = range(self.plan.ranks), self.parts()[name]
         got = self.got[name][0, :, : parts.shape[2]] if name == "dq" else self.got[name][0, :, 0]
