@@ -25,7 +25,7 @@ DEVICES = "cpu", "gpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention problem over global sequences: the command's options with one value each, except the number of ranks.
+    """One attention problem over global sequences: the options of ``ring-attn compare``, one value each, without ``ranks``.
 
     ``scale``: None means ``head_dim ** -0.5``. ``sinks``: adds sinks drawn at random. ``alibi``: adds ALiBi slopes. ``key_mask``:
     masks a random fifth of the keys. ``documents``: number of documents packed into each row, of random lengths; 0 for none.

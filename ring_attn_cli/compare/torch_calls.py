@@ -37,7 +37,7 @@ def ring(call: TorchCall) -> Function:
 
 
 def vendor(call: TorchCall) -> Function:
-    """Return the call of ring_attention with a vendor's kernels. It leaves out lse, which they do not differentiate."""
+    """Return the call of ring_attention with a vendor's kernels, without lse, which such kernels do not differentiate."""
     return lambda arrays: {"out": ring_attention(**arrays, **options(call), group=call.group)}
 
 

@@ -13,7 +13,7 @@ REPEATS = 7
 """The number of timings of each run in a series."""
 
 SERIES = 4
-"""Largest number of series in a measurement."""
+"""Largest number of series, each of ``REPEATS`` rounds, in a measurement."""
 
 WARM_UP = 6
 """Largest number of warm-up rounds before the first series; they end when two rounds in a row agree to ``NOISE``."""
@@ -22,7 +22,7 @@ WORST = 10.0
 """Upper bound of a noise (a relative difference of times), and its value if a time is not above 0."""
 
 SPARE = 60.0
-"""Seconds that all measurements together may spend on series after their first."""
+"""Seconds that all measurements together may spend on further series, after the first series of each."""
 
 
 class Series(NamedTuple):

@@ -58,8 +58,8 @@ class CheckpointFolder:
     def begin(self, step: int) -> Path:
         """Lock the folder against other runs, and return a new empty folder for the files of a checkpoint.
 
-        Delete the incomplete folders that killed runs left. Raise ValueError if another run writes here, or if the newest
-        checkpoint is not of an earlier step.
+        Delete the incomplete folders that killed runs left. Raise ValueError if another run writes here, or if ``step``
+        is not after the step of the newest checkpoint.
         """
         if not self.path.is_dir():
             self.path.mkdir(parents=True)

@@ -1,6 +1,6 @@
 """A call of ``generate`` as one record: its checked options, the chunks of its prompts, and the size of its cache.
 
-All values are equal on all ranks.
+The values must be equal on all ranks; ``Generation.fingerprint`` returns them for a comparison.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
 
 
 def _checked_windows(config: TransformerConfig) -> list[int | None]:
-    """Return each layer's window, in tokens before the query (None: all). Raise ValueError if transformers lacks a setting."""
+    """Return each layer's window in earlier tokens (None: all). Raise ValueError if transformers cannot express a setting."""
     layers = [config.attention(layer) for layer in range(config.depth)]
     refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]
     refused += ["mask"] * any(x.mask.lo != 0 for x in layers) + ["rotaries"] * any(x.rotary != config.rotary for x in layers)

@@ -36,7 +36,7 @@ POOLINGS = ("attention", "mean")
 class SummaryOptions:
     """The options of a ``summary_attention`` call, with the names of its arguments.
 
-    Raise ValueError if a value has the wrong type or is out of range; ``checked`` then compares options with arrays.
+    Raise ValueError if a value has the wrong type or is out of range. The function ``checked`` compares options with arrays.
     """
 
     block: int

@@ -27,7 +27,7 @@ class Evidence:
     """The result of one variant, as global arrays in natural order, beside the truth.
 
     ``missed``: names of the arrays whose error exceeds its bound. ``cotangents``: names of the cotangents that the gradients were
-    computed from. ``alone``: the result on one device, if this ring has several ranks and the variant ran there too.
+    computed from. ``alone``: the result on one device, if this ring has several ranks and the variant also ran on one.
     """
 
     case: Case
