@@ -1,4 +1,4 @@
-"""The PyTorch side of a comparison: one process per rank, gloo on CPUs, NCCL on GPUs. Only these processes import this."""
+"""The PyTorch side of a comparison: one process per rank, gloo on CPUs, NCCL on GPUs. Only these processes import this module."""
 
 from __future__ import annotations
 
