@@ -60,9 +60,9 @@ def attend_block(
 ) -> tuple[Float[Tensor, "batch queries heads v_dim"], Float[Tensor, "batch queries heads"]]:
     """Compute attention of a block of queries over a block of keys, both anywhere in a longer sequence.
 
-    ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may see,
-    in float32 (float64 for float64), both differentiable; :func:`merge` merges such pairs. A query that sees no key has out 0 and
-    lse -inf.
+    Return ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)``, where j runs over the keys of the block
+    that query i may see. Both are in float32 (float64 for float64 inputs) and differentiable; :func:`merge` merges such pairs. A
+    query that sees no key has out 0 and lse -inf.
 
     ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens
     beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may differ at every call without a
@@ -86,7 +86,7 @@ def attend_block(
 
 
 def block_state(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from records and return the state; ``runs``: the runs of the queries and of the keys."""
+    """Compute ``attend_block`` from records, and return (out, lse, rounding error of lse). ``runs``: query run and key run."""
     q_run, k_run = runs
     counts = [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride, *options.counts]
     return from_outputs(torch.ops.ring_attn.attend_block(q, k, v, counts, OpCall(options).text, *arrays))
@@ -167,7 +167,7 @@ torch.library.register_autograd("ring_attn::attend_block_backward", refuse_secon
 
 
 class _Block(NamedTuple):
-    """The backend of a block, and the arguments of its methods besides the queries."""
+    """The backend that computes a block, and the arguments of the backend's methods besides the queries."""
 
     keys: Keys
     rows: Rows

@@ -60,8 +60,8 @@ def ring_backend(
     return (out, lse) with lse [batch, tokens, heads]. Other arguments: as in diffusers. Without a parallel config the call is
     diffusers' native attention on one device.
 
-    Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases, if there is dropout, or if
-    the numbers of queries and keys differ, as in cross-attention.
+    Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases than these. Raise it too if
+    there is dropout, or if the numbers of queries and keys differ, as in cross-attention.
     """
     if _parallel_config is None or _parallel_config.context_parallel_config is None:
         native: Any = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
@@ -126,7 +126,7 @@ def _visible_keys(mask: Tensor, key: Tensor) -> Tensor:
 
 
 def _register() -> None:
-    """Add ``"ring"`` to the names that diffusers takes as attention backends."""
+    """Add ``"ring"`` to the names of attention backends in diffusers, and register ``ring_backend`` under it."""
     names: Any = dispatch.AttentionBackendName
     if NAME not in names._value2member_map_:
         member = str.__new__(names, NAME)

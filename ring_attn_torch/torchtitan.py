@@ -88,12 +88,13 @@ class RingInnerAttention(ScaledDotProductAttention):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return attention [batch, local, heads, head_dim] of this rank's queries.
+        """Return attention [batch, local, heads, head_dim] of this rank's queries. ``q``, ``k``, ``v``: this rank's shards.
 
         ``out_transform``: a function of (out, lse) whose result is returned instead, such as gpt-oss's, which applies sinks. lse
         is [batch, local, heads]. ``others``: score_mod and is_causal are checked, the rest is ignored.
 
-        Raise ValueError if attention_masks are another backend's, if score_mod is set or if is_causal is False.
+        Raise ValueError if attention_masks are not ``Documents``, if score_mod is set, or if is_causal is False. Raise it too if
+        q is not a DTensor although there are several ranks.
         """
         if attention_masks is not None and not isinstance(attention_masks, Documents):
             raise ValueError(
@@ -143,7 +144,7 @@ class RingDocuments(Base):
 
 
 def documents_of(positions: Tensor, mesh: DeviceMesh | None, layout: str) -> Documents:
-    """Return this rank's Documents of the global ``positions`` [batch, length], in which each document begins with 0."""
+    """Return this rank's Documents. ``positions``: global [batch, length], 0 at the first token of each document."""
     return Documents(_own(document_extents((positions == 0).cumsum(1)), mesh, layout), layout)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written in the background. Each is complete or absent, and the newest few are kept.
+"""Checkpoints of a training run, written in the background. Each is complete or absent, and the newest few are kept.
 
 A save writes to a temporary folder, renames it, and writes ``run.json`` last.
 """
@@ -45,7 +45,7 @@ from .ranks import agreed, by_rank, check_kinds
 
 
 class Checkpoints:
-    """The newest checkpoints of a run: weights, optimizer, random generators, and the position in the data.
+    """The newest checkpoints of a training run: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
         progress = checkpoints.resume(model, optimizer)  # None at the first start
@@ -90,17 +90,17 @@ class Checkpoints:
         data: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> None:
-        """Copy the run after ``step`` steps to host memory, and write it to the disk in the background.
+        """Copy the training state after ``step`` steps to host memory, and write it to the disk in the background.
 
         ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as a scheduler's
         ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The state of each rank's CPU and GPU random
         generators is saved too. The call first waits for the previous save. If ``group`` is only a part of the default group, the
         call writes, and returns when everything is written.
 
-        Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, the names, shapes or
-        dtypes of the model differ between ranks (``check_ranks`` compares the values), another run saves in the folder, or some
-        ranks do not see the first rank's folder. Raise OSError if the previous save has failed, or if this call fails to write.
-        The error is the same on every rank.
+        Raise ValueError if ``step`` is not after the newest checkpoint, or if ``data`` or ``more`` is not JSON. Raise it too if
+        another run saves in the folder, if some ranks do not see the first rank's folder, or if names, shapes or dtypes of the
+        model differ between ranks (``check_ranks`` compares the values). Raise OSError if the previous save has failed, or if
+        this call fails to write. The error is the same on every rank.
         """
         self.wait()
         optimizer = innermost(optimizer)
@@ -145,16 +145,15 @@ class Checkpoints:
                 raise failed(step, error) from error
 
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ResumePoint | None:
-        """Load the newest checkpoint into weights, optimizer and generators, and return its progress.
+        """Load the newest checkpoint into weights, optimizer and random generators. Return its ``step``, ``data`` and ``more``.
 
-        Without a checkpoint return None and change nothing. The result holds the ``step``, ``data`` and ``more`` that were
-        passed to ``save`` ({} if no ``more`` was); pass ``data`` to ``dataset.resume``. A rank that was not in
-        the saved run keeps its generators.
+        Return None and change nothing if no checkpoint exists. ``step``, ``data`` and ``more`` are those passed to ``save``
+        (no ``more``: {}); pass ``data`` to ``dataset.resume``. A rank that was not in the saved run keeps its generators' states.
 
-        Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
-        file (delete its folder to resume from the one before); or if ranks see different checkpoints. Raise OSError
-        if files cannot be read. The error is the same on every rank, and nothing changes, because everything is first read into
-        host memory.
+        Raise ValueError, naming the difference, if the checkpoint is of another model or optimizer, or if ranks see different
+        checkpoints. Raise it too if the checkpoint is damaged: delete its folder to resume from the one before. Raise OSError if
+        files cannot be read. The error is the same on every rank, and nothing changes, because everything is first read into host
+        memory.
         """
         self.wait()
         optimizer = innermost(optimizer)

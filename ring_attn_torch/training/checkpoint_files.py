@@ -1,4 +1,4 @@
-"""The files of a torch checkpoint: safetensors. Each rank writes and reads its shards by torch.distributed.checkpoint."""
+"""Reading and writing of a checkpoint's safetensors files. Each rank handles its own shards by torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -58,9 +58,10 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any]], None], group: Group) -> None:
-    """Write this rank's shards into ``folder``. The first rank then passes the size and digest of each file to ``commit``.
+    """Write this rank's shards of ``tensors`` into ``folder``.
 
-    Every rank of ``group`` must call it. If one fails, all raise the same error.
+    The first rank then passes the size and digest of each file to ``commit``. Every rank of ``group`` must call it. If one fails,
+    all raise the same error.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -86,9 +87,10 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
 
 
 def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kinds:
-    """Return (dtype, shape) of each tensor in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
+    """Return (dtype, shape) of each tensor in the checkpoint folder ``where``. Raise ValueError if a file is damaged.
 
-    ``run``: the content of ``run.json``, whose digests are compared with the files. Each of the ``ranks`` compares its part.
+    ``run``: the content of ``run.json``, whose digests are compared with the files. Each of the ``ranks`` ranks compares a part
+    of the files.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -104,7 +106,10 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
-    """Read a checkpoint's tensors into ``places`` on all ranks of ``group``. Raise OSError on all ranks if any rank fails."""
+    """Read the tensors of the checkpoint folder ``where`` into those of ``places``, by name, on all ranks of ``group``.
+
+    If reading fails on any rank, raise OSError on all of them.
+    """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 

@@ -5,7 +5,7 @@
 
 A label outside the vocabulary makes the total and its gradient NaN: an error on one rank would leave the others waiting.
 
-Arrays as wide as the vocabulary hold one chunk of tokens; only the gradient of logits that are passed holds all tokens, in their
+Arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits passed by the caller holds all tokens, in the logits'
 dtype. Logits and softmax are computed in at least float32.
 """
 
@@ -105,7 +105,7 @@ class _Last(torch.autograd.Function):
 
 
 class _SumOfLogits(torch.autograd.Function):
-    """The summed cross-entropy of logits. It saves them and their log-sum-exp. The backward computes dlogits in their dtype."""
+    """The autograd function of ``sum_of_logits``. It saves logits and log-sum-exp; dlogits are in the dtype of the logits."""
 
     @staticmethod
     def forward(
@@ -133,7 +133,7 @@ class _SumOfLogits(torch.autograd.Function):
 
 
 class _SumOfHidden(torch.autograd.Function):
-    """The summed cross-entropy of hidden states. The forward computes the gradients per chunk, and the backward scales them.
+    """The autograd function of ``sum_of_hidden``. The forward computes the gradients per chunk, and the backward scales them.
 
     ``rest``: the labels' weights or None, then empty slices of hidden and of head. ``one_derivative`` needs saved tensors that
     depend on hidden and head; empty slices suffice, while hidden itself would stay in memory until the backward.
@@ -217,7 +217,7 @@ def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix product ``a b`` in ``dtype``. Except on CUDA, the inputs are converted to ``dtype`` first."""
+    """Return the matrix product ``a b`` in ``dtype``. The inputs are converted to ``dtype`` first, but not on CUDA."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)

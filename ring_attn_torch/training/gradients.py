@@ -29,8 +29,8 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
     - Tensor parallel weights (``parallelize_module``) keep their shards. The ranks of a weight's shards hold the same tokens, so
       ``group`` is one of the other axes of the mesh.
 
-    Raise ValueError, the same on every rank and before anything is sent, if ``group`` and the mesh of a parameter overlap in any
-    other way, such as FSDP over a part of ``group``. The error names the parameter.
+    Raise ValueError if ``group`` and the mesh of a parameter overlap in any other way, such as FSDP over a part of ``group``. The
+    error names the parameter. It is the same on every rank, and raised before anything is sent.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
@@ -69,8 +69,8 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
     """Return True if the gradient of ``p`` needs no sum, since FSDP has summed it over the whole ring or the ring is one rank.
 
-    ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over a part of the
-    ring only, or if ranks that share ``p`` and hold the same tokens are in the ring.
+    ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over only a part of
+    the ring. Raise it too if the ring contains ranks that share ``p`` and hold the same tokens.
     """
     if ranks_of(ring) == 1:
         return True

@@ -25,18 +25,18 @@ def load_llama(
     """Load a Llama, Mistral, Qwen2 or Qwen3 model from a Hugging Face folder as a RingTransformer, on the default device.
 
     ``folder``: as ``save_pretrained`` writes it, with ``config.json`` and one safetensors file, or several with an index. Logits
-    equal those of transformers up to rounding. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's
-    ``w`` is ``w - 1`` here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records
-    all of them.
+    equal those of transformers up to rounding. Tied heads, sliding windows and the rotary scalings "linear", "llama3" and "yarn"
+    are supported, and recorded in ``model.config``. A window of ``w`` tokens in Hugging Face is ``w - 1`` here, because ``w``
+    counts the query's own token.
 
-    ``dtype``: the dtype of the weights; None: that of config.json. ``compute_dtype``: the dtype of the computation, None for
-    the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of
+    ``dtype``: the dtype of the weights; None: that of config.json. ``compute_dtype``: the dtype of the computation; None: that of
+    the weights. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of
     the group must call it. Each rank reads the files itself, one weight at a time.
 
-    Raise ValueError if the architecture is none of these four, or needs a feature that our layers lack (quantised weights,
-    "dynamic" rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the
-    error names them. The error is the same on every rank, and is raised before any weight is read, unless a file is overwritten
-    during the load.
+    Raise ValueError if the architecture is another one, or needs a feature that our layers lack (quantised weights, "dynamic"
+    rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the error
+    names them. The error is the same on every rank, and is raised before any weight is read, unless a file is overwritten during
+    the load.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 
@@ -53,12 +53,12 @@ def save_llama(
 
     ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
     ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the
-    model came from. Its tokenizer is copied, and if its architecture is the same, so are the keys of its config.json that do not
-    follow from the model. None: no tokenizer is written. ``group``: as in :func:`save_weights`; shards are gathered and
-    ``folder`` is replaced as there.
+    model came from. Its tokenizer is copied. If it has the architecture of the saved model, so are the keys of its config.json
+    that do not follow from the model. None: no tokenizer is written. ``group``, gathering and replacement of ``folder``: as in
+    :func:`save_weights`.
 
-    Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask that is not causal,
-    windows of several sizes, NTK or no rotary embedding, rotary embeddings that differ between layers, biases in other places.
-    Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
+    Raise ValueError if none of the four architectures supports the model. None has softcap, sinks, ALiBi, a mask that is not
+    causal, windows of several sizes, NTK, no rotary embedding, or one that differs between layers. Biases must be those of one of
+    them. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name, ring_of(group))

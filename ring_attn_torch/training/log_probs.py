@@ -4,8 +4,8 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward recomputes logits from hidden states. Arrays as wide as the vocabulary hold one chunk of tokens; only the
-gradient of logits that are passed holds all tokens, in their dtype. Logits and softmax are computed in at least float32.
+The backward recomputes logits from hidden states. Arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits
+passed by the caller holds all tokens, in the logits' dtype. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def token_log_probs(
     """Return each label's log-probability [b s], or with ``entropy`` (log-probability, entropy), in at least float32.
 
     ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token, as ``pack_rollouts`` and ``shard_batch`` return them.
-    Both values are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary, since an error on one rank would
-    leave the others waiting.
+    Log-probability and entropy are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary: an error on one
+    rank would leave the others waiting.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype, or in autocast's dtype under
@@ -60,7 +60,7 @@ def token_log_probs(
 
 
 class _Values(torch.autograd.Function):
-    """The log-probability and entropy of each token. It saves the input and log-sum-exp; the backward recomputes the logits."""
+    """The autograd function of ``token_log_probs``: the backward recomputes the logits from the saved input and log-sum-exp."""
 
     @staticmethod
     def forward(
@@ -118,9 +118,9 @@ def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[
 
 
 def _logits(x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return ``x`` with 0 in the rows of ignored labels, which may be NaN, and the logits [n vocab] in ``dtype``.
+    """Return (``x`` with 0 in the rows of ignored labels, the logits [n vocab] in ``dtype`` computed from that).
 
-    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab].
+    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]. Rows of ignored labels may be NaN.
     """
     x = x.masked_fill((labels == ignored)[:, None], 0)
     return x, x.to(dtype) if weight is None else _product(x, weight.t(), dtype)

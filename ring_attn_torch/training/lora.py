@@ -35,10 +35,11 @@ class Adapter(nn.Module):
 
 
 def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
-    """Freeze the weights of ``model``, and add adapters with the initial values ``first``.
+    """Freeze the weights of ``model``, and add an adapter to each linear map that is named in ``first``.
 
-    ``first``: NumPy arrays (a, b) by the name of their projection, such as ``blocks.0.attention.q``. Adapters are
-    in at least float32, whatever the dtype of the weights. Call it before FSDP shards the model.
+    ``first``: the initial NumPy arrays (a [rank, in], b [out, rank]) by the name of the linear map, such as
+    ``blocks.0.attention.q``. Adapters are in at least float32, whatever the dtype of the weights. Call it before FSDP shards the
+    model.
     """
     model.requires_grad_(False)
     for name, arrays in first.items():
@@ -60,9 +61,10 @@ def merge_adapters(model: nn.Module) -> None:
 
 
 def save_adapters(model: nn.Module, lora: LoRA, folder: str | Path, base: str | None, group: Group) -> None:
-    """Save the adapters in the format of peft, as :func:`write_adapters` describes. Each rank of ``group`` must call it.
+    """Save the adapters in ``folder`` in the format of peft. Each rank of ``group`` must call it; rank 0 writes.
 
-    Rank 0 writes. An error is the same on every rank.
+    ``base``: the folder or name of the model that was adapted. Raise ValueError if ``folder`` holds other files, and OSError if
+    it cannot be written. The error is the same on every rank.
     """
     from safetensors.torch import save_file
 

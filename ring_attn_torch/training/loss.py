@@ -57,9 +57,9 @@ def loss(
     DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
 
-    Raise ValueError, the same on every rank, if shapes do not fit. Raise it too on CPUs if any rank has a label outside the
-    vocabulary, or for a mean a weight that is negative or not finite. On GPUs and under torch.compile such a value makes the
-    loss and its gradients NaN on every rank instead.
+    Raise ValueError, the same on every rank, if shapes do not fit. On CPUs raise it too if any rank has a label outside the
+    vocabulary or, in a mean, a weight that is negative or not finite. On GPUs and under torch.compile such a label or weight
+    makes the loss and its gradients NaN on every rank instead.
     """
     ring = ring_of(group)
 
@@ -91,9 +91,9 @@ def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab:
     """Return the mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
     ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked
-    and nothing is raised. On CPUs, raise ValueError on every rank if a label is outside the vocabulary, or if a weight of a mean
-    is negative or not finite. One all-reduce sums the loss and the counts of invalid labels and weights, so all ranks take part
-    before any raises. On GPUs, reading the counts would synchronize, so the loss and its gradient become NaN instead.
+    and nothing is raised. An invalid label is outside the vocabulary; an invalid weight of a mean is negative or not finite. One
+    all-reduce sums the loss and the counts of invalid labels and weights. On CPUs every rank then raises ValueError if there are
+    any. On GPUs, reading the counts would synchronize, so the loss and its gradient become NaN instead.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()

@@ -1,4 +1,4 @@
-"""Optimizer states by parameter name, and the settings of the parameter groups."""
+"""The optimizer in a checkpoint: its states by parameter name, and the settings of its parameter groups, such as lr."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def kinds(states: States) -> dict[str, dict[str, str]]:
 
 
 def absent(everybody: Iterable[dict[str, dict[str, str]]]) -> dict[str, list[str]]:
-    """Return, by rank as text, the parameters whose states exist only on other ranks. ``everybody``: each rank's ``kinds``."""
+    """Return, by rank as str, the parameters whose states exist only on other ranks. ``everybody``: each rank's ``kinds``."""
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
@@ -99,16 +99,16 @@ def absent(everybody: Iterable[dict[str, dict[str, str]]]) -> dict[str, list[str
 def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
     """Return, for each parameter that has states on any rank, the state dtypes of the lowest such rank.
 
-    ``everybody``: each rank's ``kinds``, in rank order. States that only a higher rank has of such a parameter are left out.
+    ``everybody``: each rank's ``kinds``, in rank order. Further states of the parameter that only higher ranks have are left out.
     """
     return {name: states for each in reversed(everybody) for name, states in each.items()}
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: dict[str, dict[str, str]]) -> States:
-    """Return the states, with zeros added for the states of each DTensor that has states on other ranks only.
+    """Return this rank's states, with zeros added for each DTensor parameter whose states exist only on other ranks.
 
-    ``wanted``: the result of ``union``. A checkpoint needs the shards of all ranks to assemble a state.
-    A plain tensor, such as the count ``step``, needs no zeros: it is a replica, and one rank's replica is enough.
+    ``wanted``: the result of ``union``. A checkpoint needs the shards of all ranks to assemble a state. The states of a plain
+    tensor, and the count ``step``, need no zeros: they are replicas, and one rank's replica is enough.
     """
     named = parameters_by_name(model, optimizer)
     added = {}
@@ -122,9 +122,9 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
     """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new tensors outside the optimizer.
 
-    ``held``: the names of each parameter's states in the checkpoint. If the optimizer has no such states for a parameter yet, a
-    copy of the optimizer makes a step on a copy of the parameter, which creates them. Model, optimizer and random generators stay
-    unchanged.
+    ``held``: the names of each parameter's states in the checkpoint. If the optimizer does not have exactly these states of a
+    parameter, a copy of the optimizer creates them by a step on a copy of the parameter. Parameters that the optimizer does not
+    have are skipped. Model, optimizer and random generators stay unchanged.
     """
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -142,7 +142,7 @@ def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[st
 
 
 def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, without: list[str]) -> None:
-    """Replace all states of the optimizer by ``states``. Parameters in ``without`` get no states on this rank."""
+    """Replace all states of the optimizer with ``states``. The parameters named in ``without`` get no states on this rank."""
     for name, p in parameters_by_name(model, optimizer).items():
         if name in states and name not in without:
             optimizer.state[p] = states[name]
@@ -201,7 +201,7 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
 
 
 def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
-    """Overwrite the settings of each parameter group, such as lr, by those in ``found``, the result of ``groups_of``."""
+    """Set the settings of each parameter group, such as lr, to those in ``found``, a checkpoint's result of ``groups_of``."""
     for group, values in zip(optimizer.param_groups, found, strict=True):
         group.update({name: _restored(group.get(name), x) for name, x in values.items() if name != "params"})
 
@@ -224,9 +224,9 @@ def _plain(name: str, x: Any) -> Any:
 
 
 def _restored(own: Any, x: Any) -> Any:
-    """Return a setting ``x`` of a checkpoint in the type of ``own``.
+    """Return a checkpoint's value ``x`` of a setting whose value in the optimizer is ``own``.
 
-    A tensor ``own`` is filled in place. A JSON list, such as betas, becomes a tuple.
+    If ``own`` is a tensor, fill it with ``x`` in place. A JSON list, such as betas, becomes a tuple unless ``own`` is a list.
     """
     if isinstance(own, Tensor):
         return own.fill_(x)
@@ -236,9 +236,10 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return True if two settings have the same type: number, bool, text, or list of equal length whose elements are alike.
+    """Return True if a checkpoint's value ``theirs`` of a setting has the type of the optimizer's value ``mine``.
 
-    None in ``mine`` fits any type. None in ``theirs`` fits a bool, and any element of a list.
+    The types are number, bool, text, and list of equal length with elements alike. None in ``mine`` fits any type. None in
+    ``theirs`` fits a bool, and any element of a list.
     """
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)

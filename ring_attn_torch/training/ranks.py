@@ -43,10 +43,10 @@ SHOWN = (torch.int64, torch.int32, torch.float32, torch.float64)
 def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Compare ``what`` between the ranks of ``group`` at the start of training, and raise ValueError on each if it differs.
 
-    ``what``: an nn.Module, whose parameters and buffers are compared, a tensor, a number (numpy's too), str, bool, None, mask or
-    Run, or dicts, lists and tuples of all these, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``. ``group``: the
-    ranks to compare, a ring or all ranks; None is the default group. Every rank must call it, at the same place among its calls
-    of ``ring_attention``. On a ring of one it only checks the types.
+    ``what``: an nn.Module (its parameters and buffers), a tensor, a number (numpy's too), str, bool, None, mask or Run. Dicts,
+    lists and tuples of these are compared entry by entry: ``{"model": model, "dropout_seed": seed, "mask": mask}``. ``group``:
+    the ranks to compare, a ring or all ranks; None is the default group. Every rank must call it, at the same place among its
+    calls of ``ring_attention``. In a group of one rank it only checks the types.
 
     Values are compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes,
     shapes and whether a parameter is frozen are compared too; devices and the order of names are not. A weight that a module
@@ -56,10 +56,10 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
     Local shards are compared between replicas: ranks with the same coordinate on every mesh dim over which it is not replicated.
     Shards that are plain tensors, such as FSDP1's, are compared as if they were replicas, so they are reported as different.
 
-    Raise ValueError, the same on every rank, if entries differ, naming up to 8 of them and the ranks' values, or if an entry
-    cannot be compared. Raise RuntimeError after the group's timeout if a rank does not call. Every tensor is copied to the host,
-    and ranks exchange one digest through the group's store. If the digests differ, or if DTensors are sharded, ranks exchange one
-    line for every entry too.
+    Raise ValueError, the same on every rank, if an entry cannot be compared or if entries differ. The error names up to 8 of them
+    and the ranks' values. Raise RuntimeError after the group's timeout if a rank does not call. Every tensor is copied to the
+    host, and ranks exchange one digest through the group's store. If the digests differ, or if DTensors are sharded, ranks
+    exchange one line for every entry too.
     """
     ring = ring_of(group)
     with same_error(ring):
@@ -72,7 +72,7 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
 
 
 def _entries(what: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (dotted name, tensor or value) for all inside ``what``, which is itself named ``name``.
+    """Yield (dotted name, tensor or value) of each entry in ``what``. ``name``: the prefix of the dotted names.
 
     Raise ValueError if a value cannot be compared.
     """
@@ -104,7 +104,10 @@ def _check(name: str, x: Any) -> None:
 
 
 def _replica(owner: tuple[str, int], x: Any) -> Replica:
-    """Return the Replica of a value on this rank, whose name is ``owner``. A DTensor's content is its local shard."""
+    """Return the record that describes this rank's value ``x`` by its kind and its digest, or the value itself.
+
+    ``owner``: this rank, as ("rank", index). A DTensor's digest is that of its local shard.
+    """
     if not isinstance(x, Tensor):
         return plain_replica(owner, x)
     kind = "Tensor" if not isinstance(x, nn.Parameter) else "Parameter" if x.requires_grad else "frozen Parameter"
@@ -124,7 +127,10 @@ def _kind(kind: str, x: Tensor) -> str:
 
 
 def _part(x: DTensor) -> str:
-    """Return this rank's coordinates on the mesh dims that shard ``x``. Ranks with equal coordinates hold replicas."""
+    """Return in words this rank's coordinates on the mesh dims over which ``x`` is not replicated.
+
+    Ranks with equal coordinates hold replicas.
+    """
     mesh, place = x.device_mesh, x.device_mesh.get_coordinate()
     if place is None:
         return "no part of it"
@@ -134,12 +140,14 @@ def _part(x: DTensor) -> str:
 
 @contextmanager
 def together(call: str, ring: Group) -> Iterator[list[str]]:
-    """Run the block on all ranks, and raise on each of them the error of the lowest rank whose block raises.
+    """Run the ``with`` block. If it raises on some ranks, raise on every rank of ``ring`` the error of the lowest such rank.
 
     An OSError stays an OSError, any other error becomes a ValueError. The block may append texts to the yielded list; these must
-    be the same on every rank. The ValueError is a RankDifference if the texts differ, or if only some ranks had an error.
+    be the same on every rank. The ValueError is a RankDifference if the texts differ, or if only some ranks had an error. On one
+    rank an error stays as it is.
 
-    Every rank of ``ring`` must enter with the same ``call``. A rank with an error waits only briefly for the others.
+    Every rank of ``ring`` must enter with the same ``call``, a name. A rank with an error waits 5 seconds for the others, then
+    raises its own.
     """
     error, alike = None, list[str]()
     try:

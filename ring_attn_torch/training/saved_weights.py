@@ -1,8 +1,8 @@
-"""Weights in a folder of config.json and safetensors files. Both packages read and write it.
+"""Saving and loading of weights: a folder of config.json and safetensors files, which the JAX and the PyTorch package share.
 
 Saving: shards are gathered, and rank 0 writes a new folder beside the old one, calls fsync, and renames it. Loading: every rank
-reads all weights from the files, one at a time. Ranks exchange only errors, and digests of blocks of the files to detect that
-they read different saves.
+reads all weights from the files, one at a time. While loading, ranks exchange only errors, and digests of blocks of the files to
+detect that they read different saves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
 
 LOADING, SAVING = "loading weights", "saving weights"
-"""The names of the calls in which ranks exchange their errors, the same for each kind of folder."""
+"""The call names under which ranks exchange their errors, for our folders and Hugging Face's alike."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
 """Pauses in seconds between retries while ranks find different weights."""
@@ -42,15 +42,18 @@ PAUSES = 0.5, 1.5, 3.0, 5.0
 def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing save.
 
-    The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors`` (beyond 5 GB several
-    files and an index), with the names and orientation of ``to_numpy`` and each weight in its own dtype. ``load_weights`` of
-    either package reads it. A temporary folder is written beside ``folder`` and renamed, so after an error or a kill the previous
-    save is complete.
+    The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors``, beyond 5 GB several
+    files and an index. Weights have the names and orientation of ``to_numpy`` and their own dtypes. ``load_weights`` of the JAX
+    and of the PyTorch package reads the folder. A temporary folder is written beside ``folder`` and renamed, so after an error or
+    a kill the previous save is complete.
 
     ``model``: a RingTransformer, or one inside torch.compile, DDP, FSDP2 or tensor parallelism, whose shards are gathered.
-    ``group``: all ranks that hold its shards or replicas; None is the default group. Each must call it; rank 0 writes, and all
-    calls return after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ
-    between ranks, or the folder holds other files, and OSError if it cannot be written. The error is the same on every rank.
+    ``group``: all ranks that hold shards or replicas of the model; None is the default group. Each rank must call it; rank 0
+    writes, and all calls return after that.
+
+    Raise ValueError if the model is not a RingTransformer, if names, shapes or dtypes of weights differ between ranks, if a
+    weight cannot be saved, or if the folder holds other files. Raise OSError if the folder cannot be written. The error is the
+    same on every rank.
     """
     save_folder(model, folder, lambda config: {CONFIG: config.to_json().encode()}, OWN.renamed, ring_of(group))
 
@@ -58,25 +61,26 @@ def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGro
 def load_weights(
     folder: str | Path, *, dtype: torch.dtype | str | None = None, compute_dtype: torch.dtype | str | None = None, **ring: Any
 ) -> RingTransformer:
-    """Load a RingTransformer from the ``folder`` of ``save_weights`` of either package, on the default device.
+    """Load a RingTransformer from a folder that ``save_weights`` of the JAX or the PyTorch package wrote, on the default device.
 
     ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None: that of the config. ``ring``: the
     arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group must call it. Each
     rank reads the files itself, one weight at a time.
 
-    Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
-    missing, unexpected or of another shape than in the config; the error names them. The error is the same on every rank, and is
-    raised before any weight is read, unless a file is overwritten during the load.
+    Raise ValueError if the folder does not exist, if the config cannot be read, or if a file is missing or truncated. Raise it
+    too if weights are missing, unexpected or of another shape than in the config; the error names them. The error is the same on
+    every rank, and is raised before any weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Load the model of a folder. ``dtypes``: (dtype of the weights, dtype of the computation), each None for the config's.
+    """Return a RingTransformer with the config and the weights in ``folder``.
 
-    ``naming``: the names of config and weights in the folder. ``ring``: the arguments of ``RingTransformer.from_config``.
-    If only some ranks find the folder, or ranks find different weights, a save may not be visible to all ranks yet. All ranks
-    then retry for 10 seconds before they raise.
+    ``naming``: the format of the folder, ours or Hugging Face's. ``dtypes``: (dtype of the weights, dtype of the computation),
+    each None for the config's. ``ring``: the arguments of ``RingTransformer.from_config``. If only some ranks find the folder, or
+    ranks find different weights, a save may not be visible to all ranks yet. All ranks then retry for 10 seconds before they
+    raise ValueError.
     """
     group = ring_of(ring.get("group"))
     for pause in (*PAUSES, None):
@@ -143,9 +147,10 @@ def save_folder(
     renamed: Callable[[str], str],
     ring: Group,
 ) -> None:
-    """Save each weight under the name ``renamed(name)``, and the other files: ``files(config)`` maps their names to contents.
+    """Save the weights of the RingTransformer in ``model``, and the files that go with them, in ``folder``.
 
-    Every rank of ``ring`` must call it.
+    ``renamed``: maps a weight's name in the model to its name in the folder. ``files``: returns the content of each other file by
+    name. Every rank of ``ring`` must call it; an error is the same on every rank.
     """
     from safetensors.torch import save_file
 

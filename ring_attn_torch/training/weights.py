@@ -1,4 +1,4 @@
-"""Weights as numpy arrays, with the same names and orientation in both packages."""
+"""Weights as numpy arrays, with the same names and orientation in ring_attn_jax and ring_attn_torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WRAPPED = "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"
 def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
     """Return numpy copies of a module's parameters by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
 
-    bfloat16 and float16 become float32. ``from_numpy`` of either package reads the result. The prefixes of torch.compile,
-    DistributedDataParallel and checkpoint_wrapper are removed from the names. DTensors (FSDP2, tensor parallelism) are gathered
-    one by one, so every rank of their mesh must call it.
+    bfloat16 and float16 become float32. ``from_numpy`` of the JAX or the PyTorch package reads the result. The prefixes of
+    torch.compile, DistributedDataParallel and checkpoint_wrapper are removed from the names. DTensors (FSDP2, tensor parallelism)
+    are gathered one by one, so every rank of their mesh must call it.
     """
     state = {}
     for name, p in named_parameters(module).items():
@@ -36,10 +36,11 @@ def to_numpy(module: nn.Module) -> dict[str, np.ndarray]:
 
 
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
-    """Set the parameters of ``module``, each in its own dtype, to arrays from ``to_numpy`` of either package. Return ``module``.
+    """Set the parameters of ``module``, each in its own dtype, to the arrays ``state``. Return ``module``.
 
-    For a DTensor, a rank takes its shard from its own ``state``, and nothing is sent. Raise ValueError if weights are missing,
-    unexpected or of another shape. The error lists them, and nothing changes.
+    ``state``: arrays from ``to_numpy`` of the JAX or the PyTorch package. For a DTensor, a rank takes its shard from its own
+    ``state``, and nothing is sent. Raise ValueError if weights are missing, unexpected or of another shape. The error lists them,
+    and nothing changes.
     """
     parameters = named_parameters(module)
     check_state({name: p.shape for name, p in parameters.items()}, {name: np.shape(x) for name, x in state.items()})
@@ -65,7 +66,10 @@ def _inside(module: nn.Module, name: str) -> str:
 
 
 def _placed(whole: Tensor, p: nn.Parameter) -> Tensor:
-    """Return ``whole``, which every rank holds, sharded like ``p`` if ``p`` is a DTensor, else unchanged. Nothing is sent."""
+    """Return the global tensor ``whole``, sharded like ``p`` if ``p`` is a DTensor, else unchanged.
+
+    Every rank holds ``whole``, so nothing is sent.
+    """
     if not is_dtensor(p):
         return whole
     from torch.distributed.tensor import DTensor, Replicate

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 COMPILES = torch.__version__ >= "2.15"
-"""True if torch.compile gives right results. 2.15 does, but 2.11 loses the in-place additions of ``folded_batches.put``."""
+"""True if torch.compile compiles ``dilated_attention`` correctly. 2.11 loses in-place additions of ``folded_batches.put``."""
 
 
 def dilated_attention(
@@ -83,9 +83,9 @@ def dilated_attention(
 
     torch.compile(fullgraph=True) works from PyTorch 2.15 on; older versions raise NotImplementedError under it.
 
-    Raise ValueError, the same on every rank and before anything is sent, if segments and dilations differ in number, segments do
-    not increase, a dilation does not divide its segment, there are more patterns than heads under mixing "heads", q and k differ
-    in length, arguments differ between ranks, or ``ring_attention`` refuses an argument.
+    Raise ValueError if segments and dilations differ in number, if segments do not increase, or if a dilation does not divide its
+    segment. Raise it too if mixing "heads" has more patterns than heads, if q and k differ in length, if arguments differ between
+    ranks, or if ``ring_attention`` refuses an argument. The error is the same on every rank, and raised before anything is sent.
     """
     if torch.compiler.is_compiling() and not COMPILES:
         raise NotImplementedError(
@@ -147,7 +147,7 @@ def attend(
     options: Options,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``dilated_attention`` with its arguments as records; return (out, lse)."""
+    """Compute ``dilated_attention`` from checked arguments; return (out, lse). ``batches``: folded batches of each pattern."""
     rank, _ = _place(group_name)
     queries, keys = (
         tuple((each, selection) for each, selection in zip(batches, parts, strict=True)) for parts in _parts(batches)
@@ -212,7 +212,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, option
 
 @constant
 def _place(group_name: str) -> tuple[int, int]:
-    """Return this rank and the number of ranks of the ring."""
+    """Return (this rank's index in the ring, number of ranks of the ring)."""
     group = group_of(group_name)
     return rank_in(group), ranks_of(group)
 

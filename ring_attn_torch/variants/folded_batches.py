@@ -1,8 +1,9 @@
-"""Folding of a shard into the folded batches of each pattern, and the reverse, with gradients.
+"""Dilated attention: fold a rank's shard into the folded batches of each pattern, and unfold the results, with gradients.
 
-A folded batch holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
-``folded`` copies an array into folded batches by padding and strided views, without gather or scatter. ``mixed`` puts the results
-of all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+A pattern is a segment length and a dilation. The heads that keep the same tokens form a head group, and a folded batch holds the
+tokens of one head group; ``FoldedBatches`` in the core assigns each token its slot. ``folded`` copies an array into folded
+batches by padding and strided views, without gather or scatter. ``mixed`` puts the results (out_i, lse_i) of all patterns i back
+into the order of the shard, and sums them with softmax weights alpha_i:
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -28,7 +29,8 @@ Places = tuple[Place, ...]
 def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
     """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], an array per pattern. Differentiable.
 
-    ``places``: for each pattern, its FoldedBatches and the heads of the array that it uses.
+    ``places``: for each pattern, its FoldedBatches and the selection of the array's heads that it uses. ``heads`` is the number
+    of heads in a head group.
     """
     return Fold.apply(x, places, rank)
 
@@ -61,7 +63,8 @@ class Fold(torch.autograd.Function):
 class Mix(torch.autograd.Function):
     """The autograd function of ``mixed``.
 
-    It saves the folded batches and the sums over the patterns, but not out: the backward computes <dout, out> from these.
+    It saves each pattern's out_i and lse_i, and the maximum and sum that normalize the weights, but not out: the backward
+    computes <dout, out> from the saved arrays.
     """
 
     @staticmethod
@@ -125,19 +128,20 @@ def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
 
 
 def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
-    """Return alpha_i, or 0 for queries that see no key in the pattern.
+    """Return alpha_i = exp(lse_i - lse), or 0 for queries that see no key in pattern i.
 
-    ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the Z of that maximum. lse itself is not used, because
-    its rounding would change the weights for huge scores.
+    ``sums``: [..., 2], the maximum of lse_i over the patterns, and the sum of exp(lse_i - maximum). lse itself is not used,
+    because its rounding would change the weights for huge scores.
     """
     top, total = sums.split(1, -1)
     return _exp(lse_i[..., None], top) / torch.where(total > 0, total, 1)
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Empty slots and padded heads are 0.
+    """Return one pattern's folded batches [b * head_groups, slots, heads, d] of a shard [b s h d].
 
-    ``place``: the pattern's FoldedBatches, and the heads of the array that it uses.
+    ``place``: the pattern's FoldedBatches, and the selection of the array's heads that it uses. Empty slots and padded heads are
+    0.
     """
     batches, selection = place
     spots = _spots(_padded(_chosen(x, selection), batches, selection, rank), batches, selection)
@@ -145,10 +149,10 @@ def fold(x: Tensor, place: Place, rank: int) -> Tensor:
 
 
 def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
-    """Apply ``combine(spots, folded)`` in place to the tokens of a shard [b s h d] that are in the folded batches.
+    """Update the shard ``total`` [b s h d] in place by ``combine(spots, folded)``, at the tokens that the folded batches hold.
 
-    ``spots`` is a view of these tokens in the order of ``folded``. If ``fold`` repeats a head, ``combine`` is applied to zeros
-    for each repeat, and the results are added.
+    ``spots`` is a view of these tokens of ``total`` in the order of ``folded``. If ``fold`` repeats a head, ``combine`` is
+    applied to zeros for each repeat, and the results are added to ``total``.
     """
     batches, selection = place
     if selection.repeat > 1:
@@ -167,7 +171,7 @@ def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callabl
 
 
 def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
-    """Return the heads of ``x`` that the pattern keeps, each repeated ``selection.repeat`` times."""
+    """Return the heads of ``x`` [b s h d] that ``selection`` selects, repeated where it says so: [b s selected d]."""
     x = x[:, :, selection.first : selection.end]
     if selection.repeat == 1:
         return x
@@ -179,7 +183,7 @@ def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
 
 
 def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: int) -> Tensor:
-    """Pad ``x`` [b s h d] with zeros to all token positions of the rank's slots and equally many heads per head group.
+    """Pad ``x`` [b s h d] with zeros, so that its tokens fill the rank's slots and each head group has equally many heads.
 
     Return ``x`` itself if it needs no padding.
     """
@@ -189,9 +193,10 @@ def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: i
 
 
 def _spots(padded: Tensor, batches: FoldedBatches, selection: HeadSelection) -> Tensor:
-    """Return a strided view of the kept tokens of [b, tokens, heads, d] as [b, spread, together, slots, heads, d].
+    """Return a strided view [b, spread, together, slots, heads, d] of the tokens of ``padded`` that the folded batches hold.
 
-    ``HeadSelection`` explains ``spread`` and ``together``, whose product is the number of head groups.
+    ``padded``: [b, tokens, heads, d]. ``HeadSelection`` explains ``spread`` and ``together``, whose product is the number of head
+    groups.
     """
     tokens = padded.unflatten(1, (batches.slots, batches.dilation))[:, :, : batches.head_groups]
     spots = tokens.unflatten(2, (selection.spread, selection.together)).unflatten(4, (-1, selection.spread))

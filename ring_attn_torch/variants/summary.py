@@ -80,12 +80,12 @@ def summary_attention(
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 
-    Returns the same as ring_attention. One all-gather sends the partial summaries in float32 (float64 for float64 inputs). The
-    summaries of a block that spans several ranks are merged from them, then rounded to k's dtype.
-    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
+    Returns out, and with ``return_lse`` (out, lse), in the shapes and dtypes of :func:`ring_attention`. One all-gather sends the
+    partial summaries in float32 (float64 for float64 inputs). From these the summaries of a block that spans several ranks are
+    merged, then rounded to k's dtype. ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
 
-    Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit or differ between ranks, as
-    ring_attention does. Second derivatives are not supported. Works under torch.compile(fullgraph=True).
+    Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit, or if their shapes or the options
+    differ between ranks. Second derivatives are not supported. Works under torch.compile(fullgraph=True).
     """
     name = group_name(group)
     with same_error(name):
@@ -118,7 +118,7 @@ class SummaryInputs(NamedTuple):
 class Summaries(NamedTuple):
     """The n summaries of all blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
 
-    ``fraction`` [b n]: the fraction of each summary's tokens that are unmasked; None without a key mask.
+    ``fraction`` [b n]: the fraction of each summary's tokens that are unmasked; None without a key mask. g: number of key heads.
     """
 
     k: Tensor
@@ -127,7 +127,7 @@ class Summaries(NamedTuple):
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
-    """Compute ``summary_attention`` with its arguments as records; return (out, lse)."""
+    """Compute ``summary_attention`` with its arrays and options as records; return (out [b s h e], lse [b s h])."""
     ring = _ring(group_name)
     plan = _agreed(inputs, options, ring)
     q, k, v, pool, key_mask = inputs
