@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the Trainer on first access, because transformers' own takes seconds to import."""
+    """Import RingTrainer or RingTraining on first access, because transformers' Trainer takes seconds to import."""
     if name in ("RingTrainer", "RingTraining"):
         from . import trainer
 

@@ -47,11 +47,11 @@ VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 """Arguments of Qwen3-VL and similar models: the mask of image tokens, and each layer's features to add to these tokens."""
 
 UNSPLIT = ("deepstack_features", "per_layer_inputs")
-"""Arguments of other models with values for each token, which are not sharded here."""
+"""Arguments of other models that have values for each token. A model with such an argument cannot take inputs_embeds here."""
 
 
 class CheckedArguments(NamedTuple):
-    """The checked arguments of a call: all that are not None, by name; input_ids or inputs_embeds; cache; dropout seed."""
+    """A call's checked arguments that are not None, by name. ``tokens``: input_ids or inputs_embeds. ``seed``: dropout's."""
 
     by_name: dict[str, Any]
     tokens: Tensor
@@ -81,7 +81,7 @@ def checked_arguments(
 
 
 def _check_attends(model: PreTrainedModel) -> None:
-    """Raise ValueError if the config's attention was changed inside sequence_parallel."""
+    """Raise ValueError if the config's attention implementation was changed inside sequence_parallel."""
     got = text_config(model.config)._attn_implementation
     if got != NAME:
         raise ValueError(
@@ -236,7 +236,7 @@ def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel
 
 
 def _check_visual(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if inputs_embeds come without their image features, or if the features do not fit."""
+    """Raise ValueError if inputs_embeds lack image features that the model adds to its layers, or if such features do not fit."""
     name, passed = type(model).__name__, [argument for argument in VISUAL if argument in call_arguments]
     if "inputs_embeds" not in call_arguments and not passed:
         return

@@ -72,11 +72,12 @@ def ring_attention_forward(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer: query [batch, heads, tokens, head_dim] -> (out [batch, tokens, heads, v_dim], None).
 
-    ``attention_mask``: the return value of ``ring_mask`` for this kind of layer. ``s_aux`` or ``sinks``: [heads], as sinks of
-    :func:`ring_attention`. ``sliding_window`` and ``is_causal`` determine the mask if none is passed; else they are ignored.
+    ``key``, ``value``: [batch, kv_heads, tokens, dim]. ``attention_mask``: the return value of ``ring_mask`` for this kind of
+    layer. ``s_aux`` or ``sinks``: [heads], as sinks of :func:`ring_attention`. ``sliding_window`` and ``is_causal`` determine the
+    mask if none is passed; else they are ignored.
 
-    Under autocast, query, key and value are cast as in transformers' own attention. Raise ValueError, naming the argument, if one
-    is not supported.
+    Under autocast, query, key and value are cast as in transformers' own attention. Raise ValueError if an argument is not
+    supported; the error names it.
     """
     name = type(module).__name__
     call = running()
@@ -152,8 +153,8 @@ def _autocast(x: Tensor) -> Tensor:
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
     """Return the mask of a layer whose model passes none, on one device. Raise ValueError on several ranks.
 
-    The mask is full unless ``causes``. ``window``: the number of tokens that a causal mask shows, the query's own included, or
-    None for all. ``name``: the layer's class, for an error.
+    ``causes``: True for a causal mask, False for a full one. ``window``: the number of tokens that a causal mask shows, the
+    query's own included, or None for all. ``name``: the layer's class, for an error.
     """
     try:
         check_alone()
@@ -175,7 +176,7 @@ def _no_window(name: str, size: int) -> ValueError:
 
 
 def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
-    """Scale the queries of a Llama 4 layer without rotary embedding by their positions in the document.
+    """Scale the queries of a Llama 4 layer without rotary embedding according to their positions in the document.
 
     Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, and counts p within the
     shard. This function replaces that factor by the one for the position in the document. Other layers keep their queries.
@@ -193,7 +194,8 @@ def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
 def ring_configs(model: nn.Module) -> Iterator[None]:
     """Make the text part of ``model`` attend over the ring inside this ``with``.
 
-    Meanwhile its modules hold copies of their configs. At the end, attributes set in a copy are set in the original.
+    Meanwhile the model's modules hold copies of their configs. At the end, attributes that were set in a copy are set in the
+    original config.
     """
     pairs = _copies(hugging_face_model(model).config)
     before = [dict(vars(mine)) for _, mine in pairs]
@@ -217,7 +219,7 @@ def ring_configs(model: nn.Module) -> Iterator[None]:
 
 
 def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
-    """Return (config, copy) pairs: the text part's config, whose copy is set to the ring, and each config that contains it."""
+    """Return (config, copy) of the text part's config, whose copy is set to the ring, and of each config that contains it."""
     text = text_config(config)
     pairs = [(text, copy.copy(text))]
     vars(pairs[0][1])[IMPLEMENTATION] = NAME
@@ -255,7 +257,7 @@ def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]
 class Checkpointing:
     """The layers of a model that support checkpointing, and their checkpoint functions before ``keep_attention``.
 
-    After ``activation_checkpointing_enable(offload=True)``, all their saved tensors are offloaded to host memory.
+    After ``activation_checkpointing_enable(offload=True)``, all saved tensors of these layers are offloaded to host memory.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -23,7 +23,7 @@ def check_layout_name(layout: str) -> None:
 
 
 def check_balanced(ring: CallRing, checked: CheckedArguments) -> None:
-    """Raise ValueError if the ring's layout is "balanced" and a call has a cache or a tree."""
+    """Raise ValueError if the ring's layout is "balanced" and the checked arguments of a call have a cache or a tree."""
     if ring.layout != BALANCED:
         return
     others = 'enter with another layout, such as sequence_parallel(model, layout="zigzag")'
@@ -37,7 +37,7 @@ def check_balanced(ring: CallRing, checked: CheckedArguments) -> None:
 
 
 def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, length: int) -> CallRing:
-    """Return the ring with the balanced layout of a batch if its layout is "balanced", else the ring itself.
+    """Return ``ring`` with its layout "balanced" replaced by the BalancedLayout of a batch. Other rings are returned as they are.
 
     ``extents`` int [batch, length, 2]: the interval of each token's document, empty for padding; None: a row is one document.
     """
@@ -53,7 +53,10 @@ def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, 
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
-    """Return the number of layers with each mask, causal or a window. The layout balances the work of all layers together."""
+    """Return the weight of each mask, causal or a window: the number of its layers. Without a window: {causal: 1.0}.
+
+    The balanced layout balances the work of all layers together.
+    """
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or window < 1:
         return {causal(): 1.0}

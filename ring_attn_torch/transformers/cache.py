@@ -52,9 +52,9 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 def with_cache_renamed(model: PreTrainedModel, call_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments ``call_arguments`` with the cache under the name that ``model`` uses.
+    """Return ``call_arguments`` with the cache argument renamed to the name that ``model`` uses.
 
-    Raise ValueError if it is passed under both names.
+    Raise ValueError if the call has arguments of both names.
     """
     if all(name in call_arguments for name in NAMES):
         raise ValueError(f"the call has a cache and past_key_values, two names of one argument: pass {cache_name(model)} alone")
@@ -84,7 +84,7 @@ class RingCache(Cache):
         return other
 
     def holding(self, k: Tensor, v: Tensor, tokens: int) -> KVCache:
-        """Return the KVCache, with room for ``tokens`` more tokens in each row.
+        """Return the KVCache, grown if necessary so that each row has room for ``tokens`` more tokens.
 
         The first call creates it with the sizes and dtype of k and v [batch, tokens, kv_heads, dim].
         """
@@ -152,11 +152,11 @@ class RingCache(Cache):
         self.kv, self.tokens = None, 0
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Raise ValueError: repeat the rows before their prompts are prefilled."""
+        """Raise ValueError: rows cannot be repeated in the cache, only in input_ids before the prompts are prefilled."""
         raise ValueError("a cache on a ring keeps its number of rows: repeat the rows of input_ids, then generate")
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Raise ValueError: a finished row stays in the cache."""
+        """Raise ValueError: rows, even finished ones, cannot be removed from the cache."""
         raise ValueError("a cache on a ring keeps its number of rows: generate from the rows that you want, without it")
 
 
@@ -180,7 +180,7 @@ class CachedCall(RunningCall):
     cached: ClassVar[bool] = True
 
     def mask_of(self, pattern: Pattern) -> LayerMask:
-        """Return the mask of ``pattern`` in this call. Raise ValueError if it has chunks or is not causal."""
+        """Return the mask of layers with ``pattern``. Raise ValueError if ``pattern`` has chunks or is not causal."""
         if pattern.chunk or pattern.band.lo != 0:
             raise ValueError(
                 "this layer sees chunks, or tokens after its own, and a cache on a ring knows causal attention, with a window or "
@@ -211,7 +211,7 @@ class CachedCall(RunningCall):
         return tree_attention_decode(q, q_positions=step.positions, window=window, group=ring.group, **part, **score)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Allow updates of the cache during the call, and register a hook that gathers the last tokens' hidden states."""
+        """Allow updates of the cache during the call. If tokens are sharded, hook the gathering of the last hidden states."""
         self.cache.inside = True
         self.scope.callback(setattr, self.cache, "inside", False)
         if self.local is None:

@@ -2,8 +2,8 @@
 
 After each call ``with_loss`` computes the loss from this rank's logits and labels (shifted and sharded by ``shards.py``) and sums
 it over the ranks. The backward computes the gradients of this rank's tokens. With ``loss_chunk`` a ``ChunkedHead`` makes the
-model's head return the sum of cross-entropies in place of logits. It computes the sum from hidden states, a chunk of tokens at a
-time, so [tokens, vocab] never exists.
+model's head return the sum of cross-entropies in place of logits. The sum is computed from hidden states, a chunk of tokens at a
+time, so logits of all tokens never exist.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 
 
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
-    """Add the loss over all ranks' labels to the ``output`` of a call. With ``gather_logits`` make its logits global.
+    """Return the model's ``output`` with the loss over all ranks' labels, and with global logits if ``gather_logits``.
 
-    ``factor``: the backward multiplies the gradient of the loss by it. Raise ValueError if the head returns one result per row.
+    ``batch``: this rank's labels. ``factor``: the backward multiplies the gradient of the loss by it. Raise ValueError if the
+    head returns one result per row.
     """
     fields = dict(output) if isinstance(output, ModelOutput) else None
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
@@ -80,11 +81,11 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
 
 
 def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
-    """Return the output of trl's head with global fields per token, in natural order, and the loss over all ranks' labels.
+    """Return the output of trl's head with the loss over all ranks' labels, and each ``PER_TOKEN`` field gathered from all ranks.
 
-    The fields have ``length - 1`` tokens if the call passed labels, ``length`` if it passed shift_labels, as on one device.
-    ``factor``: the backward multiplies the gradient of the loss by it. The gradient through the fields, summed over the ranks, is
-    that of one device times the number of ranks, as for global logits.
+    A gathered field is in natural order. It has ``length - 1`` tokens if the call passed labels, ``length`` if it passed
+    shift_labels, as on one device. Its gradient, summed over the ranks, is that of one device times the number of ranks, as for
+    global logits. ``factor``: the backward multiplies the gradient of the loss by it.
     """
     assert batch.labels is not None
     ring, end = batch.ring, batch.length - 1 if batch.shifted else batch.length
@@ -99,9 +100,10 @@ def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
 
 
 class ChunkedHead:
-    """The head of ``model``. Inside ``summing`` it returns this rank's summed cross-entropy in place of logits.
+    """The language-model head of ``model``. Inside ``summing`` it returns this rank's summed cross-entropy in place of logits.
 
-    Raise ValueError, with the reason, if the head is not a single matrix without a bias.
+    ``chunk``: the maximum number of tokens whose logits exist at a time. Raise ValueError, with the reason, if the head is not a
+    single matrix without a bias.
     """
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:
@@ -121,7 +123,8 @@ class ChunkedHead:
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
         """Make the head return the summed loss of ``labels``, shaped [1, 1, 1], inside this ``with``.
 
-        The model must not change this output.
+        The model's forward raises ValueError if it changes this output, such as by a softcap, or if the head gets the hidden
+        states of some tokens only, or a weight that is a DTensor.
         """
         made: list[Tensor] = []
         batch.head_sums = True

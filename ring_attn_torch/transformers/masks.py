@@ -1,8 +1,8 @@
 """The mask function ``ring_mask`` for transformers, and the running call with its documents and padding.
 
-A model describes its mask as a function of positions. ``ring_mask`` recognizes it as one of the patterns below, and returns a
-band and one interval of keys per query, never an array of tokens by tokens. With 6 tokens (rows are queries, columns keys, #
-may be attended), W = 2 and chunks of 3:
+A model describes its mask as a function of positions. ``ring_mask`` recognizes one of the patterns below, and returns a band and
+one interval of keys per query, but no array of tokens by tokens. With 6 tokens (rows are queries, columns keys, # may be
+attended), W = 2 and chunks of 3:
 
     full      causal    window    both      chunks
     ######    #.....    #.....    ###...    #.....
@@ -81,7 +81,7 @@ class Pattern(NamedTuple):
 
 
 class LayerMask(NamedTuple):
-    """The mask of all layers with one pattern. The model passes it to the attention function as attention_mask."""
+    """The mask of all layers with one pattern, with this rank's arrays. The model passes it to attention as attention_mask."""
 
     ring: CallRing
     band: Band
@@ -122,7 +122,7 @@ class RunningCall(ABC):
 
     @abstractmethod
     def begin(self, model: PreTrainedModel) -> None:
-        """Register the hooks that ``model`` needs during the call. ``scope`` removes them at its end."""
+        """Register the hooks that ``model`` needs during the call. ``scope`` removes the hooks when the call ends."""
 
     @abstractmethod
     def mask_of(self, pattern: Pattern) -> LayerMask:
@@ -161,10 +161,10 @@ def ring_mask(
     local_size: int | None = None,
     **others: Any,
 ) -> LayerMask | NoWindow:
-    """Return the mask of one kind of layer. transformers' create_causal_mask and similar functions call it with keywords.
+    """Return the mask of one kind of layer, NoWindow if ``local_size`` < 1. Functions like create_causal_mask call it.
 
-    Raise ValueError if the cache is not a RingCache, if the layer is cross-attention, if the mask fits none of the patterns above
-    (nor, outside of ``sequence_parallel``, one interval of keys per query), or outside of ``sequence_parallel`` on several ranks.
+    Raise ValueError if the layer is cross-attention, if the cache is not a RingCache, or if the mask is not full, causal, a
+    window or chunks. Outside of ``sequence_parallel`` a mask of one interval per query is fine too, but several ranks raise.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
@@ -226,7 +226,7 @@ def _on_one_device(
 
 
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """Return the patterns that a mask with ``local_size=size`` may have, the most likely first; ``both_sides``: not causal."""
+    """Return the patterns that a mask with ``local_size=size`` may have, the likeliest first; ``both_sides``: not causal ones."""
     if size is None:
         return [Pattern(full() if both_sides else causal())]
     if both_sides:
@@ -256,8 +256,8 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
     """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if any query's keys are not an interval.
 
-    An interval must contain its query. Bisection finds its ends; then only the keys just outside of it and the middles of its two
-    halves are checked. The arrays cover the global sequence, so only a ring of one calls it.
+    An interval must contain its query. Bisection finds its ends. Then only four keys are checked: the two just outside, and the
+    middles between the query and both ends. The arrays cover the global sequence, so only one-rank rings call it.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)
@@ -278,7 +278,7 @@ def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.dev
 
 
 class AccelerateHooks:
-    """accelerate's hooks that replace the masks of a model's layers. ``removed``: (module, key, hook) of each."""
+    """accelerate's hooks that replace the masks of a model's layers. ``removed``: (module, key, hook) of each removed hook."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model

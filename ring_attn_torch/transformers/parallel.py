@@ -93,7 +93,7 @@ def sequence_parallel(
             of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
 
     ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of at most ``loss_chunk`` tokens
-    of a rank at a time, as ``loss(hidden, labels, head=weight, chunk=loss_chunk)`` does. So [tokens, vocab] never exists. The
+    of a rank at a time: ``loss(hidden, labels, head=weight, chunk=loss_chunk)``. So logits of all tokens never exist. The
     model's logits must be its head's output, and the head a matrix without a bias.
 
     ``model.generate(...)`` prefills the prompts over the ring, and stores their keys and values in a cache distributed over the
@@ -125,7 +125,7 @@ def sequence_parallel(
 def on_shards(
     model: nn.Module, ring: CallRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
-    """Enter ``sequence_parallel`` without checks of the model and its weights. The caller makes them equal on all ranks.
+    """Enter ``sequence_parallel`` without its checks. The caller has checked the model, and weights are equal on all ranks.
 
     ``averaged``: multiply the gradient of each loss by the number of ranks, for DDP or FSDP, which average gradients.
     """
@@ -192,7 +192,7 @@ class ModelHooks:
         return (), call.kwargs
 
     def after(self, module: nn.Module, args: tuple[object, ...], output: Any) -> Any:
-        """End a call: add the loss, and gather logits if requested. A failed call has None as output."""
+        """End a call: return its output with the loss, and global logits if requested. ``output``: None if the call failed."""
         call = running()
         if call is None or call.called is not module:
             return None
@@ -251,7 +251,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> CallRing:
-    """Return the ring that ``enable`` set for a model, else that of the default group. ``group`` and ``layout`` override it."""
+    """Return the model's ring, with ``group`` and ``layout`` if not None: that of ``enable``, else the default group's."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
     if group is not None:

@@ -32,14 +32,14 @@ TAKEN: set[Any] = set()
 """The replacements of ``load_balancing_loss_func`` that ``take_over`` has installed."""
 
 COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
-"""The attributes of a model, or of its text part's config, that hold the factor of the auxiliary loss."""
+"""Names of the attribute of a model, or of its text part's config, that holds the factor of the auxiliary loss."""
 
 
 def take_over(model: PreTrainedModel) -> None:
     """Make the model's ``load_balancing_loss_func`` return ``router_sums`` in calls that run on shards.
 
-    It returns None in calls with a cache, and the model's own loss outside of ``sequence_parallel``. The function is replaced for
-    the whole process, and only if it computes the formula above.
+    The replacement returns None in calls with a cache, and the original function's result outside of ``sequence_parallel``. The
+    function is replaced for the whole process, and only if it computes aux by the formula of this module.
     """
     scope = _scope(model)
     original = scope.get(FUNCTION)
@@ -65,7 +65,7 @@ def _scope(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _known(function: Any) -> bool:
-    """Return True if ``function`` computes aux by the formula above, compared on random logits, with and without padding."""
+    """Return True if ``function`` computes aux by the module's formula, compared on random logits, with and without padding."""
     generator = torch.Generator().manual_seed(0)
     logits = tuple(4 * torch.randn(6, 5, generator=generator) for _ in range(3))
     present = torch.tensor([[1, 1, 0], [1, 0, 1]])
@@ -137,9 +137,10 @@ def coefficient(model: PreTrainedModel) -> float:
 
 
 def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached: bool) -> None:
-    """Raise ValueError if a call requests an auxiliary loss that cannot be computed.
+    """Raise ValueError if a call requests the routers' auxiliary loss, and the loss cannot be computed.
 
-    The reason is an unknown formula, a missing factor, or another argument. ``cached``: True if the call has a cache.
+    Reasons are an unknown formula, a model without a factor for the loss, and arguments that exclude it, such as ``tree``.
+    ``cached``: True if the call has a cache.
     """
     config, asked = model.config, call_arguments.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))

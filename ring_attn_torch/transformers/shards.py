@@ -1,7 +1,7 @@
 """The shards of a call: the steps from global input_ids, labels, positions and images to this rank's tokens.
 
-``sharded`` checks the arguments (``arguments.py``), shifts labels for the next token, and takes from each array the tokens at
-this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
+``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each array the tokens
+at this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
 ``GlobalBatch``: the shards, and the documents, padding and blocks of the global sequences, from which ``ring_mask`` makes masks.
 A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length get the
 largest position of all shards (``with_largest_position``).
@@ -105,7 +105,7 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
 
 
 def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's ``VISUAL`` arguments: the mask of its image tokens [batch, local], and each layer's features of them."""
+    """Return this rank's visual_pos_masks [batch, local] and deepstack_visual_embeds: the features of its image tokens."""
     mask = call_arguments[VISUAL[0]].to(global_batch.device).bool()
     number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)
     mine = global_batch.filled(mask, 0)
@@ -145,14 +145,14 @@ class GlobalBatch(RunningCall):
     label_weights: Tensor | None = None
     """The factor of each label's loss [batch, local]; None: 1."""
     shifted: bool = False
-    """True if this call has shifted the labels; False if the caller had, or if a token predicts its own label."""
+    """True if labels were shifted here; False if the caller has shifted them, or if a token predicts its own label."""
     fused: bool = False
     """True if trl's head returns log-probabilities in place of logits."""
     ignore_index: int = -100
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
-    """A submodel that reads image features, and its arguments with this rank's part of them; None if the model reads them."""
+    """A submodel that reads image features, and its arguments with this rank's features; None if the model itself reads them."""
     present: Tensor | None = None
     """``bool`` [batch, local], False for padding, which the auxiliary loss of routers leaves out."""
     head_sums: bool = False

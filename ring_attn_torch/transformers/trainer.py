@@ -32,7 +32,7 @@ OLDEST = Version("5.20")
 """The first release of transformers whose Trainer counts the labels of a row once, however many ranks shard it."""
 
 Base: Any = Trainer if TYPE_CHECKING else object
-"""The base of the mixin for type checkers: the Trainer that it is combined with."""
+"""The base class of RingTraining: for type checkers the Trainer that it is combined with, else object."""
 
 
 class RingTraining(Base):
@@ -104,7 +104,7 @@ class RingTraining(Base):
 
     @contextmanager
     def _on_the_ring(self) -> Iterator[None]:
-        """Enter ``sequence_parallel`` for the model. A nested entry, such as an evaluation during training, does nothing."""
+        """Enter ``sequence_parallel`` for the models. A nested entry, such as an evaluation during training, does nothing."""
         if self._scope is not None:
             yield
             return
@@ -158,7 +158,7 @@ class RingTraining(Base):
         return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size. During the loss multiply it by the ring's ranks, so a ring counts as one process."""
+        """Return the tensor parallel size, during the loss times the ring's ranks, so that a ring counts as one process."""
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
 
@@ -175,7 +175,7 @@ class RingTraining(Base):
             return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
     def _gather_rows(self, data: Any) -> Any:
-        """Gather each row of all rings once, without the rows that only fill up the last batch."""
+        """Gather arrays [rows, ...] of all rings, each row once, without the rows that only fill up the last batch."""
         from accelerate.utils import recursively_apply  # type: ignore[import-not-found]
 
         rings, state = self.args.world_size // self.ring.ranks, self.accelerator.gradient_state
@@ -207,7 +207,7 @@ class RingTrainer(RingTraining, Trainer):
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError if TrainingArguments are not supported, or if this release of transformers counts labels once per rank."""
+    """Raise ValueError if TrainingArguments are not supported, or if transformers is older than ``OLDEST``."""
     if Version(transformers.__version__) < OLDEST:
         raise ValueError(
             f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "

@@ -1,8 +1,9 @@
 """Prefix trees inside ``sequence_parallel``: the checks of a call's ``tree`` argument, and its arrays.
 
-A call with ``tree=(parents, lengths)`` has rows that hold prefix trees, as ``pack_rollouts`` makes them. Each token sees its
-ancestors: causal attention with key extents. ``position_ids`` count along the path from the root. A layer's window counts
-positions of the row. It must be at least as long as the longest path; then it hides no ancestor and is dropped.
+In a call with ``tree=(parents, lengths)`` each row holds prefix trees, as ``pack_rollouts`` makes them. A token sees its
+ancestors in the tree, by causal attention with key extents. ``position_ids`` count along the path from the root. A layer's window
+counts positions of the row. If the window is at least as long as the longest path, it hides no ancestor and is dropped; a shorter
+one is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTre
 
 
 def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if ``tree`` or label_weights are invalid, or if ``tree`` contradicts the model or other arguments."""
+    """Raise ValueError if ``tree`` or label_weights are invalid, or if ``tree`` contradicts the model or other arguments.
+
+    ``shape``: [batch, length] of the ids. ``cached``: True if the call has a cache.
+    """
     _check_label_weights(call_arguments)
     if "tree" not in call_arguments:
         return

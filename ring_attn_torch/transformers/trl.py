@@ -1,8 +1,8 @@
 """Checks of trl's Trainers on a ring, and of calls with trl's own head.
 
-trl's ``add_fused_lm_head`` replaces a model's forward. Called with ``fused_lm_head=True`` it returns the log-probability of each
-label in place of logits. On a ring this head gets this rank's hidden states and labels, and ``with_log_probs`` of ``loss.py``
-gathers its results.
+trl's ``add_fused_lm_head`` replaces a model's forward. A call with ``fused_lm_head=True`` then returns the log-probability of
+each label in place of logits. On a ring each rank computes those of its own labels, and ``with_log_probs`` of ``loss.py`` gathers
+them.
 """
 
 from __future__ import annotations
