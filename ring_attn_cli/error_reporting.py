@@ -23,8 +23,8 @@ def missing_in_words(package: str | None) -> str:
 def errors_in_one_line() -> Iterator[None]:
     """Turn a ValueError, OSError, MemoryError or missing package into one line on stderr and exit status 2.
 
-    A :class:`processes.Failure` becomes one line and status 1. If the reader of the output closes it early, as ``head`` does,
-    print nothing and exit with status 1.
+    A :class:`processes.Failure`, an error of a started process, becomes one line and status 1. If the reader of the output closes
+    the pipe early, as ``head`` does, print nothing and exit with status 1.
     """
     import typer  # main.py reports a missing typer
 

@@ -239,12 +239,12 @@ app.command()(generate)
 
 
 def console(plain: bool = False) -> Console:
-    """Return a console as wide as COLUMNS, else as the terminal at stdout, else 80 columns; ``plain``: without markup."""
+    """Return a console as wide as $COLUMNS, else the terminal, else 80 columns; ``plain``: no markup and no highlighting."""
     return Console(width=shutil.get_terminal_size().columns, highlight=not plain, markup=not plain)
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
-    """Return the plan of global sequences, with as little padding as the layout allows.
+    """Return the plan of ``length`` queries and ``kv_length`` keys (None: as many), padded as little as the layout allows.
 
     Raise ValueError if ``ranks`` is out of its range, or if layout, mask or lengths are invalid.
     """
@@ -278,7 +278,7 @@ def _comparison(plans: list[RingPlan]) -> Table:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of a closed stdin, stdout or stderr; otherwise the pipe of a rank would get its file descriptor."""
+    """Open /dev/null in place of a closed stdin, stdout or stderr, so that no pipe to a rank gets its file descriptor."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -24,15 +24,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MOST = 1024
-"""Most ranks that a command starts on one machine. A larger number is a typing error, whose data would fill memory."""
+"""Most ranks that a command starts on one machine. A larger number is probably a typing error, and would fill the memory."""
 Report = Callable[[str, Any], None]
 """A function ``report(kind, data)`` that sends a message to the parent process."""
 
 
 class Parent(NamedTuple):
-    """A spawned process's connection to its parent: call it to send a message, as a ``Report``; ``recv`` waits for an order.
+    """A spawned process's connection to its parent. Call it like a ``Report`` to send a message; ``recv`` waits for an order.
 
-    An order is the object that the parent passes to ``Crews.send``.
+    An order is any object that the parent passes to ``Crews.send``.
     """
 
     pipe: Connection
@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
 
 class Failure(Exception):
-    """A failure of the processes: one raised an error or died, or none reported in time. The message names process and cause."""
+    """A failure of the spawned processes: one raised an error or died, or none reported in time. Its message says why."""
 
 
 class Terminated(SystemExit):
@@ -153,7 +153,10 @@ class Crews:
                 raise Failure(f"no process has reported for {self._patience:.0f} s; still at work: {silent}")
 
     def arrived(self, timeout: float) -> list[Message]:
-        """Return the messages that arrive within ``timeout`` seconds. Raise :class:`Failure` if a process fails."""
+        """Wait up to ``timeout`` seconds for a message. Return one message of each process that has sent any, or [].
+
+        Raise :class:`Failure` if a process fails.
+        """
         return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
 
     def logs(self) -> dict[str, str]:
@@ -201,7 +204,7 @@ class _Member(NamedTuple):
     log: Path
 
     def end(self) -> str:
-        """Describe the end of a process that reported nothing."""
+        """Describe how the process ended, killed or with an exit code, if it did not report that itself."""
         if self.process.exitcode == -9:
             return "was killed, as a system does that has no memory left"
         return f"ended with exit code {self.process.exitcode}"
@@ -236,7 +239,7 @@ def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent ends: a killed parent does not end its ranks, which would write checkpoints beside a new run."""
+    """Exit when the parent process ends: if it is killed, its ranks would go on and write checkpoints beside a new run."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,4 +1,4 @@
-"""The exactness part of the demo: q, k and v made from text, the exact results, and the bounds of the error."""
+"""The exactness part of the demo: q, k and v made from text, exact attention in float64, and the bounds of the error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .settings import DemoSettings
 from .text import VOCAB, standard_library
 
 PARTS = {"ring": "over the ring", "one device": "on one device"}
-"""The computations of each framework: the name of each, and its description in progress messages."""
+"""The two computations of each framework, by name, and their descriptions in progress messages."""
 
 COMPARED = "out", "lse", "dq", "dk", "dv"
 """The arrays of an Attention that are compared: all but the gradient of sinks, because the demo has none."""
@@ -70,7 +70,7 @@ class DemoResult(NamedTuple):
 
 
 class DemoTruth(NamedTuple):
-    """Exact attention in float64 and plain attention in float32, of all heads or of some, and the seconds of both."""
+    """Exact attention in float64 and plain attention in float32, of all heads or of some, and the seconds for both together."""
 
     exact: Attention
     plain: Attention
@@ -78,9 +78,10 @@ class DemoTruth(NamedTuple):
 
 
 def inputs(tokens: int) -> DemoInputs:
-    """Embed the text byte by byte with its positions and project it, with random weights from a fixed seed.
+    """Return inputs of ``tokens`` tokens, from text that is embedded byte by byte with its positions and projected to q, k and v.
 
-    The positions give each token its own q, k and v, so that a misplaced token changes the result.
+    The weights are random, from a fixed seed, and so are the cotangents. The positions give each token its own q, k and v, so
+    that a misplaced token changes the result.
     """
     rng = np.random.default_rng(0)
     width = 64
@@ -97,9 +98,9 @@ def inputs(tokens: int) -> DemoInputs:
 
 
 def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
-    """Return an ``Order``, a request for a computation, for each name in ``PARTS``.
+    """Return an ``Order``, a request for a computation, for each name in ``PARTS``. ``framework``: "torch" or "jax".
 
-    The processes of ``ring-attn compare`` get the same requests. ``framework``: "torch" or "jax".
+    ``ring-attn compare`` sends its processes requests of this class too.
     """
     case = Case(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, length=settings.tokens, layout=settings.layout)
     call, rings = both("ring")[framework], zip(PARTS, (settings.ranks, 1), strict=True)
@@ -107,7 +108,7 @@ def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
 
 
 def work(report: Report, inputs: DemoInputs, mask: Band, kv_head: int) -> None:
-    """Compute and report the truth of one key head and its query heads, in a process of its own."""
+    """Compute the exact and the plain attention of one key head and its query heads in this process, and report both."""
     began = time.perf_counter()
     q, k, v, dout, dlse = (np.split(x, KV_HEADS, 2)[kv_head] for x in inputs)
     exact = oracle.exact(q, k, v, mask, dout, dlse)
@@ -116,17 +117,17 @@ def work(report: Report, inputs: DemoInputs, mask: Band, kv_head: int) -> None:
 
 
 def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
-    """Concatenate the exact and plain results of the key heads into those of all heads."""
+    """Return the exact and plain results of all heads. ``parts``: those of each key head and its query heads."""
     inorder = [parts[kv_head] for kv_head in range(KV_HEADS)]
     whole = lambda truths: Attention(*(np.concatenate([t[i] for t in truths], 2) for i in range(len(COMPARED))))
     return DemoTruth(whole([p.exact for p in inorder]), whole([p.plain for p in inorder]), max(p.seconds for p in inorder))
 
 
 class CheckRow(NamedTuple):
-    """The checks of one array's error.
+    """The checks of one array's relative error, such as that of dq over the ring.
 
-    ``exact``, ``one_device``: by framework, against the exact result and against the same array on one device. ``frameworks``:
-    between the two frameworks.
+    ``exact``: against the exact result, by framework. ``one_device``: against the framework's result on one device, by framework.
+    ``frameworks``: between the two frameworks, or None if only one ran.
     """
 
     name: str

@@ -16,7 +16,7 @@ from .settings import MASK, DemoSettings
 
 
 def gather(settings: DemoSettings, frameworks: list[str], console: Console) -> Gathered:
-    """Return all results of the demo, and print the exactness as soon as it is known.
+    """Run the demo and return all its results. Print the table of attention's errors as soon as they are known.
 
     Raise :class:`processes.Failure` if a process fails.
     """
@@ -31,7 +31,7 @@ def gather(settings: DemoSettings, frameworks: list[str], console: Console) -> G
 
 @contextmanager
 def _started(settings: DemoSettings, frameworks: list[str], board: _Board) -> Iterator[Crews]:
-    """Start the processes, and end them on exit."""
+    """Start the processes of the demo, yield them, and end them on exit."""
     package = __name__.rpartition(".")[0]
     inputs = exactness.inputs(settings.tokens)
     with Crews(settings.patience) as crews:

@@ -11,14 +11,15 @@ from .judge import Check
 from .training import DemoStep
 
 EXACT = "exact"
-"""The name of the crew that computes the truth; the other crews have their framework's name."""
+"""The name of the group of processes that computes exact attention; the other groups are named by their framework."""
 
 
 @dataclass
 class Gathered:
-    """The results so far: ``truth`` by key head, ``results`` by part and framework, ``steps`` by framework.
+    """The results so far: exact attention (``truth``) by key head, ``results`` by part and framework, ``steps`` by framework.
 
-    ``rows``: one for each of out, lse, dq, dk and dv, filled once ``truth`` and ``results`` are complete.
+    A part is a key of ``PARTS``: over the ring, or on one device. ``rows``: the checks of out, lse, dq, dk and dv, filled once
+    ``truth`` and ``results`` are complete.
     """
 
     frameworks: list[str]

@@ -37,7 +37,7 @@ ROUNDING = 2.0**-24
 
 
 def opening(settings: DemoSettings, left_out: list[str]) -> Group:
-    """Return the description of the run, and the frameworks left out."""
+    """Return, to print, the description of the run, and the messages ``left_out`` about frameworks that are not installed."""
     plan = settings.plan
     travel = words.travel_in_words(plan)
     lines = [
@@ -51,7 +51,7 @@ def opening(settings: DemoSettings, left_out: list[str]) -> Group:
 
 
 def exactness(rows: list[CheckRow], frameworks: list[str]) -> Group:
-    """Return the table of errors: each array against the truth, the other framework and one device, with bounds."""
+    """Return the table of errors: each array against exact attention, the other framework and one device, with bounds."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title="Is the ring exact?", title_justify="left", title_style="bold")
     column = partial(table.add_column, justify="right", no_wrap=True)
     table.add_column("")
@@ -96,7 +96,7 @@ def losses(by_framework: Mapping[str, list[float]]) -> Group:
 
 
 def verdict(checks: list[Check], files: list[Path], seconds: float) -> Group:
-    """Return the verdict: the missed bounds, their number, and the files written."""
+    """Return, to print, the checks whose bound is missed, their number or that all are kept, and the files written."""
     failed = missed(checks)
     lines = [f"[red]Missed[/] {escape(str(check))}" for check in failed]
     if failed:
@@ -116,7 +116,7 @@ def files(out: Path) -> list[Path]:
 
 
 def write(out: Path, settings: DemoSettings, gathered: Gathered, seconds: float) -> list[Path]:
-    """Write the three files into the folder ``out`` and return their paths."""
+    """Write losses.png, plan.png and demo.json into the folder ``out`` and return their paths."""
     paths = files(out)
     plot_losses(gathered.losses, paths[0], words.title(settings.plan))
     image.save(settings.plan, paths[1])

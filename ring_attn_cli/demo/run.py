@@ -24,8 +24,8 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
     """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
 
     ``framework``: "both", "jax" or "torch". Return the exit status: 0, 1 if a bound is missed or a process fails, 130 after
-    Ctrl-C. Raise ValueError if the framework is unknown or not installed, if ``out`` cannot be made a folder, or if a file in it
-    cannot be written, before anything is computed.
+    Ctrl-C. Before computing anything, raise ValueError if the framework is unknown or not installed, if ``out`` cannot be made a
+    folder, or if a file in it cannot be written.
     """
     frameworks, left_out = available(framework)
     try:

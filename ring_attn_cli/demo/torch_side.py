@@ -20,7 +20,7 @@ from .settings import DemoSettings
 
 
 def work(report: Report, rank: int, settings: DemoSettings, inputs: DemoInputs, store: str) -> None:
-    """Compute the attention and the training of one rank; rank 0 reports for all.
+    """Compute the demo's attention calls and its training as one rank; rank 0 reports for all.
 
     ``store``: path of the file through which the ranks find each other.
     """

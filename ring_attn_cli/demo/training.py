@@ -19,7 +19,7 @@ from .text import VOCAB, standard_library
 MODEL: dict[str, Any] = {"vocab": VOCAB, "dim": 64, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 128, "tied": True}
 
 FALL = 0.99
-"""Bound of the ratio of the last loss to the first."""
+"""The largest ratio of the last loss to the first that passes."""
 
 
 class DemoStep(NamedTuple):
@@ -28,7 +28,7 @@ class DemoStep(NamedTuple):
 
 
 def batch(step: int, tokens: int) -> np.ndarray:
-    """Return the text of a step, int32 [1, tokens]; it follows the text of the step before."""
+    """Return the text of a step as bytes, int32 [1, tokens]; it follows the text of the step before."""
     text = standard_library((step + 1) * tokens)[step * tokens :]
     return np.frombuffer(text, np.uint8).astype(np.int32)[None]
 
@@ -59,7 +59,7 @@ def difference(a: float, b: float) -> float:
 
 
 def close(steps: int) -> float:
-    """Return the bound of the relative difference between two frameworks' losses in a run of ``steps``, at most 0.1.
+    """Return the bound of the relative difference between two frameworks' losses in a training of ``steps`` steps, at most 0.1.
 
     Training amplifies rounding errors. Measured: 3e-7 after 12 steps of 16,384 tokens, and a tenfold growth every 50 steps in 200
     steps of 512 tokens.

@@ -1,4 +1,4 @@
-"""Text generation from a folder of weights, in either framework.
+"""Text generation from a folder of weights, in PyTorch or JAX.
 
 ``settings.py`` holds the options and ``text.py`` converts between text and token ids. ``torch_side.py`` and ``jax_side.py``
 generate; each is imported only if its framework is used. ``run.py`` starts one of these and shows the tokens as they arrive.

@@ -65,7 +65,7 @@ class GenerateWatch:
                 self._console.print(speed(self._began, self._came))
 
     def __call__(self, kind: str, what: Any) -> None:
-        """Show a message of the kind "loaded", "prefilled" or "token", with its data ``what``."""
+        """Show a message. ``what``: a text if ``kind`` is "loaded", (done, total) tokens if "prefilled", an id if "token"."""
         if kind == "loaded":
             self._console.print(escape(what))
             self._began = time.monotonic()

@@ -18,8 +18,8 @@ from ..processes import check_count
 class GenerateSettings:
     """The options of ``ring-attn generate``. Raise ValueError if one of them is invalid.
 
-    ``prompt``: the file of the prompt. ``text``: the prompt itself. ``new``: largest number of new tokens. ``stop``: stop token
-    ids; None means those in the folder's config.json.
+    ``weights``: the folder of the weights. ``prompt``: the file of the prompt. ``text``: the prompt itself. ``new``: largest
+    number of new tokens. ``stop``: stop token ids; None means those in the folder's config.json.
     """
 
     weights: Path
@@ -105,12 +105,12 @@ class GenerateSettings:
 
     @property
     def llama(self) -> bool:
-        """Return True if the folder has Hugging Face's format."""
+        """Return True if the folder of the weights has Hugging Face's format."""
         return "model_type" in self.config
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the stop token ids: ``stop``, or else ``eos_token_id`` of a config.json in Hugging Face's format, or none."""
+        """Return the stop token ids: ``stop``, else ``eos_token_id`` of a Hugging Face config.json; empty without either."""
         if self.stop is not None:
             return self.stop
         ids = self.config.get("eos_token_id") if self.llama else None

@@ -1,4 +1,4 @@
-"""Conversion of the prompt to token ids, by a tokenizer or by bytes, and of new ids to text as they arrive."""
+"""Conversion of the prompt to token ids, by a tokenizer or as bytes, and of new token ids to text as they arrive."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Text:
         return after[len(before) :]
 
     def end(self) -> str:
-        """Return the replacement character U+FFFD if ids are bytes and those of the last character are incomplete, else ""."""
+        """Return U+FFFD, the replacement character, if ids are bytes and the last character lacks bytes, else ""."""
         return self._bytes.decode(b"", final=True) if self._tokenizer is None else ""
 
 

@@ -15,9 +15,9 @@ from .settings import GenerateSettings
 
 
 def work(report: Report, rank: int, settings: GenerateSettings, ids: list[int], store: str) -> None:
-    """Generate as one rank, in a process that the command started; rank 0 reports for all.
+    """Generate as one rank, in a process that ``ring-attn generate`` started; rank 0 reports for all.
 
-    ``store``: path of the file through which the ranks find each other.
+    ``ids``: the prompt's token ids. ``store``: path of the file through which the ranks find each other.
     """
     if dist.is_torchelastic_launched():
         report("mistake", "torchrun has started this command, which starts its own processes: run it once, with --ranks")

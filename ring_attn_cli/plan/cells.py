@@ -1,4 +1,4 @@
-"""The data of both drawings of a plan: sequences cut into cells, the ranks that hold each cell, and the pairs they compute.
+"""The data of a plan's drawings: sequences cut into cells, the ranks that hold each cell, and the pairs they compute.
 
 A cell is a block of tokens. A cell of a matrix is filled if any pair in it is computed. If several ranks share a block,
 neighbouring cells show different ranks.
@@ -54,14 +54,17 @@ class Axis:
         return cls(cells, block, length, held)
 
     def ranks(self, cell: int) -> list[int]:
-        """Return the ranks that hold tokens of a cell, rotated by the cell's index; [] if it is padding."""
+        """Return the ranks that hold tokens of a cell, rotated by the cell's index; [] if the cell is padding."""
         ranks = sorted(self.cells[cell])
         first = cell % len(ranks) if ranks else 0
         return ranks[first:] + ranks[:first]
 
 
 def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
-    """Return for each cell of the matrix [query cells][key cells] a rank that computes pairs of it at ``shift``, or None."""
+    """Return for each cell of the matrix [query cells][key cells] a rank that computes pairs in it at ``shift``, or None.
+
+    At ``shift`` a rank computes with the keys of rank ``(rank - shift) % ranks``.
+    """
     band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
     sources = [[(rank, (rank - shift) % plan.ranks) for rank in queries.ranks(a)] for a in range(len(queries.cells))]
 

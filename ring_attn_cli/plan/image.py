@@ -1,4 +1,4 @@
-"""The picture of a plan as PNG or SVG, drawn with matplotlib without pyplot's global state.
+"""The picture of a RingPlan as PNG or SVG, drawn with matplotlib without pyplot's global state.
 
 Lengths are in inches from the left and top of the picture, which has the same width for every plan; positions are in tokens.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _INK, _QUIET, _LATER, _PADDING, _HATCH = "#24292F", "#6E7781", "#E6E9ED", "#FAFAFA", "#C4CAD1"
 _WIDTH, _LEFT, _RIGHT, _STRIP, _GAP = 12.0, 0.78, 0.3, 0.36, 0.26
 _INSET = 0.07
-"""Width of the edge strips that show the owner ranks, as a fraction of a matrix's side."""
+"""Width of the strips along a matrix's edges that show the ranks holding its tokens, as a fraction of the matrix's side."""
 
 _CELLS = 64
 """Most cells along one side of a matrix."""
@@ -55,7 +55,7 @@ def save(plan: RingPlan, path: str | Path) -> None:
 
 
 def draw(plan: RingPlan) -> Figure:
-    """Draw the tokens in the colours of their ranks and, below, one matrix per step and the work of each rank."""
+    """Return a figure of the tokens in the colours of their ranks and, below, one matrix per step and the work of each rank."""
     from matplotlib.figure import Figure
 
     shown = plan.shifts[:STEPS]
@@ -135,7 +135,7 @@ def _strip(axes: Axes, axis: Axis) -> None:
 
 
 def _take(codes: list[list[int]], step: list[list[int | None]]) -> list[list[int]]:
-    """Return the codes of a matrix after one more step.
+    """Return a matrix's colour codes after one more step. ``step``: the rank that computes each cell at the step, or None.
 
     Codes: 0 masked, 1 computed later, 2 + 2 rank computed before, 3 + 2 rank computed at this step (rank modulo 16).
     """
@@ -146,7 +146,7 @@ def _take(codes: list[list[int]], step: list[list[int | None]]) -> list[list[int
 
 
 def _matrix(axes: Axes, queries: Axis, keys: Axis, codes: list[list[int]]) -> None:
-    """Draw the matrix of one step in the colours of its ``codes`` (see ``_take``), with the owner ranks along the edges."""
+    """Draw the matrix of one step in the colours of its ``codes`` (see ``_take``), and the ranks of the tokens on its edges."""
     x, y, wide, high = _edges(keys), _edges(queries), max(keys.held, 1) * _INSET, max(queries.held, 1) * _INSET
     _cells(axes, x, y, codes)
     if max(len(x), len(y)) < 40:
@@ -223,7 +223,7 @@ def _edges(axis: Axis) -> list[float]:
 
 
 def _ticks(axis: Axis) -> tuple[list[int], list[str]]:
-    """Return the tick positions and their labels: quarters if 4 divides the length, else round numbers."""
+    """Return (tick positions, tick labels): quarters of the length if 4 divides it, else multiples of a round number."""
     steps = (digit * 10**power for power in range(18) for digit in (1, 2, 5))
     step = axis.length // 4 if axis.length % 4 == 0 else next(step for step in steps if axis.length <= 5 * step)
     ticks = list(range(0, axis.length + 1, max(step, 1)))

@@ -1,4 +1,4 @@
-"""The tokens and memory of training a model, as tables: the terms of ``ring_attn_core.model.memory``."""
+"""The tokens that fit into memory when a model is trained, and the memory's terms (``model/memory.py``), as a table."""
 
 from __future__ import annotations
 
@@ -31,7 +31,10 @@ class MemoryOptions(NamedTuple):
 
 
 def answer(options: MemoryOptions) -> RenderableType:
-    """Return a table of tokens and memory for rich. Raise ValueError if the model is unknown, a size invalid, or nothing fits."""
+    """Return for rich the tokens that fit and a table of the memory that they take.
+
+    Raise ValueError if the model is unknown, if a size is invalid, or if no tokens fit.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -57,7 +60,7 @@ def answer(options: MemoryOptions) -> RenderableType:
 
 
 def config_of(model: str) -> TransformerConfig:
-    """Return the config of a model from its name, from our config.json, or from one of Hugging Face's that load_llama reads."""
+    """Return the config of a model: ``model`` is its name, or the path of a config.json, ours or Hugging Face's."""
     from ring_attn_core.files import read_json
     from ring_attn_core.model.config import TransformerConfig
     from ring_attn_core.model.llama import config_of

@@ -1,4 +1,4 @@
-"""The kinds of answers of ``ring-attn plan``, and the options that each takes."""
+"""The kinds of answers of ``ring-attn plan``, such as a drawing or a prediction, and the options that each kind takes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ KINDS = {
     "comparison": ("--all-layouts compares the layouts of one length in a table", "all_layouts mask ranks length kv_length"),
     "drawing": ("a drawn plan has no sizes of a model (pass --model or --gpus)", "layout mask ranks length kv_length save"),
 }
-"""For each kind of plan, the reason why it takes no other options, and the names of the options that it takes."""
+"""For each kind of answer, the reason why it takes no other options, and the names of the options that it takes."""
 
 MOST_TOKENS, MOST_SEGMENTS = 2**24, 10_000
-"""Largest packed row, in tokens, and most documents or segments that are dealt to ranks and drawn within half a minute."""
+"""Most tokens in all, and most documents or tree segments, that are dealt to ranks and drawn within half a minute."""
 
 
 def check_used(context: typer.Context, kind: str) -> None:
-    """Raise ValueError if an option on the command line would change nothing in an answer of this kind."""
+    """Raise ValueError if an option on the command line has no effect on answers of ``kind``, a key of ``KINDS``."""
     reason, used = KINDS[kind]
     passed = [x for x in context.command.params if context.get_parameter_source(x.name or "").name == "COMMANDLINE"]  # type: ignore[union-attr]
     unused = [x.opts[0] for x in passed if x.name not in used.split()]

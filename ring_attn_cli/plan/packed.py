@@ -27,7 +27,7 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class PackedPlan(NamedTuple):
-    """Packed documents in one layout: the runs and the work of each rank."""
+    """Packed documents in one layout: their lengths in tokens, the tokens of a shard, and each rank's runs and work."""
 
     layout: str
     documents: tuple[int, ...]
@@ -45,7 +45,7 @@ class PackedPlan(NamedTuple):
 
     @property
     def balance(self) -> float:
-        """Return the load imbalance: the largest number of pairs of a rank, divided by the mean."""
+        """Return the load imbalance: the largest cost of a rank's visible pairs, divided by the mean; 1.0 without pairs."""
         pairs = [each.pairs for each in self.work]
         return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
 
@@ -96,7 +96,7 @@ def read_documents(text: str) -> tuple[int, ...]:
 
 
 def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, width: int) -> RenderableType:
-    """Return the drawing of one layout, and a table of all layouts."""
+    """Return for rich, in ``width`` columns, the drawing of documents in ``layout`` and a table that compares all layouts."""
     from rich.console import Group
     from rich.text import Text
 
@@ -155,7 +155,7 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
 
 
 def rank_table(plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents") -> Table:
-    """Return the table of ranks. ``documents``: for each rank, how many documents lie wholly on it, and how many touch it."""
+    """Return the table of ranks. ``documents``: for each rank, (documents wholly on it, documents with any token on it)."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -173,7 +173,7 @@ def rank_table(plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str
 
 
 def layout_table(plans: list[PackedPlan]) -> Table:
-    """Return the table of layouts, one row for each plan."""
+    """Return the table that compares layouts by balance, pairs and keys of other ranks, one row for each plan."""
     from rich import box
     from rich.table import Table
 

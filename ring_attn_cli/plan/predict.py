@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 MOST_GPUS = 4096
-"""Most GPUs of a prediction; the time of a prediction grows with their number."""
+"""Most GPUs in a prediction; the time to compute a prediction grows with their number."""
 
 
 class PredictOptions(NamedTuple):
-    """The options of ``ring-attn plan --gpus``.
+    """The options of ``ring-attn plan --gpus`` and ``--machine``.
 
     ``machine``: the name of a built-in machine record, or the path of such a record. ``heads``: query heads and key heads, as
     ``32/8``. ``host_gpus``: number of GPUs per host.
@@ -160,7 +160,7 @@ def _table(problem: Problem) -> RenderableType:
 
 
 def sent(problem: Problem, strategy: Strategy) -> list[str]:
-    """Return the GiB sent by the rank that sends most, forward and backward."""
+    """Return (forward, backward): the GiB sent by the rank that sends most, as texts such as "0.25"."""
     from dataclasses import replace
 
     from ring_attn_core.problem.traffic import traffic

@@ -46,7 +46,7 @@ def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
 
 
 def answer(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
-    """Return the drawing of one layout, and a table of all layouts."""
+    """Return for rich, in ``width`` columns, the drawing of the tree in ``layout`` and a table that compares all layouts."""
     from rich.console import Group
     from rich.text import Text
 

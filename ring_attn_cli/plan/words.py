@@ -1,4 +1,4 @@
-"""The description of a plan in words: title, mask, transfers, and the positions of a rank."""
+"""The description of a RingPlan in words: title, mask, transfers, and the positions of a rank."""
 
 from __future__ import annotations
 

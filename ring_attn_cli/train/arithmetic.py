@@ -1,4 +1,4 @@
-"""The framework-independent numbers of a run: learning rates, FLOPs, initial weights, and buckets of positions."""
+"""The numbers of a training run that PyTorch and JAX share: learning rates, FLOPs, initial weights, position buckets."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def flops_per_token(parameters: int, length: int, config: TransformerConfig, fro
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """Return the learning rate of each step, by ``optimizer.schedule`` or else by the default schedule.
+    """Return the learning rate of each of ``steps`` steps, by ``optimizer.schedule`` or, if that is None, by the default.
 
     The default is a linear warmup to ``learning_rate``, then a cosine decay to ``last_rate`` times ``learning_rate``.
     """
@@ -84,8 +84,8 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 def first_adapters(lora: LoRA, config: TransformerConfig, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Draw the first (A, B) of each adapter in float64, by projection, the same in both frameworks.
 
-    A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming's bound with a negative slope of 5^0.5), and
-    seeded like the weights of ``first_weights``. B [out, rank] is 0.
+    A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming's bound with a negative slope of 5^0.5). Its
+    generator is seeded as in ``first_weights``. B [out, rank] is 0.
     """
     import numpy as np
 

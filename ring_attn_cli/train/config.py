@@ -1,4 +1,4 @@
-"""The config of a run: frozen records read from a TOML file, one for each table."""
+"""The config of a training run: frozen records read from a TOML file, one for each table."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MODEL: dict[str, Any] = {"vocab": 256, "dim": 128, "depth": 2, "heads": 4, "kv_heads": 2}
 """Defaults of the table ``[model]``."""
 WEIGHTS = "whole", "sharded"
+"""The values of ``ring.weights``."""
 DTYPES = "param_dtype", "compute_dtype"
 """The only keys of ``[model]`` that are allowed with ``init_from``."""
 
@@ -96,7 +97,7 @@ class RingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluation: steps between evaluations, batches in each, and the number of position ranges, the ``buckets``."""
+    """The evaluation: steps from one to the next, microbatches in each, and the number of position ranges (``buckets``)."""
 
     every: int = 50
     batches: int = 4
@@ -119,7 +120,7 @@ class Passkeys:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The config of a run.
+    """The config of a training run.
 
     ``out``: the run's folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, in place of a model made
     from the table ``model``. ``lora``: adapters to train while the weights from ``init_from`` stay frozen. ``save_every``: steps
@@ -188,7 +189,7 @@ class Config:
             )
 
     def transformer(self) -> TransformerConfig:
-        """Return the config of ``[model]``. Raise ValueError if it is invalid."""
+        """Return the model's config, from the table ``[model]``. Raise ValueError if the table is invalid."""
         from ring_attn_core.model.as_json import named_fields
         from ring_attn_core.model.config import TransformerConfig
 
@@ -213,8 +214,8 @@ class Config:
 def read(path: Path | None, *, out: str | None = None, steps: int | None = None, ranks: int | None = None) -> Config:
     """Read the config from a TOML file, or take the defaults if ``path`` is None.
 
-    ``out``, ``steps`` and ``ranks`` override the file. Raise ValueError if the file is missing or not TOML, if a key is unknown
-    (the message names the nearest known key), or if a value has the wrong type.
+    ``out``, ``steps`` and ``ranks`` override the file. Raise ValueError if the file is missing or not TOML, or if a value is
+    invalid. Raise it too if a key is unknown; the message names the nearest known key.
     """
     values: dict[str, Any] = {}
     if path is not None:
@@ -241,7 +242,7 @@ def made(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
 
 
 def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
-    """Raise ValueError if a key is not among the known ones; the message names the nearest."""
+    """Raise ValueError if a key of ``values`` is not in ``known``; the message names the nearest known key, if one is near."""
     where = f"[{table}]" if table else "the top of the config"
     for name in values:
         if name not in known:

@@ -28,7 +28,7 @@ class DatasetArguments(TypedDict):
 
 
 def arguments(config: Config, held_out: bool) -> DatasetArguments:
-    """Return the dataset arguments, of the files for evaluation if ``held_out``.
+    """Return the arguments of the dataset of held-out files if ``held_out``, else of the training files.
 
     The token cache lies in the run's folder, because the data's folder may be read-only.
     """
@@ -51,8 +51,8 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
 def check(config: Config) -> str:
     """Check the data, passkeys, ``init_from`` and ``lora`` of a run, and write the token cache, once for all ranks.
 
-    Return the name of a document that is both in the training data and held out, with the number of the others, or "" if there is
-    none. Raise ValueError if the run cannot start.
+    Return a text about documents that are both training data and held out: the name of one and the number of the others, or "" if
+    there are not any. Raise ValueError if the run cannot start.
     """
     from ring_attn_core.data.batches import documents_of
     from ring_attn_core.data.index import Index
@@ -106,7 +106,7 @@ def check(config: Config) -> str:
 
 
 def check_vocab(data: int | None, model: int) -> None:
-    """Raise ValueError if the data's vocabulary size exceeds the model's."""
+    """Raise ValueError if the data's vocabulary size exceeds the model's. None for the data passes."""
     if data is not None and data > model:
         raise ValueError(f"the data have ids from 0 to {data - 1}, and the model {model}: make model.vocab at least {data}")
 
@@ -122,7 +122,7 @@ def config_in(folder: str) -> TransformerConfig:
 
 
 def is_llama(folder: str) -> bool:
-    """Return True if the folder's config.json has Hugging Face's format."""
+    """Return True if the folder has a config.json in Hugging Face's format, False if it is ours or cannot be read."""
     from ring_attn_core.files import read_json
 
     try:

@@ -1,4 +1,4 @@
-"""TensorBoard events of a run, written with the standard library: neither tensorboard nor a framework is needed.
+"""TensorBoard events of a training run, written with the standard library: neither tensorboard nor a framework is needed.
 
 A file of events is a sequence of records (TFRecord): length uint64, its checksum, the bytes of a message, their checksum, all
 little-endian. A checksum is a CRC-32C, rotated by 15 bits, plus a constant. The message is tensorflow.Event, a protocol buffer
@@ -18,9 +18,9 @@ from typing import Any
 
 FOLDER = "tensorboard"
 VERSION = b"brain.Event:2"
-"""The file_version in a file's first event. From version 2 on, START at a step makes readers drop older events from there on."""
+"""The file_version in a file's first event. With it, a START event makes readers drop older events from its step on."""
 START = 1
-"""tensorflow.SessionLog.START."""
+"""The value of tensorflow.SessionLog.START, the status in an event that marks a start of the run."""
 
 TAGS = {
     "loss": "train/loss",
@@ -55,7 +55,7 @@ def crc32c(data: bytes) -> int:
 
 
 def record(message: bytes) -> bytes:
-    """Frame a message as a TFRecord."""
+    """Return a message framed as a TFRecord."""
     length = struct.pack("<Q", len(message))
     return length + _masked(length) + message + _masked(message)
 
@@ -95,7 +95,7 @@ def _float32(x: float) -> bytes:
 
 
 def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) of each known number in a line of the log."""
+    """Yield (tag, value) of each number of a log line that TensorBoard shows. ``kind``: the kind of the line."""
     if kind == "step":
         yield from ((tag, line[name]) for name, tag in TAGS.items() if line.get(name) is not None)
     elif kind == "evaluation":
@@ -109,8 +109,8 @@ def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 class Events:
     """A new file of events in the folder of a run, for ``tensorboard --logdir``.
 
-    Each start of a run adds a file. Its second event, START, holds the first step of this start, so that readers drop that step
-    and later ones of earlier files.
+    Each start of a run adds a file. Its second event, START, holds the step after ``begin``, the first of this start. So readers
+    drop that step and later ones from earlier files.
     """
 
     def __init__(self, out: Path, begin: int) -> None:
@@ -121,7 +121,7 @@ class Events:
         self._write(_event(now, 0, _bytes(3, VERSION)) + _event(now, begin + 1, started))
 
     def __call__(self, kind: str, line: dict[str, Any]) -> None:
-        """Write the numbers of a line of the log as one event."""
+        """Write the numbers of a log line as one event, if it has numbers that TensorBoard shows."""
         if values := dict(scalars(kind, line)):
             self._write(_event(time.time(), line["step"], _summary(values)))
 

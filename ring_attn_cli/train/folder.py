@@ -1,4 +1,4 @@
-"""The checks of a run's folder before the run: its newest checkpoint, the framework that wrote it, and config changes."""
+"""Checks of the folder of a training run before the run: newest checkpoint, framework that wrote it, and config changes."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from .lock import LOCK
 
 CHECKPOINTS, LORA = "checkpoints", "lora"
 NAMES = {"torch": "step-{:09}", "jax": "step_{}"}
-"""Name patterns of a checkpoint, by the framework that writes it."""
+"""Name pattern of a checkpoint's folder, by the framework that writes it."""
 MARKS = RUN, "run/metadata"
 """A complete checkpoint has one of these files; the second was written by earlier versions of the JAX package."""
 
 
 def newest(config: Config, framework: str) -> int:
-    """Return the step of the newest checkpoint of this framework, or 0."""
+    """Return the step of the newest complete checkpoint that ``framework`` wrote in the run's folder, or 0."""
     return max(_checkpoints(config, framework).steps(), default=0)
 
 
 def check(config: Config, framework: str) -> None:
-    """Make the folder of the run.
+    """Check the folder of the run, ``config.out``, and create it if it does not exist.
 
-    Raise ValueError if it is a file, cannot be written, or holds checkpoints of the other framework, which ``framework`` cannot
-    resume, or of a run with another ``[lora]``.
+    Raise ValueError if ``out`` is empty, is a file or cannot be written. Raise it too if the folder holds checkpoints of the
+    other framework, which ``framework`` cannot resume, or of a run with another ``[lora]``.
     """
     if not config.out:
         raise ValueError("out is empty: pass the folder of the run, or leave it out for train-output")

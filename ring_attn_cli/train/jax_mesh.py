@@ -1,4 +1,4 @@
-"""The mesh of a run in JAX, and the devices that hold each weight. Imported only if JAX is used."""
+"""The mesh of a training run in JAX, and the devices that hold each weight. Imported only if JAX is used."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ AXES = "data", "seq"
 
 
 def mesh_of(config: Config) -> Mesh:
-    """Return the mesh of replicas x ranks, on CPU devices if there are too few accelerators.
+    """Return the mesh ("data", "seq") of replicas x ranks devices, on CPUs if there are too few accelerators.
 
-    Raise ValueError if the CPU devices are too few too, or if several processes do not have exactly replicas x ranks devices.
+    Raise ValueError if there are too few CPU devices too, or if several processes do not have exactly replicas x ranks devices.
     """
     shape = config.ring.replicas, config.ring.ranks
     count = shape[0] * shape[1]
@@ -30,9 +30,10 @@ def mesh_of(config: Config) -> Mesh:
 
 
 def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
-    """Return the sharding of each array of ``state``, replicated or ``sharded`` over all devices.
+    """Return the tree ``state`` with the sharding of each array in its place. Arrays are replicated unless ``sharded``.
 
-    An array is sharded along the first dimension whose size is a multiple of the number of devices, else it is replicated.
+    With ``sharded``, an array is sharded over all devices along the first dimension whose size is a multiple of their number. An
+    array without such a dimension is replicated.
     """
 
     def of(x: Any) -> NamedSharding:

@@ -11,11 +11,11 @@ from .arithmetic import rates
 from .config import Optimizer
 
 SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
-"""With this scheduler, XLA keeps offloaded activations on the GPU: docs/checkpointing.md."""
+"""The XLA option of a scheduler that would keep offloaded activations on the GPU (docs/checkpointing.md)."""
 
 
 def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
-    """Return AdamW with clipping by the global norm and without weight decay of vectors."""
+    """Return AdamW for ``steps`` steps: clipping by the global norm, no weight decay of vectors, and the rates of ``rates``."""
     table = np.array(rates(of, steps))
     return optax.chain(
         optax.clip_by_global_norm(of.clip),
@@ -26,5 +26,5 @@ def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
 
 
 def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
-    """Return the XLA options for compiling a step, or None for the defaults."""
+    """Return the XLA options for compiling a training step, or None for the defaults. ``platform``: "gpu", "cpu" or "tpu"."""
     return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None

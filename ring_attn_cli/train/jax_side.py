@@ -1,4 +1,4 @@
-"""A run in JAX: one program on all devices of one or several processes. Imported only if JAX is used."""
+"""A training run in JAX: one program on all devices of one or several processes. Imported only if JAX is used."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from .loop import Tell, train
 from .side import RunDevices, TrainStep
 
 MOST_BYTES = 4096
-"""Size of the message that process 0 broadcasts."""
+"""Size of the text that process 0 broadcasts, in bytes; a longer text is cut."""
 
 
 def run(config: Config, tell: Tell) -> None:
-    """Train on accelerators if there are enough for all ranks, else on JAX's CPU devices."""
+    """Train on accelerators if there are enough for all ranks, else on JAX's CPU devices. ``tell`` gets each line of the log."""
     if "float64" in [config.model.get(name) for name in DTYPES]:
         jax.config.update("jax_enable_x64", True)
     side = JaxSide(config, mesh_of(config))
@@ -64,7 +64,7 @@ def run(config: Config, tell: Tell) -> None:
 
 
 def joined(coordinator: str, processes: int | None, process: int | None) -> None:
-    """Join the program as ``process`` of ``processes``; ``coordinator`` "auto" takes both from Slurm, Open MPI or Kubernetes."""
+    """Join the JAX program as number ``process`` of ``processes``; with "auto", Slurm, Open MPI or Kubernetes say both."""
     jax.distributed.initialize(None if coordinator == "auto" else coordinator, processes, process)
 
 
@@ -78,12 +78,12 @@ def on_cpus(config: Config, processes: int | None) -> None:
 
 
 def is_first() -> bool:
-    """Return True in process 0 of the program."""
+    """Return True in process 0 of the JAX program."""
     return jax.process_index() == 0
 
 
 def of_first(words: str) -> str:
-    """Broadcast a text from process 0 to all processes, truncated to ``MOST_BYTES``."""
+    """Return in all processes the text ``words`` of process 0, truncated to ``MOST_BYTES`` if there are several processes."""
     if jax.process_count() == 1:
         return words
     sent = np.frombuffer(words.encode(errors="replace")[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
@@ -92,7 +92,7 @@ def of_first(words: str) -> str:
 
 
 class Batch(NamedTuple):
-    """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order. ``layout``: None unless balanced."""
+    """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order. ``layout``: balanced, else None."""
 
     ids: Any
     labels: Any
@@ -117,7 +117,7 @@ class StaticArguments(NamedTuple):
 class JaxTrainer:
     """The model and the optimizer of a run in JAX over a mesh, with the computations of training and evaluation.
 
-    A step donates all arrays of both, so that XLA writes the new ones in their place: an array from before a step is deleted.
+    A step donates all arrays of model and optimizer, so that XLA writes the new ones in their place: the old ones are deleted.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -152,7 +152,7 @@ class JaxTrainer:
             return model
 
     def _place(self, module: nnx.Pytree) -> None:
-        """Put the arrays on the mesh with the shardings that a step returns, so that step 2 does not recompile."""
+        """Put the arrays of ``module`` on the mesh, in the shardings that a step returns, so that step 2 does not recompile."""
         state = nnx.state(module)
         nnx.update(module, jax.device_put(state, weight_shardings(state, self._mesh, self._sharded)))
 
@@ -216,7 +216,7 @@ class JaxSide(JaxTrainer):
         self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
 
     def resume(self) -> ResumePoint | None:
-        """Load the newest checkpoint. Free the first weights and moments before, so that there is one copy on the devices."""
+        """Load the newest checkpoint. Free the initial weights and moments before, so that the devices hold one copy of each."""
         if self._checkpoints.steps():
             for x in jax.tree.leaves(nnx.state((self._model, self._optimizer))):
                 x.delete()
@@ -226,7 +226,7 @@ class JaxSide(JaxTrainer):
         self._checkpoints.save(step, self._model, self._optimizer, data=data, more=adapters_of(self._config))
 
     def close(self) -> None:
-        """Wait for a save in progress, before the folder is unlocked for another run."""
+        """Wait for a save in progress and ignore its OSError, before the folder is unlocked for another run."""
         with suppress(OSError):
             self._checkpoints.close()
 
@@ -242,7 +242,7 @@ class JaxSide(JaxTrainer):
 def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArguments) -> tuple[Any, Any, Any]:
     """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
 
-    It is compiled by ``jax.jit``, because ``nnx.jit`` does not take compiler options.
+    ``JaxTrainer`` compiles it by ``jax.jit``, because ``nnx.jit`` does not take compiler options.
     """
     model, optimizer = nnx.merge(graph, state)
     structure, weights, frozen = nnx.split(model, optimizer.wrt, ...)
@@ -288,7 +288,7 @@ def _best(graph: Any, state: Any, batch: Batch, where: tuple[Any, Any], how: Sta
 
 
 def _hidden(model: RingTransformer, batch: Batch, how: StaticArguments, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
-    """Return the last hidden states. With a ``seed``, apply dropout; ``row``: the batch's first row among all of the step."""
+    """Return the last hidden states. With a ``seed``, apply dropout; ``row``: index of the batch's first row in the step."""
     inputs, masks = (batch.ids, batch.positions, how.length), {"extents": batch.extents, "layout": batch.layout}
     return model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 

@@ -19,9 +19,10 @@ LOCK = ".lock"
 def held(config: Config, first: bool = True, of_first: Callable[[str], str] = str) -> Iterator[None]:
     """Lock the folder of a run until the block ends. Raise ValueError in all processes of the run if another run holds the lock.
 
-    ``first``: True in the one process that locks. ``of_first``: a function that broadcasts the message of this process to all.
-    The system releases the lock when the process ends, even if it is killed; the file stays, which does not keep a new run out. A
-    file system without locks, such as some network ones, does not keep other runs out.
+    ``first``: True in the one process that locks. ``of_first``: a function that returns the first process's text in all processes
+    of the run; the default is for a run in one process. The system releases the lock when the process ends, even if it is killed.
+    The lock file stays, but does not keep a new run out. On a file system without locks, such as some network ones, nothing keeps
+    other runs out.
     """
     # filelock's fallback for such file systems is a file that outlives a kill and would block the next run
     lock = FileLock(Path(config.out, LOCK), timeout=0, fallback_to_soft=False)
@@ -34,7 +35,7 @@ def held(config: Config, first: bool = True, of_first: Callable[[str], str] = st
 
 
 def _objection(lock: FileLock, out: str) -> str:
-    """Lock the file and write the process and host into it. Return "", or the reason why the run may not start."""
+    """Acquire the lock, and write process and host into the lock file. Return "", or the reason why the run may not start."""
     path = Path(lock.lock_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

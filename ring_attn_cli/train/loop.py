@@ -1,4 +1,4 @@
-"""The training loop, the same for both frameworks: resume, step, evaluate, save, and log to ``log.jsonl`` and TensorBoard."""
+"""The training loop of PyTorch and JAX: resume, step, evaluate, save, and log to ``log.jsonl`` and TensorBoard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .side import Side
 
 LOG = "log.jsonl"
 Tell = Callable[[str, dict[str, Any]], None]
-"""A function ``tell(kind, values)`` that shows a line of the log."""
+"""A function ``tell(kind, values)`` that shows a line of the log, such as ("step", {"step": 1, "loss": 5.5, ...})."""
 
 
 def train(config: Config, side: Side, tell: Tell) -> None:
@@ -60,7 +60,7 @@ def train(config: Config, side: Side, tell: Tell) -> None:
 
 
 def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) -> list[Any]:
-    """Return the microbatches of a step: the next ones of the data, or texts with passkeys at every ``train_every``-th step."""
+    """Return the microbatches of a step: the next of ``batches``, or at each ``train_every``-th step texts with passkeys."""
     every, number = config.passkey.train_every, config.data.accumulate
     if every == 0 or (step + 1) % every:
         return list(itertools.islice(batches, number))
@@ -74,7 +74,7 @@ def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) 
 def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str = "train") -> Any:
     """Return a microbatch of texts with passkeys, one for each of ``seeds``. Only the answers have labels.
 
-    ``purpose``: a part of each seed, so that training and tests have different texts.
+    ``length``: tokens of a text. ``purpose``: a part of each seed, so that training and tests have different texts.
     """
     texts = [passkey(length, f"{config.seed} {purpose} {seed}", config.passkey.digits) for seed in seeds]
     return side.shard([list(each.text) for each in texts], [each.labels for each in texts])
@@ -92,8 +92,8 @@ def accuracy(config: Config, side: Side, length: int) -> float:
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
     """Return the mean loss in nats on held-out files as a line of the log: ``loss`` overall, ``by_position`` for each bucket.
 
-    A bucket holds the labels with fewer preceding tokens in their document than its end in ``ends``, and not fewer than the end
-    of the bucket before; ``labels`` counts them. A bucket without labels has the loss None.
+    A label belongs to the first bucket whose end in ``ends`` exceeds the number of tokens before it in its document; ``labels``
+    counts the labels of each bucket. A bucket without labels has the loss None.
     """
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)
@@ -119,9 +119,10 @@ def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
 
 
 class Log:
-    """The file ``log.jsonl`` of a run, the same numbers as events of TensorBoard, and the function that shows its lines.
+    """A writer of ``log.jsonl``, which also writes the numbers as events of TensorBoard, and shows each line by ``tell``.
 
-    A resumed run drops the lines after its checkpoint by writing a new file, which it then renames over the log.
+    ``begin``: the step of the checkpoint that the run resumes, or 0. Lines after it are dropped: the other lines are written to a
+    new file, which is renamed over the log.
     """
 
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:
@@ -142,7 +143,7 @@ class Log:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log up to the first that is not JSON, such as a last line cut short by a kill."""
+    """Return the lines of a log up to the first that is not JSON, such as one cut short by a kill, or []."""
     if not path.exists():
         return []
     found = []

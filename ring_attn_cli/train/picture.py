@@ -1,4 +1,4 @@
-"""The plot of a log: loss, held-out loss by position, and the share of passkeys found."""
+"""The plot of a training log: loss, held-out loss by position, and the share of passkeys found."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ INK = "#4C78A8", "#E45756"
 
 
 def draw(log: Path, path: Path) -> None:
-    """Plot a log.jsonl and write the picture to ``path``."""
+    """Plot the log.jsonl at ``log`` and write the picture to ``path``."""
     from matplotlib.figure import Figure
 
     found = lines(log)

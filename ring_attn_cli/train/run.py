@@ -25,7 +25,8 @@ PATIENCE = 1800.0
 class Program:
     """This process's place in a JAX program of several processes.
 
-    ``coordinator``: "auto", or the address of process 0. ``processes``: their number. ``process``: the index of this one.
+    ``coordinator``: the address of process 0, or "auto". ``processes``: the number of processes. ``process``: the index of this
+    process. The last two are None with "auto".
     """
 
     coordinator: str
@@ -54,8 +55,8 @@ class Program:
 def run(config: Config, framework: str, program: Program | None = None) -> None:
     """Train, or resume the run in ``config.out``; write log, picture, checkpoints and weights there.
 
-    ``framework``: "torch" or "jax". Raise ValueError if it is another one, if the run cannot start, or if another run uses the
-    folder; :class:`processes.Failure` if a process fails; ModuleNotFoundError if a package is missing.
+    ``framework``: "torch" or "jax". Raise ValueError if the framework is unknown, if the run cannot start, or if another run uses
+    the folder. Raise :class:`processes.Failure` if a process fails, and ModuleNotFoundError if a package is missing.
     """
     if framework not in NEEDS:
         raise ValueError(f"unknown framework {framework!r}: choose one of {', '.join(NEEDS)}")
@@ -78,7 +79,7 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
 
 
 def _is_first(framework: str, program: Program | None) -> bool:
-    """Return True if this process prints for the whole run, as far as is known before the program starts."""
+    """Return True if this process prints for the run. With coordinator "auto" its index is not known yet, and each one prints."""
     if framework == "torch":
         from . import torch_side
 

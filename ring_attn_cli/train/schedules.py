@@ -1,7 +1,7 @@
 """Learning-rate schedules by the names and arguments that optax and torch.optim.lr_scheduler give them.
 
-A run computes its rates once, here, in float64, so that both frameworks take the same steps. A test compares each schedule
-with the original. A schedule is data: its arguments, and a function of the arguments and of the step, from 0.
+A training run computes its rates once, here, in float64, so that PyTorch and JAX take the same steps. A test compares each
+schedule with the original. A schedule is data: its arguments, and a function of the arguments and of the step, from 0.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ BEGIN = Kind("a step, at least 0", lambda x: _count(x, 0))
 SWITCH = Kind("true or false", lambda x: isinstance(x, bool))
 
 NEEDED, PEAK, ALL, NONE = object(), object(), object(), None
-"""Defaults of a schedule's arguments. NEEDED: none. PEAK: ``optimizer.learning_rate``. ALL: its number of steps. NONE: unset."""
+"""Defaults of a schedule's arguments. NEEDED: none. PEAK: ``optimizer.learning_rate``. ALL: the schedule's steps. NONE: unset."""
 
 Rate = Callable[[SimpleNamespace, int], float]
 """A function of a schedule's arguments and a step, which returns the learning rate."""
@@ -83,7 +83,7 @@ def _cosine_decay(a: SimpleNamespace, t: int) -> float:
 
 
 def _after_warmup(then: Callable[[SimpleNamespace], Rate]) -> Rate:
-    """Return a linear warmup from ``init_value`` to ``peak_value``, then another schedule with the peak as ``init_value``."""
+    """Return a linear warmup from ``init_value`` to ``peak_value``, then the schedule of ``then``, which begins at the peak."""
 
     def rate(a: SimpleNamespace, t: int) -> float:
         if t < a.warmup_steps:
@@ -248,7 +248,7 @@ def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Ca
 
 
 def _part(table: Mapping[str, Any], peak: float, steps: int) -> Callable[[int], float]:
-    """Return one schedule as a function from its step, counted from 0, to the learning rate."""
+    """Return one schedule as a function from its step (0, 1, ...) to the learning rate. Raise ValueError if it is invalid."""
     arguments = {key: value for key, value in table.items() if key not in ("name", "until")}
     name = table.get("name")
     if not isinstance(name, str) or name not in SCHEDULES:

@@ -1,4 +1,4 @@
-"""The interface of a framework to the training loop in ``loop.py``."""
+"""The interface that PyTorch and JAX implement for the training loop in ``loop.py``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class RunDevices(NamedTuple):
 
 
 class Side(Protocol):
-    """A model, its optimizer and its data on the ranks of this process; each method is called on all ranks alike.
+    """The model, optimizer and data of this process, in one framework. All processes of a run call each method alike.
 
-    A microbatch is a Shard of the framework. ``first``: True in the process that writes the log.
+    A microbatch is what ``data`` yields, a Shard of the framework. ``first``: True in the process that writes the log.
     """
 
     first: bool
@@ -38,7 +38,7 @@ class Side(Protocol):
     trained: int
     """Number of the weights that the optimizer updates; with LoRA, those of the adapters."""
     data: Any
-    """The ``SequenceShardedDataset`` of the training."""
+    """The ``SequenceShardedDataset`` of the training data; ``held_out`` is that of the held-out files."""
     held_out: Any
 
     def resume(self) -> ResumePoint | None: ...
@@ -50,7 +50,7 @@ class Side(Protocol):
         ...
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Any:
-        """Convert ``ids`` and ``labels`` of global rows, each row one document, to a microbatch."""
+        """Return the microbatch of the global rows ``ids`` and ``labels``, each of them one document."""
         ...
 
     def step(self, number: int, microbatches: list[Any]) -> TrainStep:
@@ -58,14 +58,14 @@ class Side(Protocol):
         ...
 
     def losses(self, microbatch: Any, ends: list[int]) -> Iterable[tuple[float, int]]:
-        """Return the sum of the losses and the number of labels of each bucket.
+        """Return (sum of the losses, number of labels) of each bucket, over all ranks.
 
         A token's bucket depends on the number of tokens before it in its document; ``ends`` are the buckets' exclusive ends.
         """
         ...
 
     def wrong(self, microbatch: Any) -> list[int]:
-        """Return for each row the number of labels that differ from the most probable token."""
+        """Return for each global row of a microbatch the number of labels that differ from the most probable token."""
         ...
 
     def machine(self) -> RunDevices: ...

@@ -45,9 +45,9 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
 
-    With ``--max-restarts``, the agent of torchrun keeps one store for all restarts, in which a restarted process may find the
-    addresses of ended processes and wait for them. So the keys get the number of the restart as a prefix. Each host's agent
-    counts its own restarts, so raise ValueError if the processes of such a run are on several hosts.
+    With ``--max-restarts``, torchrun keeps one store for all restarts. In it a restarted process may find the addresses of ended
+    processes and wait for them, so the number of the restart becomes a prefix of the store's keys. Each host counts its own
+    restarts: raise ValueError if a run with ``--max-restarts`` has processes on several hosts.
     """
     timeout = timedelta(minutes=30)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -65,7 +65,7 @@ def join_launched(device: torch.device) -> None:
 
 @contextmanager
 def reported_errors(report: Report) -> Iterator[None]:
-    """Report a ValueError, equal on every rank, as a user's mistake."""
+    """Report a ValueError of this ``with``, which is equal on every rank, as a message of the kind "mistake"."""
     try:
         yield
     except ValueError as error:

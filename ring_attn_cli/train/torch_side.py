@@ -1,4 +1,4 @@
-"""A run in PyTorch, one process per rank. Imported only if PyTorch is used."""
+"""A training run in PyTorch, one process per rank. Imported only if PyTorch is used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
-    """Train as one rank, in a process that the command started; rank 0 reports for all.
+    """Train as one rank, in a process that ``ring-attn train`` started; rank 0 reports for all.
 
     ``store``: path of the file through which the ranks find each other.
     """
@@ -58,7 +58,7 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
 
 
 def launched(config: Config, tell: Tell) -> None:
-    """Train as one rank, in a process that torchrun started.
+    """Train as one rank, in a process that torchrun started. ``tell`` gets each line of the log on rank 0.
 
     Raise ValueError if the number of processes does not fit the GPUs or the config.
     """
@@ -84,7 +84,7 @@ def launched(config: Config, tell: Tell) -> None:
 
 
 def of_first(words: str, group: dist.ProcessGroup | None = None) -> str:
-    """Broadcast a text from rank 0 to all ranks."""
+    """Return on all ranks the text ``words`` of rank 0, by a broadcast."""
     sent = [words]
     dist.broadcast_object_list(sent, 0, group)
     return sent[0]
@@ -96,7 +96,7 @@ def is_first() -> bool:
 
 
 def run(config: Config, tell: Tell, device: torch.device) -> None:
-    """Train on the ranks of the default group."""
+    """Train as one of the ranks of the default group. ``tell`` gets each line of the log on rank 0."""
     ring, replicas = config.ring.ranks, config.ring.replicas
     mesh = init_device_mesh(device.type, (replicas, ring), mesh_dim_names=("data", "seq"))
     places = RankPlace(mesh.get_group("seq"), dist.group.WORLD, mesh.get_local_rank("data"), device)
@@ -225,10 +225,10 @@ class TorchTrainer:
         return RunDevices("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
-        """Return the last hidden states, from which the language-model head computes logits. Apply dropout only with a ``step``.
+        """Return the last hidden states [rows, local, dim] of a shard. Apply dropout only if ``step`` is passed.
 
-        The dropout seed is the run's seed plus ``step``. The offset is the index of this rank's first row among all rows of the
-        step, so that no two rows of a step share a dropout mask.
+        The dropout seed is the run's seed plus ``step``. The dropout offset is the index of this rank's first row among all rows
+        of the step, so that no two rows of a step share a dropout mask.
         """
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
         seed = None if step is None or not self.config.dropout_rate else self._config.seed + step

@@ -1,4 +1,4 @@
-"""The terminal display of a run."""
+"""The terminal display of a training run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TrainWatch:
         self._progress.stop()
 
     def __call__(self, kind: str, line: dict[str, Any]) -> None:
-        """Show a line of the log."""
+        """Show a line of the log. ``kind``: "run", "step", "evaluation" or "passkey"."""
         if kind == "run":
             began = f", from step {line['step']}" if line["step"] else ""
             trained = f" ({line['trained']:,} train, {line['frozen']:,} are frozen)" if line["frozen"] else ""
