@@ -28,7 +28,7 @@ PARTS = {"ring": "over the ring", "one device": "on one device"}
 """The two computations of each framework, by name, and their descriptions in progress messages."""
 
 COMPARED = "out", "lse", "dq", "dk", "dv"
-"""The arrays of an Attention that are compared: all but the gradient of sinks, because the demo has none."""
+"""The results of attention that are compared: all fields of Attention but the gradient of sinks, which the demo lacks."""
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 CLOSE = 1e-6

@@ -31,7 +31,7 @@ STYLES: dict[str, dict[str, Any]] = {
     "PyTorch": {"color": "#E45756", "linewidth": 6, "alpha": 0.4},
     "JAX": {"color": "#4C78A8", "marker": "o", "markersize": 4},
 }
-"""Line styles in losses.png, by framework; each line stays visible under the other."""
+"""Line styles in losses.png, by framework, chosen so that both lines stay visible where they coincide."""
 
 ROUNDING = 2.0**-24
 
@@ -77,7 +77,7 @@ def exactness(rows: list[CheckRow], frameworks: list[str]) -> Group:
 
 
 def losses(by_framework: Mapping[str, list[float]]) -> Group:
-    """Return the table of losses: a row for each step, a column for each framework, and one for the difference of two."""
+    """Return the table of losses: a row per step, a column per framework and, if there are two, one for their difference."""
     title = "Do both frameworks learn alike?" if len(by_framework) == 2 else "Does it learn?"
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title=title, title_justify="left", title_style="bold")
     table.add_column("step", justify="right")

@@ -68,7 +68,7 @@ class GenerateSettings:
 
     @property
     def origin(self) -> str:
-        """Return the source of the prompt, for messages."""
+        """Return "--prompt", or the path of the prompt's file, to name the prompt in messages."""
         return "--prompt" if self.prompt is None else str(self.prompt)
 
     def read_prompt(self) -> str:

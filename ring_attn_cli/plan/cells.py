@@ -12,7 +12,7 @@ from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import Run
 
 STEPS = 8
-"""Largest number of steps that a picture draws. It states how many more there are."""
+"""Largest number of steps that a drawing shows. The drawing says how many more steps the plan has."""
 
 
 _COLOURS = ("#4C78A8", "#F58518", "#54A24B", "#E45756", "#B279A2", "#EECA3B", "#72B7B2", "#9D755D")
@@ -28,9 +28,9 @@ def colour(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One sequence cut into cells of ``block`` tokens: ``cells[c][rank]`` are the runs of cell ``c`` on a rank.
+    """One sequence cut into cells of ``block`` tokens: ``cells[c][rank]`` are the runs of the tokens of cell ``c`` on a rank.
 
-    ``length`` counts the true tokens, ``held`` the tokens with padding. A cell of padding alone is empty.
+    ``length``: number of tokens without padding. ``held``: number of tokens with padding. A cell of padding alone is empty.
     """
 
     cells: tuple[dict[int, tuple[Run, ...]], ...]

@@ -163,7 +163,10 @@ def _matrix(axes: Axes, queries: Axis, keys: Axis, codes: list[list[int]]) -> No
 
 
 def _cells(axes: Axes, x: list[float], y: list[float], codes: list[list[int]]) -> None:
-    """Draw the cells between edges ``x`` and ``y``: one path per colour, so that cells show no seam and an SVG stays small."""
+    """Draw the cells between edges ``x`` and ``y`` in the colours of ``codes`` (see ``_take``).
+
+    Each colour is one path, so that cells show no seam and an SVG stays small.
+    """
     from matplotlib.patches import PathPatch
     from matplotlib.path import Path
 

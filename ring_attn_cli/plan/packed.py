@@ -51,7 +51,7 @@ class PackedPlan(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the number of other ranks' keys that a rank sees, summed over ranks, divided by the keys that a ring sends."""
+        """Return the keys of other ranks that the ranks see, as a share of the keys that a ring would send to all ranks."""
         ranks = len(self.runs)
         return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
 

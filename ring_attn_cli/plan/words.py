@@ -28,7 +28,7 @@ def mask_in_words(band: Band) -> str:
 
 
 def travel_in_words(plan: RingPlan) -> str:
-    """Describe the transfers: ``8 steps at shifts 0 to 7, 7 hops by 1, gradients go home by 1``."""
+    """Describe the transfers of a plan, as ``8 steps at shifts 0 to 7, 7 hops by 1, gradients go home by 1``."""
     shifts, hops = plan.shifts, plan.hops
     if not hops:
         return "1 step, nothing travels"
@@ -38,7 +38,10 @@ def travel_in_words(plan: RingPlan) -> str:
 
 
 def holds(runs: tuple[tuple[int, int, int, int], ...]) -> str:
-    """Return runs ``(base, length, start, stride)`` as Python slices of positions, without padding: ``0:512, 7680:8192``."""
+    """Return a rank's runs as Python slices of positions, without padding: ``0:512, 7680:8192``; "padding" if all are empty.
+
+    ``runs``: (base, length, start, stride) of each run; ``base`` is not used.
+    """
     kept = [(start, start + stride * (length - 1) + 1, stride) for _, length, start, stride in runs if length]
     slices = [f"{first}:{end}" if stride == 1 else f"{first}:{end}:{stride}" for first, end, stride in kept]
     return ", ".join(slices) or "padding"

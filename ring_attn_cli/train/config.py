@@ -91,7 +91,7 @@ class RingConfig:
 
     @property
     def model_layout(self) -> str:
-        """Return the layout for the model's constructor: contiguous if ``layout`` is balanced, as each call then passes one."""
+        """Return ``layout`` for the model's constructor, "contiguous" for "balanced": each call passes its balanced layout."""
         return "contiguous" if self.layout == BALANCED else self.layout
 
 

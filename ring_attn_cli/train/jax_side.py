@@ -102,9 +102,9 @@ class Batch(NamedTuple):
 
 
 class StaticArguments(NamedTuple):
-    """The static arguments of a compiled function: ``chunk`` and ``length`` in tokens, ``rows`` of a microbatch.
+    """The static arguments of a compiled function. ``sharded``: True if the weights are sharded over all devices.
 
-    ``sharded``: True if the weights are sharded over all devices.
+    ``chunk``: tokens whose logits exist at a time. ``length``: tokens of a row. ``rows``: number of rows of a microbatch.
     """
 
     mesh: Mesh
@@ -135,7 +135,7 @@ class JaxTrainer:
         self._step = jax.jit(_step, static_argnames=("graph", "how"), donate_argnames="state", compiler_options=options)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with the same initial weights as in PyTorch. Add the adapters of LoRA."""
+        """Load the model of ``init_from``, or make one with PyTorch's initial weights. Add adapters if the config has ``lora``."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 
 class Kind(NamedTuple):
-    """A type of argument: its description in an error, and a test of a value."""
+    """A type of a schedule's arguments: its description in an error (``words``), and a test of a value (``fits``)."""
 
     words: str
     fits: Callable[[Any], bool]

@@ -147,7 +147,7 @@ class TorchTrainer:
         self._rates = rates(of, config.steps)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with the same initial weights as in JAX. Add the adapters of LoRA."""
+        """Load the model of ``init_from``, or make one with JAX's initial weights. Add adapters if the config has ``lora``."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}

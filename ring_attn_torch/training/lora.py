@@ -52,7 +52,7 @@ def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[A
 
 @torch.no_grad()
 def merge_adapters(model: nn.Module) -> None:
-    """Add ``scale b a`` to each weight with an adapter, and remove the adapters. Each rank that shards weights must call it."""
+    """Add ``scale b a`` to each weight with an adapter, and remove the adapters. All ranks that shard weights must call it."""
     for _, linear, adapter in list(_adapted(model)):
         weight = linear.get_parameter("weight")
         delta = adapter.scale * _whole(adapter.b) @ _whole(adapter.a)

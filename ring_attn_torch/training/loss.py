@@ -80,7 +80,7 @@ def loss(
 
 
 def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | None, dtype: torch.dtype) -> Labels:
-    """Return the labels [b s] and their weights, flattened, as a Labels record. ``dtype``: the dtype of weights and loss."""
+    """Return labels [b s] and weights, flattened, as a Labels record. Weights are in ``dtype``, and 0 at ``ignore_index``."""
     flat = labels.flatten().long()  # unsigned dtypes cannot hold ignore_index
     if weights is not None:
         weights = weights.detach().flatten().to(flat.device, dtype).masked_fill(flat == ignore_index, 0)

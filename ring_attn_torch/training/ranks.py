@@ -221,5 +221,5 @@ def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | s
 
 
 def by_rank(name: str, values: list[Any]) -> str:
-    """Return a text that lists the value of each rank."""
+    """Return a text that lists the value of each rank, such as "step is 3 on rank 0, 4 on rank 1"."""
     return f"{name} is {', '.join(f'{value} on rank {rank}' for rank, value in enumerate(values))}"

@@ -20,7 +20,7 @@ class GradientReduction(NamedTuple):
 
 
 def dim_ranks(p: nn.Parameter) -> list[tuple[int, ...]]:
-    """Return the ranks of this rank's group in each dim of a DTensor's mesh, or an empty list for a plain tensor."""
+    """Return, for each dim of a DTensor's mesh, the ranks of this rank's group in that dim; [] for a plain tensor."""
     if not is_dtensor(p):
         return []
     return [ranks_in(p.device_mesh.get_group(dim)) for dim in range(p.device_mesh.ndim)]

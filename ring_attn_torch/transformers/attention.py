@@ -52,7 +52,7 @@ IGNORED = {
     "token_type_ids",
     "use_cache",
 }
-"""Arguments ignored here: the mask already holds documents, positions and causality; the others do not change attention."""
+"""Arguments without effect: the mask holds documents, positions and causality. ``output_attentions`` must not be True."""
 
 
 def ring_attention_forward(

@@ -92,7 +92,7 @@ class LayerMask(NamedTuple):
     """``int64`` [1 or batch, seq_local], the offset of each of this rank's tokens in its document."""
     dropout_seed: int | None = None
     cached: RunningCall | None = None
-    """The ``CachedCall`` whose cache the layers continue."""
+    """The ``CachedCall`` whose cache the layers continue; None without a cache."""
     key_extents: Tensor | None = None
 
 
@@ -131,7 +131,7 @@ class RunningCall(ABC):
 
 _running: ContextVar[RunningCall | None] = ContextVar("ring_attn_model_call", default=None)
 _traced = threading.local()
-"""The running call of each thread, for torch.compile: up to torch 2.13 it cannot trace the read of a ContextVar."""
+"""The running call of each thread, for torch.compile, which up to torch 2.13 cannot trace the read of a ContextVar."""
 
 
 @contextmanager
@@ -197,7 +197,7 @@ def _unknown(config: Any) -> str:
 
 
 def check_alone() -> None:
-    """Raise ValueError if the default group has several ranks. The callers run outside of ``sequence_parallel``."""
+    """Raise ValueError if the default group has several ranks. Outside of ``sequence_parallel`` attention runs on one only."""
     if ranks_of(group_of(group_name(None))) > 1:
         raise ValueError(
             'attn_implementation="ring" was called outside of sequence_parallel on a group of several ranks: write "with '

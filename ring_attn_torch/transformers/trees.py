@@ -60,7 +60,7 @@ class RowTrees(NamedTuple):
 
 
 def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTrees:
-    """Return the trees of a call whose ids have ``shape`` [batch, length]. Raise ValueError if they do not fit."""
+    """Return the trees of a call. ``tree``: (parents, lengths). Raise ValueError if they do not fit ``shape`` [batch, length]."""
     key_extents, positions, _ = (torch.from_numpy(x).to(device) for x in trees.batch_of_trees(tree, *shape))
     return RowTrees(key_extents, positions.long(), trees.longest_path(trees.trees_of(*tree)))
 

@@ -1,4 +1,4 @@
-"""Dilated attention: one ring attention per pattern. Their results are averaged, weighted by their softmax denominators."""
+"""Dilated attention: one ring attention per pattern (segment length, dilation), averaged with the softmax denominators."""
 
 from __future__ import annotations
 
