@@ -60,7 +60,7 @@ def attend_block(
 ) -> tuple[Float[Tensor, "batch queries heads v_dim"], Float[Tensor, "batch queries heads"]]:
     """Compute attention of a block of queries over a block of keys, both anywhere in a longer sequence.
 
-    Return ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)``, where j runs over the keys of the block
+    Return ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)``. Here j runs over the keys of the block
     that query i may see. Both are in float32 (float64 for float64 inputs) and differentiable; :func:`merge` merges such pairs. A
     query that sees no key has out 0 and lse -inf.
 

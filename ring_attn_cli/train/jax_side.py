@@ -135,7 +135,7 @@ class JaxTrainer:
         self._step = jax.jit(_step, static_argnames=("graph", "how"), donate_argnames="state", compiler_options=options)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with PyTorch's initial weights. Add adapters if the config has ``lora``."""
+        """Load the model of ``init_from``, or make one with PyTorch's initial weights. Add adapters if ``lora`` is set."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}

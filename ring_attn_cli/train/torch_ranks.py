@@ -45,8 +45,8 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
 
-    With ``--max-restarts``, torchrun keeps one store for all restarts. In it a restarted process may find the addresses of ended
-    processes and wait for them, so the number of the restart becomes a prefix of the store's keys. Each host counts its own
+    With ``--max-restarts``, torchrun keeps one store for all restarts, where a restarted process may find the addresses of ended
+    processes and wait for them. So the number of the restart becomes a prefix of the store's keys. Each host counts its own
     restarts: raise ValueError if a run with ``--max-restarts`` has processes on several hosts.
     """
     timeout = timedelta(minutes=30)

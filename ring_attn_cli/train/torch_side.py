@@ -147,7 +147,7 @@ class TorchTrainer:
         self._rates = rates(of, config.steps)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with JAX's initial weights. Add adapters if the config has ``lora``."""
+        """Load the model of ``init_from``, or make one with JAX's initial weights. Add adapters if ``lora`` is set."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}
@@ -228,7 +228,7 @@ class TorchTrainer:
         """Return the last hidden states [rows, local, dim] of a shard. Apply dropout only if ``step`` is passed.
 
         The dropout seed is the run's seed plus ``step``. The dropout offset is the index of this rank's first row among all rows
-        of the step, so that no two rows of a step share a dropout mask.
+        of the step. So no two rows of a step share a dropout mask.
         """
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
         seed = None if step is None or not self.config.dropout_rate else self._config.seed + step

@@ -98,9 +98,9 @@ class Checkpoints:
         call writes, and returns when everything is written.
 
         Raise ValueError if ``step`` is not after the newest checkpoint, or if ``data`` or ``more`` is not JSON. Raise it too if
-        another run saves in the folder, if some ranks do not see the first rank's folder, or if names, shapes or dtypes of the
-        model differ between ranks (``check_ranks`` compares the values). Raise OSError if the previous save has failed, or if
-        this call fails to write. The error is the same on every rank.
+        another run saves in the folder, or if some ranks do not see the first rank's folder. Names, shapes and dtypes of the
+        model must be equal on all ranks, else ValueError is raised; values are not compared (see ``check_ranks``). Raise OSError
+        if the previous save has failed, or if this call fails to write. The error is the same on every rank.
         """
         self.wait()
         optimizer = innermost(optimizer)

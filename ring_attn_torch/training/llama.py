@@ -57,8 +57,8 @@ def save_llama(
     that do not follow from the model. None: no tokenizer is written. ``group``, gathering and replacement of ``folder``: as in
     :func:`save_weights`.
 
-    Raise ValueError if none of the four architectures supports the model. None has softcap, sinks, ALiBi, a mask that is not
-    causal, windows of several sizes, NTK, no rotary embedding, or one that differs between layers. Biases must be those of one of
-    them. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
+    Raise ValueError if none of the four architectures supports the model. Each of them needs causal masks, windows of one size,
+    and the same rotary embedding (but not NTK's) in all layers. None of them has softcap, sinks or ALiBi, and biases must be
+    those of one of them. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name, ring_of(group))

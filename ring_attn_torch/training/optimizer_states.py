@@ -122,9 +122,9 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
     """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new tensors outside the optimizer.
 
-    ``held``: the names of each parameter's states in the checkpoint. If the optimizer does not have exactly these states of a
-    parameter, a copy of the optimizer creates them by a step on a copy of the parameter. Parameters that the optimizer does not
-    have are skipped. Model, optimizer and random generators stay unchanged.
+    ``held``: the names of each parameter's states in the checkpoint. If the optimizer's states of a parameter have other names, a
+    copy of the optimizer creates states by a step on a copy of the parameter. Parameters that the optimizer does not have are
+    skipped. Model, optimizer and random generators stay unchanged.
     """
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}

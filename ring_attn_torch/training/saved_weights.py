@@ -51,9 +51,9 @@ def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGro
     ``group``: all ranks that hold shards or replicas of the model; None is the default group. Each rank must call it; rank 0
     writes, and all calls return after that.
 
-    Raise ValueError if the model is not a RingTransformer, if names, shapes or dtypes of weights differ between ranks, if a
-    weight cannot be saved, or if the folder holds other files. Raise OSError if the folder cannot be written. The error is the
-    same on every rank.
+    Raise ValueError if the model is not a RingTransformer, if a weight cannot be saved, or if the folder holds other files. Raise
+    it too if names, shapes or dtypes of weights differ between ranks. Raise OSError if the folder cannot be written. The error is
+    the same on every rank.
     """
     save_folder(model, folder, lambda config: {CONFIG: config.to_json().encode()}, OWN.renamed, ring_of(group))
 

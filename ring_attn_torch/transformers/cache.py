@@ -64,8 +64,8 @@ def with_cache_renamed(model: PreTrainedModel, call_arguments: dict[str, Any]) -
 class RingCache(Cache):
     """The cache of ``model.generate()`` inside ``sequence_parallel``: a :class:`KVCache`, created by the first call of a layer.
 
-    A call with ``use_cache=True``, or with the empty DynamicCache that ``generate`` makes, returns a RingCache as ``cache``
-    (``past_key_values`` before transformers 5.24), and the next call continues it. ``tokens``: the number of tokens of a row,
+    A call with ``use_cache=True``, or with the empty DynamicCache of ``generate``, returns a RingCache as ``cache``
+    (``past_key_values`` before transformers 5.24). The next call continues it. ``tokens``: the number of tokens of a row,
     padding on the left included, as in transformers; the KVCache holds no padding.
     """
 

@@ -123,8 +123,8 @@ class ChunkedHead:
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
         """Make the head return the summed loss of ``labels``, shaped [1, 1, 1], inside this ``with``.
 
-        The model's forward raises ValueError if it changes this output, such as by a softcap, or if the head gets the hidden
-        states of some tokens only, or a weight that is a DTensor.
+        The model's forward raises ValueError if it changes this output, such as by a softcap. It raises it too if the head does
+        not get the hidden states of all tokens, or if the head's weight is a DTensor.
         """
         made: list[Tensor] = []
         batch.head_sums = True

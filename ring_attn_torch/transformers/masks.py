@@ -197,7 +197,7 @@ def _unknown(config: Any) -> str:
 
 
 def check_alone() -> None:
-    """Raise ValueError if the default group has several ranks. Outside of ``sequence_parallel`` attention runs on one only."""
+    """Raise ValueError if the default group has several ranks. Only ``sequence_parallel`` shards attention over several."""
     if ranks_of(group_of(group_name(None))) > 1:
         raise ValueError(
             'attn_implementation="ring" was called outside of sequence_parallel on a group of several ranks: write "with '
@@ -226,7 +226,7 @@ def _on_one_device(
 
 
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """Return the patterns that a mask with ``local_size=size`` may have, the likeliest first; ``both_sides``: not causal ones."""
+    """Return the patterns of masks with ``local_size=size``, likeliest first. ``both_sides``: tokens also see later tokens."""
     if size is None:
         return [Pattern(full() if both_sides else causal())]
     if both_sides:

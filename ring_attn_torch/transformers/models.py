@@ -1,8 +1,8 @@
 """The models that a ring does not support, and the reasons.
 
 Refused before the first call, by class or config: layers that are not softmax attention over a band of keys (Mamba, linear
-attention, convolutions, Fourier transforms), and attention in a model's own code. So are encoders with a decoder, sequence
-classification heads, prompt tuning, and a GPU backend for a model on a CPU.
+attention, convolutions, Fourier transforms), and attention in a model's own code. Also refused then: encoders with a decoder,
+sequence classification heads, prompt tuning, and a GPU backend for a model on a CPU.
 
 Refused in the first forward: any layer that mixes tokens without calling ring attention (``MixingLayers``). A layer without
 attention, such as a plain MLP layer, is correct on a shard. To distinguish the two, the layer runs once more on hidden states in
