@@ -78,7 +78,7 @@ class DemoTruth(NamedTuple):
 
 
 def inputs(tokens: int) -> DemoInputs:
-    """Return inputs of ``tokens`` tokens, from text that is embedded byte by byte with its positions and projected to q, k and v.
+    """Return inputs for ``tokens`` bytes of text: embed each byte and its position, and project them to q, k and v.
 
     The weights are random, from a fixed seed, and so are the cotangents. The positions give each token its own q, k and v, so
     that a misplaced token changes the result.

@@ -64,7 +64,7 @@ def run(config: Config, tell: Tell) -> None:
 
 
 def joined(coordinator: str, processes: int | None, process: int | None) -> None:
-    """Join the JAX program as number ``process`` of ``processes``; with "auto", Slurm, Open MPI or Kubernetes say both."""
+    """Join the JAX program as ``process`` of ``processes``. With ``coordinator`` "auto", the launcher (Slurm, ...) says both."""
     jax.distributed.initialize(None if coordinator == "auto" else coordinator, processes, process)
 
 
