@@ -48,8 +48,9 @@ def placed(
             inside = slice(None) if of_tree or not _is_known(length) else tokens < length
             check_placed(values[:, inside], tokens[inside], of_tree)
             continue
-        found = misplaced(clipped(jnp.asarray(given)), tokens, of_tree)
-        found = found if of_tree or not _is_known(length) else found & (tokens < length)
+        rows = tokens[None]  # of the rank of the extents: jax_numpy_rank_promotion may be "raise"
+        found = misplaced(clipped(jnp.asarray(given)), rows, of_tree)
+        found = found if of_tree or not _is_known(length) else found & (rows < length)
         wrong = found if wrong is None else wrong | found
     if wrong is None:
         return x
