@@ -19,7 +19,7 @@ class HostState:
         self.know([[0] * spec.ranks] * spec.batch, [0] * spec.batch)
 
     def know(self, counts: Sequence[Sequence[int]], reached: Sequence[int]) -> None:
-        """Set exact token counts, and the ``reached`` lengths, from values read from the device."""
+        """Set the exact token counts, and each request's greatest length so far (``reached``), as read from the device."""
         self.counts: list[list[int]] | None = [list(row) for row in counts]
         self.lengths = [sum(row) for row in counts]
         self.reached = list(reached)

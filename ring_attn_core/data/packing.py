@@ -24,9 +24,9 @@ class DocumentSpan(NamedTuple):
     document: int
     """Index of the document in the dataset."""
     first: int
-    """Index in the document of the first token."""
+    """Index in the document of the span's first token."""
     begin: int
-    """Position of the first token in the row."""
+    """Index in the row of the span's first token."""
     count: int
     """Number of tokens."""
 

@@ -62,7 +62,9 @@ class Tree(NamedTuple):
 
 
 def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeExtents:
-    """Return the key extents and path positions of prefix trees as numpy arrays; arguments as in :func:`trees_of`.
+    """Return each token's key extent and its position on the path from the root, for the prefix trees of rows.
+
+    A key extent is the range of queries that may see the token. Both are numpy arrays. Arguments: see :func:`trees_of`.
 
     ``tokens``: the width of the arrays, by default the tokens of the longest row. Raise ValueError if a row has more tokens.
     """

@@ -64,7 +64,7 @@ class RingCall:
 
     @property
     def features(self) -> frozenset[str]:
-        """Return the names of the optional arrays, and "softcap" if the call has one."""
+        """Return the names of the optional arrays that the call has, and "softcap" if it has one."""
         return self.array_names if self.softcap is None else self.array_names | {"softcap"}
 
     @property

@@ -200,7 +200,7 @@ def cache_folder() -> str:
 
 @cache
 def broken_triton() -> str | None:
-    """Return why Triton cannot be used on this host; None if it can."""
+    """Return why Triton is not installed or cannot be imported, else None."""
     try:
         if find_spec("triton") is None:
             return "the package triton is not installed: pip install triton"

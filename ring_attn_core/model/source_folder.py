@@ -27,7 +27,7 @@ BESIDE = (
 """Files that are copied from the folder of the Hugging Face model, if they exist."""
 
 WRITTEN = {*FIXED, *TYPES, "dtype", "head_dim", "num_key_value_heads", "rope_theta", "torch_dtype"}
-"""Keys of config.json that are always taken from the saved model, never from the source's config.json."""
+"""Keys never copied from the source's config.json: the saved model sets them or leaves them out."""
 
 DROPPED = {"auto_map", "_name_or_path"}
 """Keys of the source's config.json that point to other files; they are not copied."""

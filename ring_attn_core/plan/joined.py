@@ -45,7 +45,10 @@ class JoinedPlan(RingPlan):
 
     @property
     def q_slot(self) -> int:
-        """Return the number of tokens of a query slot: in a balanced layout all tokens of a group, else a slot of one shard."""
+        """Return the number of tokens of a query slot.
+
+        In a balanced layout a slot is all joined query shards; in another layout it is as long as in a single shard.
+        """
         return super().q_slot * (self.q_shards if isinstance(self.layout, BalancedLayout) else 1)
 
     @property

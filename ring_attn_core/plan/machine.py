@@ -120,7 +120,7 @@ NOISE = 0.1
 (docs/strategies.md), so smaller noise does not matter."""
 
 PEAKS = {"A100": 312e12, "H100": 990e12, "H200": 990e12}
-"""Peak FLOP/s of GPUs in bfloat16 without sparsity, from their data sheets."""
+"""Peak FLOP/s of GPUs (SXM) in bfloat16 without sparsity, from their data sheets."""
 
 RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "copies", "memory", "peer")
 """The fields whose larger values are better; in all other numeric fields smaller values are better."""

@@ -43,8 +43,9 @@ class RingPlan:
     ``steps``: the shifts of the steps, 0 first; None: every shift at which the mask lets some rank see a key. A caller that
     leaves out such a shift must hide the keys of that shift by extents or a key mask.
 
-    Defaults: ``kv_local = seq_local``; ``length = seq_local * ranks``; ``kv_length = length`` if both shards are equally long,
-    else ``kv_local * ranks``. Raise ValueError if these do not fit together.
+    Defaults: ``kv_local = seq_local``. In a balanced layout both lengths are the layout's. Otherwise ``length = seq_local *
+    ranks``, and ``kv_length = length`` if both shards are equally long, else ``kv_local * ranks``. Raise ValueError if these do
+    not fit together.
     """
 
     layout: str | BalancedLayout

@@ -173,7 +173,10 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
 
 def _number(name: str, field: str, x: Any) -> Any:
-    """Convert an integer to an int; return a traced integer unchanged. Raise ValueError if ``x`` is not an integer."""
+    """Convert an integer to an int; return any other object of an integer dtype, such as a traced integer, unchanged.
+
+    Raise ValueError if ``x`` is not an integer and has no integer dtype.
+    """
     if isinstance(x, int):
         return x
     try:

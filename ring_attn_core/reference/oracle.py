@@ -1,8 +1,8 @@
 """Reference attention in numpy: ``exact`` in float64, ``plain`` with the rounding of a single device in a given dtype.
 
-Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` computes products in the dtype,
-sums and softmax in float32 (float64 for float64), and rounds probabilities and results once. ``exact`` is in extended precision
-if q is float64.
+Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` computes in float32 (float64
+for float64) and rounds to the dtype, once each: probabilities, score gradients, out, dq, dk and dv. ``exact`` is in extended
+precision if q is float64.
 """
 
 from __future__ import annotations

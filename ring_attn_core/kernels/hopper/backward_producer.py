@@ -139,7 +139,7 @@ def scout(args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def producer(sources, args, shared, work, sizes: gl.constexpr):
-    """Load k and v, then q and dout of each step that the scout has found."""
+    """Load k and v, then q and dout of each step (a query tile that the program visits; the warp ``scout`` lists them)."""
     STAGES: gl.constexpr = sizes.STAGES
     OUT_STAGES: gl.constexpr = sizes.OUT_STAGES
     steps = shared.steps

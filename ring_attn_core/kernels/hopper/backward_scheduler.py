@@ -78,7 +78,7 @@ def keys_of_program(together, args, sizes: gl.constexpr):
 def survey(args, work, sizes: gl.constexpr):
     """Return ``work`` with the fields ``first``, ``last``, ``visited`` and ``steps`` filled in.
 
-    Without extents, these fields follow from the band; with extents, ``extent_lists`` has computed them.
+    The first three follow from the band, or with extents come from ``query_tiles`` (extent_lists.py); ``steps`` is computed here.
     """
     gl.static_assert(sizes.Q_RUNS <= 2)
     steps = 0
@@ -142,9 +142,9 @@ def queries_of_keys(j, args, work, row):
 def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
     """Count the key tiles of a run that a query tile visits.
 
-    Return (number of these key tiles, number of them before the program's key tile, whether that key tile is among them).
-
-    ``adder`` calls this function one tile ahead, so ``tile`` may be -1; that result is not used. Each lane reads one interval.
+    Return (number of these key tiles, number of them before the program's key tile, whether that key tile is among them). Each
+    lane reads one interval. ``tile``: index of the query tile. ``adder`` walks the query tiles downwards and asks for the next
+    one in advance (by ``turn_of`` and ``visits``), so ``tile`` is -1 after tile 0; that result is not used.
     """
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     tile = (work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)
@@ -162,7 +162,7 @@ def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
 def keys_in_extents(args, work, sizes: gl.constexpr, q_run, k_run, tile):
     """Return first and end (exclusive) of the key tiles of a run that queries of a query tile may see by their extents.
 
-    ``adder`` calls this function one tile ahead, so ``tile`` may be -1; that result is not used.
+    ``tile``: index of the query tile; -1 for the tile after tile 0 (see ``keys_in_intervals``), whose result is not used.
     """
     row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)

@@ -240,7 +240,7 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
 
 
 def kv_heads_together(call: RingCall, block_k: int = HOPPER_BACKWARD_KEYS) -> int:
-    """Return the number of key heads, of all batch rows, that the backward processes at a time. ``block_k``: keys per tile."""
+    """Return how many (batch row, key head) pairs the backward processes at a time. ``block_k``: keys per tile."""
     enough = -(-KEY_TILES_TOGETHER * HOPPER_BACKWARD_KEYS // block_k // call.k_tiles(block_k))
     return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 

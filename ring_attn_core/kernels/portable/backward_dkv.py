@@ -168,7 +168,7 @@ def dkv(
 
 @triton.jit
 def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Add the contribution of the query tile from query ``m0`` on to dk / scale and dv / rescale, and return both."""
+    """Add the contribution of the query tile that begins at ``m0`` to dk / scale and to dv / rescale. Return both sums."""
     ACCURATE: tl.constexpr = tile.k.dtype == tl.float32
     i = m0 + tl.arange(0, sizes.BLOCK_Q)
     j = tile.n0 + tl.arange(0, sizes.BLOCK_K)

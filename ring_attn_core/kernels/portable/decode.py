@@ -56,9 +56,9 @@ class DecodeConstants(NamedTuple):
 class RowVisibility(NamedTuple):
     """The cache slots that a program's rows may see: positions ``lowest`` to ``highest``, limited by window and tree mask.
 
-    ``q_position``: position of each row's query; in a draft tree, by its node's depth. ``first``: position of the tree's first
-    node. ``tree_rows``: pointers to the rows of the tree mask. ``depths``: pointer to the nodes' positions by depth. ``N``:
-    number of queries.
+    ``q_position``: position of each row's query; in a draft tree, its node's position in its sequence (first position + depth).
+    ``depths``: pointer to these positions, one per node. ``first``: position of the tree's first node. ``tree_rows``: pointers
+    to the rows of the tree mask. ``N``: number of queries.
     """
 
     q_position: Any
@@ -236,10 +236,10 @@ def from_bits(tile):
 
 @triton.jit
 def who_sees_whom(position, read, valid, seen):
-    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags q_pos - k_pos; tree nodes have positions by depth.
+    """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags q_pos - k_pos.
 
     ``position``: positions of the slots. ``read``: mask of the slots to read. ``valid``: mask of the rows that hold a query.
-    ``seen``: the ``RowVisibility``.
+    ``seen``: the ``RowVisibility``. The lags of the nodes of a draft tree are computed from its ``depths``.
     """
     if seen.tree_rows is None:
         lag = seen.q_position[:, None] - position[None, :]

@@ -132,7 +132,7 @@ def philox_keys(batch: int, heads: int) -> Launch:
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that adds the gradient from one shard of keys to ``dq``, which starts at 0 in the ``first`` step.
 
-    At the ``last`` step ``dq`` gets the input's dtype. After the first step a float32 ``dq`` overwrites ``dq_in``.
+    Later steps read the sum so far from ``dq_in``, and write a float32 ``dq`` into its memory. The ``last`` one writes q's dtype.
     """
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")

@@ -85,7 +85,7 @@ class QueryTile(NamedTuple):
 
 
 class KeyRun(NamedTuple):
-    """A run of keys with its ``runs.Row``, and the interval ``begin .. end - 1`` of these keys that each query of a tile sees."""
+    """A run of keys with its ``runs.Row``. Band and extents let each query of a tile see its keys ``begin .. end - 1``."""
 
     row: Any
     begin: Any
