@@ -46,7 +46,7 @@ def _tokens(text: str) -> int:
 
 
 def _print_version(requested: bool) -> None:
-    """Print the version and exit, before typer reports a missing command."""
+    """If ``requested``, print the version and exit, before typer reports a missing command."""
     if requested:
         typer.echo(__version__)
         raise typer.Exit

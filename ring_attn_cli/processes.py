@@ -1,6 +1,6 @@
 """Groups of spawned processes that report over pipes, for every command that starts processes.
 
-A process exits when its parent does. If a process fails, the parent raises an error that shows the process's log.
+A process exits when its parent does. If a process fails, the parent raises an error that shows the last 20 lines of its log.
 """
 
 from __future__ import annotations

@@ -93,8 +93,9 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
     A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
-    ``2^-24 |lse|``, so out is within ``2^-24 |lse| |out_A - out_B|`` of the exact merge: 6e-4 of the difference at an lse of 1e4.
-    :func:`ring_attention` carries the rounding error from step to step. Raise ValueError if an argument is not such a pair.
+    ``2^-24 |lse|``. This error alone moves out by up to ``2^-24 |lse| |out_A - out_B|``: 6e-4 of the difference at an lse of 1e4.
+    The rounding of the merge itself comes on top. :func:`ring_attention` carries the rounding error of lse from step to step, for
+    float32 and float64 inputs. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))

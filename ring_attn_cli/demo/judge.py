@@ -1,4 +1,7 @@
-"""The pass criterion of the demo: checks of plain numbers against bounds. Nothing else decides whether the demo passes."""
+"""The pass criterion of the demo: checks of plain numbers against bounds.
+
+If all processes finish, nothing else decides the exit status. A process that fails gives 1, and Ctrl-C 130.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def measured(framework: str, ranks: int, gpus: bool) -> list[Timings]:
 
 
 def table(framework: str, machine: Machine, timings: Sequence[Timings]) -> RenderableType:
-    """Return a table of a machine's record and measured rates, in units such as TFLOP/s and GB/s."""
+    """Return a table of a machine's measured and given rates (``machine``), with units such as TFLOP/s and GB/s."""
     from rich.table import Table
 
     found = Table(

@@ -84,7 +84,7 @@ class Clock:
         return median([self._launched(run) for _ in range(REPEATS + 1)][1:])
 
     def together(self) -> None:
-        """Make all ranks of the default group repeat warm-ups and measurements if one of them needs it."""
+        """Make all ranks of the default group repeat warm-ups and measurements if any rank needs it."""
         self.repeats.on_any_rank = self._on_any_rank
 
     def _on_any_rank(self, flag: bool) -> bool:

@@ -27,7 +27,11 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class PackedPlan(NamedTuple):
-    """Packed documents in one layout: their lengths in tokens, the tokens of a shard, and each rank's runs and work."""
+    """Packed documents in one layout.
+
+    ``documents``: their lengths in tokens. ``seq_local``: tokens per shard. ``runs``: each rank's token ranges. ``work``: the
+    pairs that each rank computes and the remote keys that it reads.
+    """
 
     layout: str
     documents: tuple[int, ...]

@@ -17,7 +17,10 @@ def title(plan: RingPlan) -> str:
 
 
 def mask_in_words(band: Band) -> str:
-    """Describe a mask, as ``causal mask`` or ``window of 1,024 before and 0 after``, or by its inequality for other bands."""
+    """Describe a mask, as ``full attention``, ``causal mask`` or ``window of 1,024 before and 0 after``.
+
+    Any other band is described by its inequality.
+    """
     if band == Band():
         return "full attention"
     if band.lo is not None and band.hi is None:

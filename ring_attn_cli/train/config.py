@@ -76,8 +76,8 @@ class RingConfig:
     """The parallelism of a run, and the options of ``RingTransformer``.
 
     ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``weights``: "whole"
-    on each rank, or "sharded" over all ranks, together with their gradients and moments. ``chunk``: number of tokens whose
-    logits are in memory at a time.
+    on each rank, or "sharded" over all ranks, together with their gradients and moments; in JAX only arrays with a dimension that
+    the number of devices divides. ``chunk``: number of tokens whose logits are in memory at a time.
     """
 
     ranks: int = 4

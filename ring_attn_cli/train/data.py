@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class DatasetArguments(TypedDict):
-    """The arguments of ``SequenceShardedDataset`` that are equal on all ranks."""
+    """The arguments of ``SequenceShardedDataset`` that the config sets."""
 
     folder: str
     length: int

@@ -92,7 +92,7 @@ def of_first(words: str) -> str:
 
 
 class Batch(NamedTuple):
-    """Microbatches on the devices: arrays [microbatch, rows, tokens, ...] in layout order. ``layout``: balanced, else None."""
+    """Arrays [microbatch, rows, tokens, ...] in layout order. ``layout``: a balanced one [microbatch, ...], else None."""
 
     ids: Any
     labels: Any

@@ -54,7 +54,10 @@ BEGIN = Kind("a step, at least 0", lambda x: _count(x, 0))
 SWITCH = Kind("true or false", lambda x: isinstance(x, bool))
 
 NEEDED, PEAK, ALL, NONE = object(), object(), object(), None
-"""Defaults of a schedule's arguments. NEEDED: none. PEAK: ``optimizer.learning_rate``. ALL: the schedule's steps. NONE: unset."""
+"""Markers in place of an argument's default.
+
+NEEDED: the argument must be passed. PEAK: ``optimizer.learning_rate``. ALL: the schedule's steps. NONE: the argument stays unset.
+"""
 
 Rate = Callable[[SimpleNamespace, int], float]
 """A function of a schedule's arguments and a step, which returns the learning rate."""

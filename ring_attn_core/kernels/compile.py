@@ -200,7 +200,7 @@ def cache_folder() -> str:
 
 @cache
 def broken_triton() -> str | None:
-    """Return why Triton is not installed or cannot be imported, else None."""
+    """Return why Triton cannot be imported (it is not installed, or broken), else None."""
     try:
         if find_spec("triton") is None:
             return "the package triton is not installed: pip install triton"

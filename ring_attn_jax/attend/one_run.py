@@ -28,8 +28,9 @@ from .state import BackwardInputs, Gradients, State
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
     """Return the rows, keys and score of a step with each shard converted to one run.
 
-    The rows become a single row, and the mask moves into the extents, which are in local indices. ``queries``: tokens of the
-    query shard, padding included. ``band``: the mask, in positions.
+    ``rows``: a ``runs.Row`` for each pair (query run, key run); they become the one Row of the pair of whole shards. The mask
+    moves into the extents, which are in local indices. ``queries``: tokens of the query shard, padding included. ``band``: the
+    mask, in positions.
     """
     q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
     batch, tokens = keys.kv.shape[:2]
@@ -115,9 +116,10 @@ class TracedRuns:
 
 
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
-    """Return the step's keys, row and score, with extents and key extents converted from positions to local indices.
+    """Return keys, kernel row and score, with the visible ranges as local indices instead of positions.
 
-    The positions of both shards come from the table ``score.positions``.
+    These ranges are those of queries (``score.extents``) and of keys (``keys.extents``). The positions of both shards come from
+    the table ``score.positions``. ``rows``: one ``runs.Row``, whose q_start and k_start become local too.
     """
     assert score.positions is not None and score.extents is not None
     at, table = Row(*rows[0, 0]), score.positions

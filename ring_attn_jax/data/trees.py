@@ -68,9 +68,10 @@ def pack_rollouts(
     one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
     shift them again.
 
-    ``length``: the maximum number of tokens of a row, or None for one row. A tree of more tokens is split between two rollouts,
-    and the next row repeats their shared prefix. ids and labels are int32; ``saved_tokens`` is the number of tokens not computed.
-    The result is a pytree whose leaves are its arrays. A jitted function of it is recompiled for each different tree.
+    ``length``: the maximum number of tokens of a row, or None for one row. A tree that does not fit into the rest of a row is
+    split between two rollouts, and another row repeats their shared prefix. ids and labels are int32; ``saved_tokens`` is the
+    number of tokens not computed. The result is a pytree whose leaves are its arrays. A jitted function of it is recompiled for
+    each different tree.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.

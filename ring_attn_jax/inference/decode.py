@@ -93,8 +93,8 @@ def tree_attention_decode(
 def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) of a checked problem.
 
-    ``call``: the launches of the kernels; None: the backend is "blockwise". ``ring``: the name of the mesh axis and the number of
-    ranks.
+    ``call``: the parameters that the kernels' launches share; None: the backend is "blockwise". ``ring``: the name of the mesh
+    axis and the number of ranks.
     """
     axis_name, ranks = ring
 

@@ -95,7 +95,8 @@ class Requests:
         """Truncate each request to its first ``lengths`` tokens: an int, one int each, or integers [batch], equal on all ranks.
 
         A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length so
-        far. Raise ValueError if a request goes further, unless the values are traced (under jit).
+        far. Raise ValueError if a request goes further, unless the values cannot be read here: under jit, or if ``lengths`` or
+        the cache's arrays are partly on devices of other processes.
         """
         spec = self.spec
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)

@@ -68,8 +68,8 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
     """Split x [b s ...] into [chunks b c ...] with c <= chunk. Pad the end with ``pad_value``.
 
-    Chunk i holds the tokens whose index is i modulo the number of chunks. So if XLA shards the tokens, each device holds some
-    tokens of each chunk.
+    Chunk i holds the tokens whose index is i modulo the number of chunks. So if XLA shards the tokens, each device that holds at
+    least as many tokens as there are chunks holds some tokens of each chunk.
     """
     batch, tokens = x.shape[:2]
     length = even_chunk(tokens, chunk)

@@ -67,7 +67,10 @@ def _fits(extents: Any, x: jax.Array) -> bool:
 
 
 def _tokens(count: int, layout: BalancedLayout | TracedLayout | None, ring: LayerRing) -> Any:
-    """Return the position of each of ``count`` tokens: NumPy if known, else traced. Return None if the layout does not fit."""
+    """Return the global position of each of ``count`` tokens, as NumPy if known at trace time, else traced.
+
+    Return None if the layout has another number of tokens.
+    """
     where = ring.sharded
     if where is None:
         tokens: Any = ring.positions(count, layout)

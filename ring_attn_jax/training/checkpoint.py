@@ -126,9 +126,9 @@ class Checkpoints:
         The values of arrays are not read, except those of random keys. So the devices hold one copy of a large model if its
         arrays are deleted before (``x.delete()``).
 
-        Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged, naming the
-        file (delete its folder to resume from the one before); or if processes see different checkpoints. Then nothing changes,
-        and the error is the same in each process.
+        Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged or unreadable,
+        naming the file or folder (delete its folder to resume from the one before); or if processes see different checkpoints.
+        Then nothing changes, and the error is the same in each process.
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)

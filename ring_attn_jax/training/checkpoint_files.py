@@ -61,10 +61,10 @@ class CheckpointFiles:
                 write.result()
 
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
-        """Wait until all processes have written. The first one then passes the size and digest of each file to ``commit``.
+        """Wait until all processes have written. Process 0 then passes the size and digest of each file to ``commit``.
 
         ``done``: the folder's path once ``commit`` has renamed it. Call this in a background thread. A process that fails raises
-        its own error, and each other process an OSError. No process waits for one that has failed.
+        its own error, and each other process an OSError. No process waits for one that has raised.
         """
         from orbax.checkpoint import multihost
 

@@ -94,9 +94,10 @@ def pieces(rows: Rows) -> Iterator[QueryRange]:
 
 
 def _pieces_of(pair: Row) -> Iterator[QueryRange]:
-    """Split one pair of runs, whose band has the lower bound ``lo``, into pieces.
+    """Yield the pieces of one pair of runs: at most three rectangles of queries and keys, each fully visible or causal.
 
-    Query i sees the keys j <= i - lo: queries i < lo see no key, and all queries see keys j < -lo.
+    The band has the lower bound ``lo`` and no upper bound: query i sees the keys j <= i - lo. So queries i < lo see no key, and
+    all queries see keys j < -lo.
     """
     first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
     side = min(pair.q_len - first, pair.k_len - always)

@@ -100,9 +100,9 @@ def ring_attention(
             of speeds the predicted fastest one, or "direct" in a balanced layout, if little travels.
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", PyTorch's own FlashAttention-2 and
-            cuDNN, and "flash4", the package flash-attn-4. These have their own precision and refuse windows, extents, key_mask,
-            softcap, ALiBi and dropout.
-        deterministic: gradients repeat to the bit, as they always do except with "flash", "cudnn" and "flash4".
+            cuDNN, and "flash4", the package flash-attn-4. These have their own precision. They refuse windows, extents,
+            key_extents, key_mask, softcap, ALiBi, dropout, balanced layouts, a v_dim other than head_dim, and a gradient of lse.
+        deterministic: gradients repeat to the bit, as always except with "flash", "cudnn" and "flash4", which refuse True.
         return_lse: also return lse.
 
     Return ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``

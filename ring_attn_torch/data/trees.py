@@ -62,9 +62,9 @@ def pack_rollouts(
     one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
     shift them again.
 
-    ``length``: the maximum number of tokens of a row, or None for one row. A tree of more tokens is split between two rollouts,
-    and the next row repeats their shared prefix. ids and labels are int64 on the CPU; ``saved_tokens`` is the number of tokens
-    not computed.
+    ``length``: the maximum number of tokens of a row, or None for one row. A tree that does not fit into the rest of a row is
+    split between two rollouts, and another row repeats their shared prefix. ids and labels are int64 on the CPU;
+    ``saved_tokens`` is the number of tokens not computed.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.
@@ -93,9 +93,9 @@ def unpack_rollouts(
     the sum over ranks of the gradients of weights (:func:`sum_gradients`) is that of one device; do not divide by the number of
     ranks.
 
-    Raise ValueError, the same on every rank and before anything is sent, if ``values`` do not have the shape of the rollouts, or
-    if shapes or rollouts differ between ranks. With ``layout`` ranks compare them at every call, in one exchange. Without it a
-    rank compares nothing, but reports its error to the ranks of ``group``, which may wait for its shard.
+    Raise ValueError, before anything is sent, if ``values`` do not have the shape of the rollouts. With ``layout`` ranks compare
+    shapes and rollouts at every call, in one exchange: raise ValueError if they differ, and each error is the same on every rank.
+    Without it a rank compares nothing, but reports its error to the ranks of ``group``, which may wait for its shard.
     """
     ring = None if layout is None else _ring(group)
     ranks = ranks_of(ring)

@@ -218,7 +218,8 @@ def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
     """Check cu_seqlens, and return it as an int64 tensor.
 
     Raise ValueError if it does not begin with 0, decreases, ends after the ``total`` tokens of the row, or has a document of
-    more than ``longest`` tokens. ``of``: "q" or "k", for the message.
+    more than ``longest`` tokens. Under torch.compile or for a meta tensor only dtype and shape are checked. ``of``: "q" or "k",
+    for the message.
     """
     name = f"cu_seqlens_{of}"
     ends = integers(name, cu_seqlens, "documents + 1")

@@ -72,7 +72,10 @@ INSTEAD = (
 
 
 def _traced(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, list[Any]]:
-    """Trace ``score_mod``. Return its graph as nested tuples, which are equal for equal computations, and its constants."""
+    """Trace ``score_mod``. Return its graph as nested tuples, and its constants.
+
+    The tuples are equal for the same operations, with operands of + and * in either order.
+    """
     from torch.fx.experimental.proxy_tensor import make_fx
 
     score = torch.zeros(1, device=device)

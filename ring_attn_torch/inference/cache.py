@@ -259,7 +259,10 @@ class KVCache(Requests):
         return self
 
     def part(self, layer: int, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer: of all requests, or with a ``step`` of the step's requests, new tokens included."""
+        """Return this rank's k, v and positions of a layer, for all requests.
+
+        With a ``step`` return them for its requests only, new tokens included.
+        """
         rows = None if step is None else step.rows
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)

@@ -23,9 +23,9 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
 
     ``group``: the ring; None is the default group. The result is float64 if out or lse is float64, else float32.
 
-    For inference: not differentiable. Raise ValueError, the same on every rank and before anything is sent, if ``pair`` is not an
-    (out, lse) of these shapes or requires a gradient, or if shapes or dtypes differ between ranks. Ranks compare them only if
-    some rank passes these shapes and dtypes for the first time.
+    For inference: not differentiable. Raise ValueError, before any tensor is sent, if ``pair`` is not an (out, lse) of these
+    shapes or requires a gradient, or if shapes or dtypes differ between ranks. A rank compares them only at its first call with
+    these shapes and dtypes. The error is the same on every rank if all ranks make that first call, or all fail.
     """
     ring = ring_of(group)
 

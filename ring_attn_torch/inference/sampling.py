@@ -71,7 +71,7 @@ def on_device(parameters: SamplingParameters, device: torch.device) -> SamplingP
 def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
     """Draw the tokens, int64 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
 
-    ``parameters``: the sampling parameters, each a number or a tensor [b]. ``requests``: the requests' indices. ``positions``:
+    ``parameters``: sampling parameters, each a number, a tensor [b] or None. ``requests``: the requests' indices. ``positions``:
     their numbers of cached tokens. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for float64).
     """
     if parameters.temperature is None:

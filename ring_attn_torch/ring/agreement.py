@@ -220,8 +220,8 @@ def _exchange(
 ) -> list[dict[str, Any] | None]:
     """Write this rank's verdict to the store. Return the verdict of each rank, or None for a rank that did not write in time.
 
-    Once all ranks have written, delete the keys in ``written``, this rank's earlier verdicts. No rank needs them: a rank enters
-    an exchange only after reading the previous one. So the store holds at most two keys per rank, unless a rank missed a call.
+    Once all ranks have written, delete the keys in ``written``, this rank's earlier verdicts. No rank needs them: each has read
+    them before it wrote. At most two keys per rank remain in the store, unless a rank missed a call or it cannot delete.
     """
     store = store_of(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]

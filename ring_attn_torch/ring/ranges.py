@@ -32,7 +32,10 @@ class RingPass:
             error.args = (f"{place_name(self._ring.plan, self._number)}, {self._name}: {error}",)
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yield the ``steps``, and number them from 1 for ``named``. The wait for a step's keys belongs to that step."""
+        """Yield the ``steps`` and count them from 1, for the names in ``named`` and in a LostRank error.
+
+        A rank that is lost during the wait for a step's keys is reported at that step.
+        """
         self._number = 1
         for step in steps:
             yield step

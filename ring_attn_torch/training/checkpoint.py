@@ -152,8 +152,8 @@ class Checkpoints:
 
         Raise ValueError, naming the difference, if the checkpoint is of another model or optimizer, or if ranks see different
         checkpoints. Raise it too if the checkpoint is damaged: delete its folder to resume from the one before. Raise OSError if
-        files cannot be read. The error is the same on every rank, and nothing changes, because everything is first read into host
-        memory.
+        its tensors cannot be read. The error is the same on every rank, and nothing changes, because everything is first read
+        into host memory.
         """
         self.wait()
         optimizer = innermost(optimizer)

@@ -60,7 +60,10 @@ def token_log_probs(
 
 
 class _Values(torch.autograd.Function):
-    """The autograd function of ``token_log_probs``: the backward recomputes the logits from the saved input and log-sum-exp."""
+    """The autograd function of ``token_log_probs``.
+
+    The backward recomputes the logits from the saved input and head, and the probabilities from them and the saved log-sum-exp.
+    """
 
     @staticmethod
     def forward(

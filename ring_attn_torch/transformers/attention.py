@@ -257,7 +257,8 @@ def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]
 class Checkpointing:
     """The layers of a model that support checkpointing, and their checkpoint functions before ``keep_attention``.
 
-    After ``activation_checkpointing_enable(offload=True)``, all saved tensors of these layers are offloaded to host memory.
+    After ``activation_checkpointing_enable(offload=True)``, each checkpointed layer's input hidden states and attention's
+    (out, lse) are offloaded to host memory. Inputs that layers share stay on the device.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -290,8 +291,5 @@ class Checkpointing:
 
 
 def _offloads(function: Any) -> bool:
-    """Return True if a layer's checkpoint function saves its inputs on the host.
-
-    For offloading, transformers wraps torch's checkpoint in a function of its own.
-    """
+    """Return True if a layer's checkpoint function is not torch's own: then it is transformers' offloading one."""
     return getattr(function, "func", function) is not checkpoint

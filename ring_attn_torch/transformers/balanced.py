@@ -53,9 +53,10 @@ def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, 
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
-    """Return the weight of each mask, causal or a window: the number of its layers. Without a window: {causal: 1.0}.
+    """Return the weight of each mask, causal or a window: the number of its layers.
 
-    The balanced layout balances the work of all layers together.
+    Without ``layer_types`` the weight is 1.0 for the window; without a window the result is {causal: 1.0}. The balanced layout
+    balances the work of all layers together.
     """
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or window < 1:

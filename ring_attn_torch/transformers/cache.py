@@ -1,8 +1,8 @@
 """The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that continues it.
 
-Each rank holds the keys and values of a part of the tokens. A prompt, or a chunk of a prompt, is sharded like a batch without a
-cache: ``prefill`` attends over the ring, and ``last_tokens`` gathers the hidden states whose logits are requested. At most
-``FEW`` new tokens are computed in full by every rank; each layer appends their keys and values to the cache, and
+Each rank holds the keys and values of a part of the tokens. A cache's first tokens, and later more than ``FEW`` if logits of only
+one are kept, are sharded like a batch without a cache: ``prefill`` attends over the ring, and ``last_tokens`` gathers the hidden
+states of these logits. Every rank computes other tokens in full: each layer appends their keys and values to the cache, and
 ``tree_attention_decode`` merges the ranks' attention to their parts. transformers then draws the same token on all ranks.
 """
 
@@ -35,7 +35,7 @@ PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
 
 FEW = 16
-"""The maximum number of new tokens that every rank computes in full. More tokens are sharded like a prompt."""
+"""The maximum number of new tokens that every rank computes in full, if the cache has tokens and logits of one are kept."""
 
 NAMES = "cache", "past_key_values"
 """Names of the cache argument: "cache" since transformers 5.24, "past_key_values" before."""

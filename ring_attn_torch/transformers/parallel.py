@@ -177,7 +177,7 @@ class ModelHooks:
             self.gather_logits = before
 
     def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Replace a call's arguments by this rank's shards, unless an enclosing call of the model has already done so."""
+        """Replace a call's arguments by this rank's shards; few tokens of a cached call stay whole. Skip nested calls."""
         outer = running()
         if outer is not None and outer.model is self.model:
             return None

@@ -5,9 +5,10 @@
     p_e                        the router's probability of expert e (the softmax of its logits), averaged over the tokens
 
 The means are over the tokens of all layers, without padding (Switch Transformer, arXiv:2101.03961, equations 4 to 6). aux is a
-product of means, so averaging the aux of each shard over the ranks would give another number. Inside ``sequence_parallel`` the
-model's ``load_balancing_loss_func`` therefore returns the sums over this rank's tokens, and ``with_routers`` adds them over the
-ranks after the model's forward. f_e has no gradient. The gradient of p_e stays on the rank that holds the token.
+product of means, so averaging the aux of each shard over the ranks would give another number. Inside ``sequence_parallel``, in
+calls without a cache, the model's ``load_balancing_loss_func`` therefore returns the sums over this rank's tokens, and
+``with_routers`` adds them over the ranks after the model's forward. f_e has no gradient. The gradient of p_e stays on the rank
+that holds the token.
 """
 
 from __future__ import annotations

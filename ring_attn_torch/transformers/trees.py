@@ -1,9 +1,11 @@
 """Prefix trees inside ``sequence_parallel``: the checks of a call's ``tree`` argument, and its arrays.
 
 In a call with ``tree=(parents, lengths)`` each row holds prefix trees, as ``pack_rollouts`` makes them. A token sees its
-ancestors in the tree, by causal attention with key extents. ``position_ids`` count along the path from the root. A layer's window
-counts positions of the row. If the window is at least as long as the longest path, it hides no ancestor and is dropped; a shorter
-one is refused.
+ancestors in the tree, by causal attention with key extents. ``position_ids`` count along the path from the root.
+
+A layer's own window would count positions of the row, across other branches: after a prompt of 2 tokens and completions of 100
+and 1, a window of 102 would hide token 0 from the last token. Along a path, a window at least as long as the longest path hides
+no ancestor, so it is dropped; a shorter one is refused.
 """
 
 from __future__ import annotations

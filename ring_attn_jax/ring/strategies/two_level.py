@@ -108,8 +108,9 @@ class TwoLevelStep(RingStep):
         """Return ``state``, tied by an optimization barrier to the keys that the next step computes on.
 
         As in ``RingStep.settle``, XLA can then start the next step only when it has both. Within an inner ring the next keys come
-        from a rank of the same host. After the last step of an inner ring they come from another host. The last step of all
-        returns ``state`` unchanged.
+        from a rank of the same host. After the last step of an inner ring they come from another host: ``state`` is tied to them,
+        or, if the next inner ring does not begin with shift 0, to the keys from which one more hop inside the host brings them.
+        The last step of all returns ``state`` unchanged.
         """
         if not self._stays:
             return super().settle(state)

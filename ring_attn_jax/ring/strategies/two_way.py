@@ -56,8 +56,9 @@ class Way:
 
 
 class TwoWayStep(RingStep):
-    """A ``Step`` of one direction. ``parts``: on the last step, the steps that hold gradients of this rank's own keys.
+    """A ``Step`` of one direction, or on the rank's own keys.
 
+    ``parts``: on the last step, the steps that hold gradients of this rank's own keys.
     ``following``: the step whose ``next_keys`` are the keys of the next step; None on the last step.
     """
 
@@ -74,7 +75,11 @@ class TwoWayStep(RingStep):
         return state
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys: its own contribution, plus the sum of each direction in order."""
+        """Return the gradients of this rank's own keys.
+
+        They are its own contribution, then the gradients that came back from the first direction, then those from the second,
+        added in this order.
+        """
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(jnp.add, others, own)  # type: ignore[arg-type]
 

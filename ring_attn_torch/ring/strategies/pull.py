@@ -74,7 +74,10 @@ class PullPass:
             self.peers.raise_flag(rank, BEGUN, self.rank, self.number)
 
     def publish(self) -> None:
-        """Copy this rank's keys into its buffer, once all ranks have read the previous pass's keys. Allocate the local slots."""
+        """Copy this rank's keys into its buffer, once all ranks have read the previous pass's keys.
+
+        Then allocate the buffers (slots) into which this rank copies other ranks' keys.
+        """
         peers = self.peers
         for rank, number in enumerate(peers.read_in):
             if number:

@@ -55,7 +55,10 @@ class Way:
 
 
 class TwoWayStep(RingStep):
-    """A ``Step`` of one direction. ``parts``: on the last step, the steps that hold gradients of this rank's own keys."""
+    """A ``Step`` of one direction, or on the rank's own keys.
+
+    ``parts``: on the last step, the steps that hold gradients of this rank's own keys.
+    """
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
         super().__init__(keys, travelling, ring, shift, hop)
@@ -63,7 +66,11 @@ class TwoWayStep(RingStep):
         self.parts: Sequence[RingStep] = ()
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys: its own contribution, plus the sum of each direction in order."""
+        """Return the gradients of this rank's own keys.
+
+        They are its own contribution, then the gradients that came back from the first direction, then those from the second,
+        added in this order.
+        """
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(Tensor.add_, others, own)  # type: ignore[arg-type]
 
