@@ -88,6 +88,21 @@ def test_a_module_under_jit_on_a_mesh_is_flaxs_own(kind):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto]))
+def test_a_module_that_decodes_over_two_ranks_is_flaxs_own(kind):
+    """Two ranks divide neither its one query nor its cache of three tokens."""
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(kind,), devices=jax.devices()[:2])
+    x = jax.random.normal(jax.random.key(0), (2, 3, 12))
+
+    def decoded(**function):
+        module = nnx.MultiHeadAttention(2, 12, decode=True, rngs=nnx.Rngs(0), **function)
+        module.init_cache(x.shape)
+        step = nnx.jit(lambda module, token: module(token))
+        return jnp.concatenate([step(module, x[:, i : i + 1]) for i in range(3)], 1)
+
+    np.testing.assert_allclose(decoded(attention_fn=attention_fn(mesh=mesh)), decoded(), atol=1e-6)
+
+
 def qkv(*batch: int, tokens: int = 8) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, (*batch, tokens, 2, 4)) for key in jax.random.split(jax.random.key(1), 3))
 

@@ -144,6 +144,12 @@ def test_a_module_under_jit_on_a_mesh_is_the_one_on_one_device(kind):
         np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-6)
 
 
+def test_an_explicit_mesh_need_not_divide_the_tokens():
+    mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    got, expected = (jax.jit(dilated_attention_fn(mesh=of, **TWO))(*qkv(1, tokens=7)) for of in (mesh, mesh_of(1)))
+    np.testing.assert_allclose(got, expected, atol=1e-6)
+
+
 def qkv(*batch: int, tokens: int = 8) -> tuple[jax.Array, ...]:
     return tuple(jax.random.normal(key, (*batch, tokens, 2, 4)) for key in jax.random.split(jax.random.key(1), 3))
 

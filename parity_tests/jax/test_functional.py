@@ -124,6 +124,16 @@ def test_a_query_that_sees_no_key_has_out_0_and_lse_minus_infinity():
     np.testing.assert_allclose(np.delete(lse, 3, 1), np.delete(residual, 3, 1), atol=1e-6)
 
 
+def test_tokens_beyond_the_lengths_are_padding_without_a_mesh_too():
+    q, k, v = arrays()
+    out, lse = alone(q, k, v, length=6, kv_length=5, return_residual=True)
+    expected, residual = alone(q[:, :6], k[:, :5], v[:, :5], return_residual=True)
+    np.testing.assert_allclose(out[:, :6], expected, atol=1e-6)
+    np.testing.assert_allclose(lse[:, :6], residual, atol=1e-6)
+    assert not out[:, 6:].any()
+    assert (lse[:, 6:] == -jnp.inf).all()
+
+
 def test_without_a_batch_and_under_vmap_it_is_the_same():
     qkv, mask = arrays(), np.tri(8, dtype=bool)
     expected = alone(*qkv, mask=mask[None, None])

@@ -16,7 +16,7 @@ from ring_attn_core.keywords import named_keywords
 from ring_attn_core.layouts import named
 from ring_attn_core.masks import causal, full
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.runs import Band
+from ring_attn_core.runs import Band, Run
 from ring_attn_core.validation import in_words, is_integer
 
 from ..axes import ring_size
@@ -160,7 +160,8 @@ class Shards(NamedTuple):
         if self.axis_name is not None:
             lengths = {"length": self.lengths[0], "kv_length": self.lengths[1]}
             return ring_attention(*qkv, axis_name=self.axis_name, layout=self.layout, **lengths, **arguments, return_lse=True)
-        out, lse = attend_block(*qkv, **arguments)
+        queries, keys = (Run(0, length) for length in self.lengths)
+        out, lse = attend_block(*qkv, q_run=queries, k_run=keys, **arguments)
         return out.astype(qkv[0].dtype), lse
 
 

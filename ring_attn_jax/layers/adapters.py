@@ -18,7 +18,7 @@ from ring_attn_core.runs import Band
 
 from ..attend.dropout import DropoutState, dropout_state
 from ..call.prepare import Arrays
-from ..data.extents import on_host
+from ..data.extents import on_host, whole
 from ..sharded import ShardedAxes, sharded
 from .dense_mask import mask_arguments, visible_of
 
@@ -52,12 +52,15 @@ def attention_fn(
         - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh. flax drops different probabilities.
           ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,
-          since products keep the inputs' full precision and the softmax is in at least float32 anyway.
+          since the softmax is in at least float32 anyway, and products keep the inputs' full precision except with
+          ``backend="triton_tf32"``.
         - ``bias``, ``module`` (``sow_weights=True``), ``input_positions``, ``qk_attn_weights_einsum`` and
           ``attn_weights_value_einsum`` are refused.
 
-    Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises. A module with
-    ``decode=True`` passes one token at a time, so it works only on a ring of one rank.
+    For a module with ``decode=True`` leave ``layout`` and ``mask`` as they are: it passes one query at a time, which counts as
+    position 0, and hides later keys by its own mask.
+
+    Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises.
     """
     options = Options(layout=layout, mask=mask, softcap=softcap, strategy=strategy, backend=backend, deterministic=deterministic)
     return RingAttentionFunction(ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), options)
@@ -139,6 +142,11 @@ class FlaxFunction:
         more = padded_local("contiguous", self.where.ranks, x.shape[1]) * self.where.ranks - x.shape[1]
         return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)])
 
+    @staticmethod
+    def _first(tokens: int, out: jax.Array) -> jax.Array:
+        """Return the first ``tokens`` tokens of ``out`` [batch, tokens, ...]; fewer than all are no longer sharded by tokens."""
+        return out if out.shape[1] == tokens else whole(out, 1)[:, :tokens]
+
 
 class RingAttentionFunction(FlaxFunction):
     """Ring attention as an ``attention_fn`` of flax.
@@ -168,7 +176,7 @@ class RingAttentionFunction(FlaxFunction):
         optional = {name: self._padded(getattr(arrays, name)) for name in ("extents", "key_mask")}
         options = replace(options, length=queries, kv_length=keys)
         q, k, v = (self._padded(x) for x in (q, k, v))
-        return sharded(q, k, v, arrays._replace(**optional), options, self.where)[:, :queries]
+        return self._first(queries, sharded(q, k, v, arrays._replace(**optional), options, self.where))
 
 
 REFUSED = {

@@ -87,7 +87,7 @@ class DilatedAttentionFunction(FlaxFunction):
         )
         q, k, v = (self._padded(x) for x in qkv)
         arguments = self.patterns.keywords(options) | {"key_mask": self._padded(seen.keys), "length": tokens}
-        out = sharded_dilated_attention(q, k, v, **arguments, **self.where._asdict())[:, :tokens]
+        out = self._first(tokens, sharded_dilated_attention(q, k, v, **arguments, **self.where._asdict()))
         if seen.queries is not None:
             out = jnp.where(seen.queries[..., None, None], out, 0)
         return nan_unless(seen.fits, out)
