@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
+
+from .two_processes import said_by_two
 
 pytest.importorskip("jax")
 pytest.importorskip("flax.nnx")
@@ -124,23 +119,7 @@ OBJECTIONS = (
 @pytest.mark.exhaustive
 def test_processes_that_share_no_folder_or_object_to_a_checkpoint_all_raise_the_same(tmp_path):
     """Two processes of two devices each, whose sharded arrays are saved and resumed in the end."""
-    program = tmp_path / "program.py"
-    program.write_text(PROCESS)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    root = str(Path(__file__).parents[2])
-    two = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, str(program), address]
-    log: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
-    started = [subprocess.Popen([*command, str(process)], env=two, **log) for process in range(2)]
-    try:
-        logs = [process.communicate(timeout=600)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], logs
-    said = [(tmp_path / f"said-{process}").read_text().splitlines() for process in range(2)]
+    said = said_by_two(PROCESS, tmp_path)
     for first, second in zip(*said, strict=True):
         assert first.replace("own-0", "own-1") == second
     assert "process 1 cannot see " in said[0][0]

@@ -5,13 +5,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import shutil
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -25,6 +20,7 @@ from ring_attn_core import Run, causal
 from ring_attn_jax import RingTransformer, check_ranks, save_weights, shard_batch
 
 from .ring import REPLICATED, mesh_of
+from .two_processes import said_by_two
 
 nnx = pytest.importorskip("flax.nnx")
 
@@ -236,26 +232,10 @@ SAID = (
 def test_processes_are_compared_and_all_raise_the_same(tmp_path):
     """Two processes of two devices each, which load weights together too."""
     pytest.importorskip("safetensors")
-    program = tmp_path / "program.py"
-    program.write_text(PROCESS)
     save_weights(RingTransformer(vocab=31, dim=8, depth=1, heads=2, rngs=nnx.Rngs(0)), tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "broken", ignore=lambda *_: {"model.safetensors"})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    root = str(Path(__file__).parents[2])
-    two = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    command = [sys.executable, str(program), address]
-    log = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": tmp_path}
-    started = [subprocess.Popen([*command, str(process)], env=two, **log) for process in range(2)]
-    try:
-        logs = [process.communicate(timeout=600)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], logs
-    said = [(tmp_path / f"said-{process}").read_text() for process in range(2)]
+    said = said_by_two(PROCESS, tmp_path)
     assert said[0] == said[1]
-    assert len(said[0].splitlines()) == len(SAID)
-    for line, expected in zip(said[0].splitlines(), SAID, strict=True):
+    assert len(said[0]) == len(SAID)
+    for line, expected in zip(said[0], SAID, strict=True):
         assert re.match(expected, line), line
