@@ -26,7 +26,8 @@ BIN := $(VENV)/bin
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 PINS ?= $(if $(filter 3.11,$(VERSION)),requirements/cpu-py311.txt)
 STAMP := $(VENV)/.installed-$(VERSION)$(if $(PINS),-$(basename $(notdir $(PINS))))
-PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
+# Python compiles a module when it is first imported: compiling all that pip installs would take longer than the rest.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq --no-compile
 
 .DEFAULT_GOAL := help
 .PHONY: release help env demo test test-all fuzz mutate bench lint docs newest plan-picture
