@@ -177,6 +177,15 @@ def test_what_cannot_be_honoured_is_refused_by_name(arguments, words):
         attention_fn(mesh=mesh_of(2))(*qkv(1), **arguments)
 
 
+def test_a_band_and_the_mask_of_a_decoding_module_are_refused_together():
+    """Its one query counts as position 0, so causal() would hide all keys but the first."""
+    _, k, v = qkv(1)
+    q, mask = qkv(1, tokens=1)[0], jnp.ones((1, 1, 1, 8), bool)
+    with pytest.raises(ValueError, match=r"mask= of attention_fn would count this query as position 0"):
+        attention_fn(mesh=mesh_of(2), mask=causal())(q, k, v, mask=mask)
+    assert attention_fn(mesh=mesh_of(2))(q, k, v, mask=mask).shape == q.shape
+
+
 def test_axes_that_the_mesh_does_not_have_are_refused_when_the_function_is_made():
     with pytest.raises(ValueError, match="the mesh has no axis 'ring'"):
         attention_fn(mesh=mesh_of(2), axis_name="ring")

@@ -58,7 +58,7 @@ def attention_fn(
           ``attn_weights_value_einsum`` are refused.
 
     For a module with ``decode=True`` leave ``layout`` and ``mask`` as they are: it passes one query at a time, which counts as
-    position 0, and hides later keys by its own mask.
+    position 0, and hides later keys by its own mask. With another ``mask`` such a call is refused.
 
     Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises.
     """
@@ -128,6 +128,11 @@ class FlaxFunction:
         dropout = DropoutArguments(dropout_rng, dropout_rate, broadcast_dropout) if drops else None
         visible = None
         if mask is not None:
+            if q.shape[1] == 1 < k.shape[1] and band != full():
+                raise ValueError(
+                    "mask= of the module is for one query and several keys, as with decode=True, and mask= of attention_fn would "
+                    "count this query as position 0: leave it out for decoding, since the module hides later keys itself"
+                )
             visible = visible_of(jnp.asarray(mask), (*query.shape[:-3], q.shape[2], q.shape[1], k.shape[1]))
         return self._attended((q, k, v), visible, dropout, options).reshape(*query.shape[:-1], value.shape[-1])
 
