@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,11 @@ class _SharedFile:
     def __init__(self, path: str) -> None:
         with open_file(path) as file:
             self._number = os.dup(file.fileno())
+        weakref.finalize(self, os.close, self._number).atexit = False  # a process that ends closes its files anyway
 
     def fileno(self) -> int:
         """Return the file descriptor."""
         return self._number
-
-    def __del__(self) -> None:
-        if hasattr(self, "_number"):
-            os.close(self._number)
 
 
 class Reader:
