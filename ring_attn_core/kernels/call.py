@@ -1,4 +1,7 @@
-"""The parameters that all launches of one call of ring attention share, as a record of plain data."""
+"""The parameters that all launches of one call of ring attention share, as a record of plain data.
+
+``RingCall.tiles`` returns the tiles of a portable kernel, which ``tile_sizes.py`` chooses.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,17 @@
 """Tile sizes and tile ranges as pure functions, with the measured reason beside each number.
 
-``choose_tiles`` serves the portable kernels (called by call.py) except decoding, which has ``decode_tiles`` in decode.py.
-``hopper_tiles`` serves Hopper's forward (called by hopper/launches.py), ``wide_tiles`` its backward in two passes (called by
-hopper/wide_launches.py), ``blockwise_tiles`` the backend "blockwise" (called by attend/tiles.py of both packages). Hopper's
-backward in one pass has ``HOPPER_BACKWARD_KEYS`` keys per tile, and the queries per tile that ``queries`` of hopper/launches.py
-returns.
-``hopper_passes`` chooses between one pass and two.
+No tile is tuned at run time. Each function chooses tiles by the properties of a call in the third column:
+
+    choose_tiles       portable kernels      kernel, dtype, widths, compute capability, features    call.py
+    decode_tiles       decode (decode.py)    query rows, width, dtypes, compute capability          decode.py
+    hopper_passes      Hopper's backward     widths, query heads per key head, keys, extents        steps.py
+    hopper_tiles       Hopper's forward      widths, features                                       hopper/launches.py
+    wide_tiles         two-pass backward     widths, keys                                           hopper/wide_launches.py
+    blockwise_tiles    backend "blockwise"   batch * query heads, tokens of a run                   attend/tiles.py
+
+widths: padded head dimensions of q, k and of v; features: softcap and the optional arrays. The last column names the caller;
+attend/tiles.py is in both packages. ``hopper_passes`` chooses between one pass and two. In one pass a tile has
+``HOPPER_BACKWARD_KEYS`` keys, and as many queries as ``queries`` of hopper/launches.py returns.
 """
 
 from __future__ import annotations
