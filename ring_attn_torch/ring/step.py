@@ -1,4 +1,18 @@
-"""The interface between the ring loop and a strategy: the ring, and the steps that a strategy yields."""
+"""The interface of a strategy, by which keys travel: the methods of ``Strategy``, and of the steps that it yields.
+
+``loop.py`` calls them in this order, in the forward and in the backward:
+
+    spread               before the first step: move queries, keys and score, or return them unchanged
+    circulate            yield a ``Step`` for each shard of keys, this rank's own first, while the next one is in transfer
+    Step.arrived         in the backward: return the gradients that came with the keys
+    Step.settle          return the state; the next step must not begin before the state is computed
+    Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
+    Step.home            after the last step of the backward: return the gradients of this rank's own keys
+    collect              after the last step of the forward: the inverse of ``spread`` for out, lse and rest
+    collect_gradients    after the last step of the backward: the inverse of ``spread`` for the gradients
+
+In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` they move arrays.
+"""
 
 from __future__ import annotations
 

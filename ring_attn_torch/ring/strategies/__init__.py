@@ -1,6 +1,8 @@
 """The strategies by which keys travel, by name.
 
-``ring/step.py`` defines ``Strategy`` and ``Step``. The section "Add a strategy" of CONTRIBUTING.md says how to add one.
+To add one, write the methods of ``Strategy`` and ``Step`` that ``ring/step.py`` lists, in a file of this folder and of the other
+package's, and name it here and in ``problem/strategies.py`` of the core. The section "Add a strategy" of CONTRIBUTING.md has the
+rest.
 """
 
 from ..step import Strategy
