@@ -1,4 +1,8 @@
-"""Conversion of a user's arguments into a checked Problem with its plan, score and backend."""
+"""Conversion of a user's arguments into a checked Problem with its plan, score and backend.
+
+All ranks of a process run one traced program, so they cannot disagree about the arguments. With several processes a call compares
+nothing between them; ``check_ranks`` in ``training/ranks.py`` does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Checks that all devices and processes hold the same weights, seeds and arguments, by all-gathered digests."""
+"""Checks that all devices and processes hold the same weights, seeds and arguments, by all-gathered digests.
+
+JAX has no agreement before each call as PyTorch has (``ring/agreement.py`` there): all ranks of a process run one traced program,
+so they cannot disagree about the arguments of ``ring_attention``. Each of several processes traces its own program, and
+``ring_attention`` does not compare them: ``check_ranks`` does, when the user calls it. ``agreed`` and ``together`` raise an error
+of one process in all of them, while weights or checkpoints are read or written.
+"""
 
 from __future__ import annotations
 
