@@ -14,7 +14,11 @@ With 5 tokens (rows are queries, columns keys, # is visible):
 
 A mask is the intersection of intervals if and only if it equals the intersection of its *hulls*: the tightest interval around
 the keys that each query sees, and around the queries that see each key. So only the hulls are tried. Keys that no query sees and
-queries that see no key have an empty hull. numpy is imported on first use.
+queries that see no key have an empty hull.
+
+``Hulls.parts`` tries a band, extents, each of these with a key mask, key extents, and extents with key extents. A band's limits
+are the least and the greatest lag (query - key) of the visible pairs, or one of the two, or neither. A candidate permits every
+visible pair, so it equals the mask if it permits equally many pairs. numpy is imported on first use.
 """
 
 from __future__ import annotations

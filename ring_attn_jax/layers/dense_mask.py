@@ -1,4 +1,9 @@
-"""Conversion of a dense mask [queries, keys] to the arguments of ring attention: extents and a key mask."""
+"""Conversion of a dense mask [queries, keys] to the arguments of ring attention: extents and a key mask.
+
+A mask never becomes a band here, because jit hides its values, and a band must be known at compile time. A query's extent is the
+tightest interval around the keys that it sees. In ``functional/`` a mask with known values does become a band, by
+``data/dense_masks.py`` of the core.
+"""
 
 from __future__ import annotations
 
