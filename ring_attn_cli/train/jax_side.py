@@ -104,7 +104,7 @@ class Batch(NamedTuple):
 class StaticArguments(NamedTuple):
     """The static arguments of a compiled function. ``sharded``: True if the weights are sharded over all devices.
 
-    ``chunk``: tokens whose logits exist at a time. ``length``: tokens of a row. ``rows``: number of rows of a microbatch.
+    ``chunk``: tokens of a rank whose logits exist at a time. ``length``: tokens of a row. ``rows``: rows of a microbatch.
     """
 
     mesh: Mesh

@@ -102,8 +102,8 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``. Raise ValueError if the state belongs to other data or settings.
 
-    ``data``: the digests of the documents that a state may hold. The first is that of this release; the second is that of an
-    older release, or None if both are equal.
+    ``data``: the digest of this dataset's documents, then the digest that an older release computed of them, or None if the two
+    are equal. A state may hold either of them.
     """
     found: Any = state
     if isinstance(state, str | bytes):

@@ -220,8 +220,8 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
 def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
     """Return ``values``, such as weights, as one float64 array for each rollout, with one value for each token.
 
-    ``values``: a number or an array for each rollout; None means 1 everywhere. ``what``: the expected values in words, for the
-    message of a ValueError.
+    ``values``: for each rollout an array or, unless ``name`` is "loss_masks", a number; None means 1 everywhere. ``what``: the
+    expected values in words, for the message of a ValueError.
     """
     import numpy as np
 

@@ -94,9 +94,10 @@ class Load:
         return known
 
     def _part(self, rank: int, shift: int) -> int:
-        """Return an estimate of ``area`` in a balanced layout: a rank's visible pairs, split in proportion to the number of keys.
+        """Return an estimate of ``area`` in a balanced layout: a rank's visible pairs, split over the shifts by numbers of keys.
 
-        Shift 0 has the rank's own keys; the other shifts share the received keys equally.
+        Shift 0 has the rank's own keys. The other shifts share the received keys equally; each rank counts as receiving as many
+        as ``needed.busiest()``.
         """
         assert self.needed is not None
         pairs, own = self.needed.pairs(rank), self.plan.kv_local / (self.plan.kv_local + self.needed.busiest())

@@ -28,7 +28,8 @@ class Options:
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
     ``dropout_offset``: global index of the first batch row and of the first head; -1 stands for an index that is an array on a
     device. Only PyTorch compares this offset between ranks.
-    Raise ValueError if a value has the wrong type or is out of range; ``Problem`` checks the options against the arrays.
+    Raise ValueError if a value has the wrong type or is out of range. Not checked here: ``dropout_offset``, the names of layout
+    and backend, and whether a length is negative. ``Problem`` checks the options against the arrays.
     """
 
     layout: str | BalancedLayout = "zigzag"

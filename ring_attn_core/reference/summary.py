@@ -1,6 +1,7 @@
-"""Reference summary attention in numpy, in float64 or rounded as a single device rounds in a dtype.
+"""Reference summary attention in numpy: ``exact_summary`` in float64, ``plain_summary`` with the rounding of a single device.
 
 Each query takes one dense softmax over its visible tokens and summaries, without rings and without partial summaries.
+``exact_summary`` is in extended precision if q is float64.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class FoldedBatches:
 
     @property
     def needs_extents(self) -> bool:
-        """True if the mask is not a band over slots, so that each slot needs an extent (its own interval of visible slots)."""
+        """True if ``band`` alone may leave invisible slots unmasked, so that each slot (place for a token) needs an extent."""
         return not (self.aligned and self.segment >= self.length and self.length % self.dilation == 0)
 
     @property

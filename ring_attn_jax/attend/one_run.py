@@ -116,10 +116,11 @@ class TracedRuns:
 
 
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
-    """Return keys, kernel row and score, with the visible ranges as local indices instead of positions.
+    """Return the keys, rows and score of a step, with indices in the two shards in place of token positions.
 
-    These ranges are those of queries (``score.extents``) and of keys (``keys.extents``). The positions of both shards come from
-    the table ``score.positions``. ``rows``: one ``runs.Row``, whose q_start and k_start become local too.
+    Each query's extent (``score.extents``) becomes an interval of key indices, and each key's (``keys.extents``) an interval of
+    query indices. ``rows``: one ``runs.Row``. Its q_start and k_start, indices into the table ``score.positions``, become indices
+    in the shards. The new score also has the positions of both shards, from the table, as ``step_positions``.
     """
     assert score.positions is not None and score.extents is not None
     at, table = Row(*rows[0, 0]), score.positions

@@ -204,7 +204,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def saved_of(ctx: Any) -> tuple[tuple[Tensor, ...], Arrays]:
-    """Return what the forward saved, as a pair: (q, k, v, out, lse), followed by any ``rest``; and the optional arrays."""
+    """Return (arrays, optional arrays) of the forward. The first are q, k, v, out and lse, then ``rest`` if the state has one."""
     saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     optional = len(Arrays._fields)
     return saved[optional:], Arrays(*saved[:optional])

@@ -1,4 +1,4 @@
-"""Linear maps and norms whose weights may differ from the inputs in dtype. Outputs have the input's dtype."""
+"""Linear maps and norms whose weights may differ from the inputs in dtype. Outputs have the input's dtype, or autocast's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..call.prepare import dtype_name as dtype_name
 
 
 class LinearMap(nn.Linear):
-    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the weight's dtype is: [..., in] -> [..., out].
+    """``y = x W^T``, or ``x W^T + b``, in x's dtype or autocast's, whatever the weight's dtype is: [..., in] -> [..., out].
 
     The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``, and the bias starts at 0.
     ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: a module whose output for x is added to y, as in

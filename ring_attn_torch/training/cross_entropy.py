@@ -55,8 +55,8 @@ def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
     """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
 
-    Products are computed in hidden's dtype, or in autocast's dtype under autocast. The softmax, and sums over tokens such as the
-    head's gradient, are in at least float32.
+    Products are computed in hidden's dtype; under autocast float32 hidden states are first cast to autocast's dtype. The softmax,
+    and sums over tokens such as the head's gradient, are in at least float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:

@@ -37,9 +37,9 @@ def token_log_probs(
     rank would leave the others waiting.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype, or in autocast's dtype under
-    autocast; softmax and sums over tokens, such as the head's gradient, are in at least float32. Second derivatives are not
-    supported.
+    ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; under autocast float32 hidden
+    states are first cast to autocast's dtype. Softmax and sums over tokens, such as the head's gradient, are in at least float32.
+    Second derivatives are not supported.
 
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
     """

@@ -44,7 +44,7 @@ seq_idx is not read: it is for short convolutions, which a ring does not support
 """
 
 VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
-"""Arguments of Qwen3-VL and similar models: the mask of image tokens, and each layer's features to add to these tokens."""
+"""Arguments of Qwen3-VL and similar models: the mask of visual tokens, and the features that each of the first layers adds."""
 
 UNSPLIT = ("deepstack_features", "per_layer_inputs")
 """Arguments of other models that have values for each token. A model with such an argument cannot take inputs_embeds here."""

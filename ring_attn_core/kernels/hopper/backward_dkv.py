@@ -1,4 +1,4 @@
-"""The key side of the Hopper backward, in Gluon: the mask of used keys, and the stores of dk and dv.
+"""The key side of the Hopper backward, in Gluon: zeroing keys and values that no query sees, and storing dk and dv.
 
     dk, dv = gradients of this step + dk_in, dv_in        without dk_in, dv_in at the first step
 

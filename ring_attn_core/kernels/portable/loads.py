@@ -95,7 +95,7 @@ def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK
     """Unpack the bits of the key mask to upper bounds of scores, and flag spans of SPAN keys that contain hidden keys.
 
     Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked before each launch, because a minimum with the bound
-    takes one instruction per score and turns NaN into -inf too. Testing bits made the forward slower by half.
+    takes one instruction per score and turns a hidden key's NaN into -inf too. Testing bits made the forward slower by half.
     """
     tiles = tl.cdiv(T, BLOCK_K)
     tile = tl.program_id(0) % tiles

@@ -50,10 +50,10 @@ def plan_of(ring: Ring) -> TwoLevelPlan:
 
 
 class HostSums:
-    """The gradients of the keys that visit this rank's host, summed over the hosts that they have visited.
+    """The gradients of the keys that visit this rank's host, summed over the hosts that these keys have visited.
 
     ``keys``: the keys that travel to the next host during the inner ring. ``left``: the last step of the previous inner ring;
-    None once its gradients are added. ``crossing``: the number of hosts by which the new sum moves onward.
+    None once ``add`` has added its gradients. ``crossing``: how many hosts onward ``add`` then sends the sum.
     """
 
     def __init__(self, ring: Ring) -> None:
