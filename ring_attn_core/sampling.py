@@ -142,8 +142,8 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 def check_drawn(logits: Any, sampling: Sampling, requests: Any, positions: Any) -> None:
     """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
 
-    Raise ValueError also if a list in ``sampling`` does not have one value for each row, or if ``positions`` is None at a
-    temperature above 0.
+    ``requests`` may be None, and so may ``positions`` if no temperature is above 0. Raise ValueError also if a list in
+    ``sampling`` does not have one value for each row.
     """
     shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))
     if len(shape) != 2 or not shape[1] or "float" not in dtype:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torchtitan.trainer import Trainer as Base  # type: ignore[import-not-found]
 
 LAYOUTS = {"headtail": "zigzag", None: "contiguous"}
-"""The layout of the shards that each of torchtitan's load balancers makes."""
+"""The layout of the shards by torchtitan's load balancer; None: no balancer. A ring supports no other balancers."""
 
 __all__ = ["Documents", "RingDocuments", "RingInnerAttention", "cp_shard"]
 

@@ -45,7 +45,7 @@ def save(comparison: Comparison, path: Path) -> None:
 
 
 def share(result: VariantResult) -> float:
-    """Return the largest error of a result as a share of its bound: at most 1 if all bounds hold, at least ``LEAST``."""
+    """Return the largest error / bound of a result, or ``LEAST`` if that is greater. At most 1 means that all bounds hold."""
     return max(max(quantity.relative / quantity.bound for quantity in result.quantities), LEAST)
 
 

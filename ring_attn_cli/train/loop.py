@@ -25,7 +25,8 @@ Tell = Callable[[str, dict[str, Any]], None]
 def train(config: Config, side: Side, tell: Tell) -> None:
     """Train to the last step from the newest checkpoint, evaluate and save as configured, and log.
 
-    ``tell`` gets each line of the log. Raise ValueError if the checkpoint belongs to other data.
+    The process with ``side.first`` writes the log, and passes each line to ``tell``. Raise ValueError if the checkpoint belongs
+    to other data.
     """
     progress = side.resume()
     begin = progress.step if progress else 0

@@ -1,4 +1,4 @@
-"""The configs of models as frozen records: sizes and numbers, checked, with their defaults filled in."""
+"""The configs of layers and models as frozen records: sizes and numbers, checked, with their defaults filled in."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A call of ``generate`` as one record: its checked options, the chunks of its prompts, and the size of its cache.
 
-The values must be equal on all ranks; ``Generation.fingerprint`` returns them for a comparison.
+The prompts and options must be equal on all ranks; ``Generation.fingerprint`` returns them for a comparison.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Generation:
         return max(*counts, -(-self.ends[row] // ranks))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the values that must be equal on all ranks, by name, in types that JSON can hold."""
+        """Return a digest of the prompts, and the options, by name, in types of JSON. They must be equal on all ranks."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
         parameters = self.sampling.parameters
         sampling = {"temperature": parameters.temperature or 0.0, "top_k": parameters.top_k, "top_p": parameters.top_p}

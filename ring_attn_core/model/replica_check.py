@@ -110,7 +110,7 @@ def array_content(data: Any, value: Any = None) -> str:
 
 
 def digest(data: Any) -> str:
-    """Return a 64-bit digest of bytes or of a buffer as text."""
+    """Return "#" and a 64-bit digest of ``data``, bytes or a buffer, in hexadecimal."""
     return "#" + blake2b(data, digest_size=8).hexdigest()
 
 

@@ -55,6 +55,8 @@ def balanced_layout(
 ) -> BalancedLayout:
     """Assign packed documents to ``ranks`` ranks: equal tokens, equal cost within about 1 %, and few keys that travel.
 
+    With fewer than 100 tokens per rank the costs can differ more.
+
     ``documents``: the lengths of the documents in tokens, in order, or one such sequence for each batch row; a single length
     means an unpacked sequence. ``seq_local``: tokens per rank, by default the fewest that hold the longest row; the rest is
     padding. ``mask``: the mask inside a document, by default ``causal()``. A model with several kinds of layers passes a mapping

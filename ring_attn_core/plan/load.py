@@ -105,9 +105,9 @@ class Load:
 
     @cached_property
     def needed_share(self) -> float:
-        """Return the share of a ring's keys that the busiest rank receives or sends under the plan ``needed``.
+        """Return the number of keys that the busiest rank receives or sends under ``needed``, divided by what a ring brings.
 
-        A ring brings a rank one key shard for each hop.
+        A ring brings each rank one shard of keys per hop.
         """
         assert self.needed is not None
         return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)

@@ -201,15 +201,15 @@ class FoldedBatches:
 
     @property
     def of_queries(self) -> HeadSelection:
-        """The kept heads of q, or of an array with the heads of q such as out, and the head groups that hold them."""
+        """The heads of q (or of an array like q, such as out) that the pattern uses, and the head groups that hold them."""
         return HeadSelection(self.first, self.first + self.heads, 1, 0, self.heads, self.head_groups, 1)
 
     @property
     def of_keys(self) -> HeadSelection:
-        """The kept heads of k and v, and the head groups that hold them.
+        """The heads of k and v that the pattern uses, and the head groups that hold them.
 
-        A group holds one copy of each key head that its query heads read. If the query heads of a key head do not spread evenly
-        over the groups, a group holds one copy for each of its query heads.
+        A group holds one copy of each key head that its query heads read, if the pattern uses all query heads of each key head
+        and one of ``head_groups`` and ``group_size`` divides the other. Else it holds a copy for each of its query heads.
         """
         first, end = self.first // self.group_size, -(-(self.first + self.heads) // self.group_size)
         whole = self.first % self.group_size == 0 and self.heads % self.group_size == 0

@@ -50,9 +50,9 @@ def prefill(
     ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
     chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt, up to
     the order of sums and, in a float8 cache, the rounding of earlier chunks. Each rank caches its own k and v. The chunk attends
-    to itself round the ring. Cached keys do not travel. Instead the chunk's q, which is small beside the cache, is all-gathered,
-    and every rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank of its queries, which
-    merges them in rank order.
+    to itself round the ring. Cached keys do not travel. Instead, unless ``step.fresh``, the chunk's q, which is small beside the
+    cache, is all-gathered, and every rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank of
+    its queries, which merges them in rank order.
 
     ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
     ``ring_attention``.

@@ -133,7 +133,7 @@ class RingAttention(Projections):
         ``key_extents``: True if the call passes key extents. ``of_path``: True if no rotary angle counts positions of the packed
         row, because ``positions`` are passed or the layer has no rotary embedding.
 
-        Raise ValueError on every rank if the mask, slopes or angles would count positions of the packed row instead of the path.
+        Raise ValueError on every rank if ``tree_objection`` returns a reason why the layer cannot attend over the key extents.
         """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:

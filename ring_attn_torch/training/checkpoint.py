@@ -55,10 +55,11 @@ class Checkpoints:
         checkpoints.close()
 
     ``folder``: the folder of all checkpoints. ``keep``: the number of checkpoints to keep. ``group``: all ranks that train
-    together; None is the default group. Each of these ranks makes the same calls and sees ``folder``. If the group is only a part
-    of the default group, ``save`` returns when everything is written: a save in the background needs a second group, which torch
-    cannot create without the other ranks. Parameters and optimizer states may be DTensors (FSDP2, tensor parallelism): each rank
-    writes its shards through torch.distributed.checkpoint, and a run may be resumed on another number of ranks.
+    together; None is the default group. Each of these ranks makes the same calls and sees ``folder``. If the group has several
+    ranks, but not all of the default group, ``save`` returns when everything is written: a save in the background needs a second
+    group, which torch cannot create without the other ranks. Parameters and optimizer states may be DTensors (FSDP2, tensor
+    parallelism): each rank writes its shards through torch.distributed.checkpoint, and a run may be resumed on another number of
+    ranks.
 
     A checkpoint is a folder ``step-000000100`` of safetensors files and JSON; no pickle is written or read. It has a temporary
     name until its files are on the disk. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at
@@ -94,8 +95,8 @@ class Checkpoints:
 
         ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as a scheduler's
         ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The state of each rank's CPU and GPU random
-        generators is saved too. The call first waits for the previous save. If ``group`` is only a part of the default group, the
-        call writes, and returns when everything is written.
+        generators is saved too. The call first waits for the previous save. If ``group`` has several ranks, but not all of the
+        default group, the call writes, and returns when everything is written.
 
         Raise ValueError if ``step`` is not after the newest checkpoint, or if ``data`` or ``more`` is not JSON. Raise it too if
         another run saves in the folder, or if some ranks do not see the first rank's folder. Names, shapes and dtypes of the

@@ -38,7 +38,7 @@ def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def finish(acc, m, l, i, before, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Merge this shard's (out, lse) with the (out, lse) from ``seen_before``, and store the merged pair."""
+    """Merge this shard's (out, lse) with the out and lse from ``seen_before`` that are not placeholders, and store the pair."""
     DTYPE: gl.constexpr = args.out.dtype.element_ty
     O_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_E)
     valid = i < load_row(args.rows, work.q_run * sizes.K_RUNS).q_len

@@ -423,7 +423,7 @@ def visit_keys(
 
 @gluon.jit
 def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Scale the sums ``x`` of dq's columns from COLUMN on, unless FIRST add the dq of earlier steps, and store the result.
+    """Scale the sums ``x`` of dq's columns from COLUMN on, add the dq of earlier steps if FIRST is False, and store the result.
 
     At the FIRST step, results in 16 bits pass through the shared-memory ``tile``.
     """
