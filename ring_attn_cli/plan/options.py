@@ -22,7 +22,10 @@ KINDS = {
 """For each kind of answer, the reason why it takes no other options, and the names of the options that it takes."""
 
 MOST_TOKENS, MOST_SEGMENTS = 2**24, 10_000
-"""Most tokens in all, and most documents or tree segments, that are dealt to ranks and drawn within half a minute."""
+"""Largest numbers of tokens, and of documents or tree segments, that ``--documents`` and ``--tree`` accept.
+
+Dealing them to ranks and drawing the plan then takes at most half a minute.
+"""
 
 
 def check_used(context: typer.Context, kind: str) -> None:

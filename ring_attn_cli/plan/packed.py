@@ -29,8 +29,8 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 class PackedPlan(NamedTuple):
     """Packed documents in one layout.
 
-    ``documents``: their lengths in tokens. ``seq_local``: tokens per shard. ``runs``: each rank's token ranges. ``work``: the
-    pairs that each rank computes and the remote keys that it reads.
+    ``documents``: their lengths in tokens. ``seq_local``: tokens per shard. ``runs``: each rank's runs of tokens, without
+    padding. ``work``: the pairs that each rank computes and the remote keys that it reads.
     """
 
     layout: str

@@ -53,9 +53,10 @@ class CacheSizes:
 class CacheSpec:
     """The static description of a cache: ``batch`` requests with ``slots`` slots each on every rank. A slot holds one token.
 
-    ``window``: the number of earlier positions that a query sees; None: all. A slot is reused once its token has left the window.
-    ``room``: with a window, the largest number of tokens that a step adds or a rollback removes. ``page``: the number of slots by
-    which a rank's shard grows; None: the shard does not grow. ``scaled``: True if the caller passes the scales of a float8 cache.
+    ``window``: the number of earlier positions that a query sees; None: all. A slot is reused only after its token has left the
+    window. ``room``: with a window, the largest number of tokens that a step adds or a rollback removes. ``page``: the number of
+    slots by which a rank's shard grows; None: the shard does not grow. ``scaled``: True if the caller passes the scales of a
+    float8 cache.
     """
 
     sizes: CacheSizes
@@ -72,6 +73,7 @@ class CacheSpec:
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
         """Return the spec of a cache. ``capacity``: largest number of tokens of a request; with a window, slots of a rank.
 
+        Without a window ``capacity`` is rounded up to equally many slots on all ranks, and with ``page`` to whole pages.
         ``options``: the other fields of the spec. With a window, the default of ``room`` is ``window`` and that of ``capacity``
         is ``window + room``. A ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes.
         Raise ValueError if a value is invalid.

@@ -124,7 +124,7 @@ class CheckpointFolder:
             self._lock = None
 
     def _named(self) -> list[tuple[int, Path]]:
-        """Return the folders named like checkpoints, complete or not, each with its step."""
+        """Return the paths named like checkpoints, complete or not, each with its step."""
         before = self._name.split("{")[0]
         found = ((re.fullmatch(rf"{re.escape(before)}(\d+)", path.name), path) for path in self.path.glob(f"{before}*"))
         steps = ((int(match[1]), path) for match, path in found if match and len(match[1]) < 20)

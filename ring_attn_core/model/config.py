@@ -44,7 +44,7 @@ class AttentionFields:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionConfig(AttentionFields):
-    """The config of a RingAttention, with a field for each argument.
+    """The config of a RingAttention: all arguments except ``rngs`` and those that choose the ring and how attention runs on it.
 
     If ``kv_heads`` is None, it becomes ``heads``; ``head_dim`` becomes ``dim / heads``, and ``rotary`` becomes
     ``Rotary(rotary_base)``, or stays None without a base. ``param_dtype``: the name of a dtype. Raise ValueError if sizes do not
@@ -82,10 +82,11 @@ class SparseConfig(AttentionConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(AttentionFields):
-    """The config of a RingTransformer, with a field for each argument; the same in both frameworks and in JSON.
+    """The config of a RingTransformer, the same in both frameworks and in JSON.
 
-    If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are as in :class:`AttentionConfig`. ``windows`` and
-    ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names of dtypes; a ``compute_dtype`` of None means
+    It holds all arguments except ``rngs``, ``auto_shard``, ``activations``, and those that choose the ring and how attention runs
+    on it. If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are as in :class:`AttentionConfig`. ``windows``
+    and ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names of dtypes; a ``compute_dtype`` of None means
     ``param_dtype``. ``mlp_chunk``: number of a rank's tokens that the MLP processes at a time, None for all. ``published``:
     metadata of a published model; it affects neither the computation nor comparisons of configs. Raise ValueError if sizes do
     not fit or a number is outside its range.

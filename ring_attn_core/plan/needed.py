@@ -131,7 +131,10 @@ class NeededPlan(RingPlan):
         return recent_rows(self.q_runs[rank], self.arrived_runs(rank), self.band, self.q_slot, self.capacity(rank))
 
     def area(self, rank: int, shift: int) -> int:
-        """Return the number of pairs under the mask that ``rank`` computes at ``shift``, without the documents' limits."""
+        """Return the number of (query, key) pairs that ``rank`` computes at ``shift`` if only the mask hides keys.
+
+        The limits of documents are ignored here; ``pairs`` respects them.
+        """
         if shift == 0:
             return super().area(rank, 0)
         return sum(

@@ -57,14 +57,17 @@ class InnerRing(NamedTuple):
 
     @property
     def key_hops(self) -> int:
-        """Return the number of hops that keys make inside a host, including a first hop if ``inner`` does not begin with 0."""
+        """Return the number of hops that keys make inside a host.
+
+        One hop goes from each step to the next. If the first shift of ``inner`` is not 0, one more hop precedes the first step.
+        """
         return len(self.inner) - 1 + (self.inner[0] > 0)
 
     @property
     def gradient_hops(self) -> int:
         """Return the number of hops that gradients make inside a host.
 
-        If ``inner`` does not end with 0, this includes a last hop, to the owner's index in its host.
+        One hop goes from each step to the next. If the last shift of ``inner`` is not 0, one more hop goes to the owner's place.
         """
         return len(self.inner) - 1 + (self.inner[-1] > 0)
 

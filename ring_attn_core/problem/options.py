@@ -1,4 +1,4 @@
-"""The options of a call (all arguments except arrays) as a record with defaults, checks and a text form."""
+"""The options of a call, except arrays, ring and ``return_lse``, as a record with defaults, checks and a text form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ NO_COUNT = 2**62
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one call of ``ring_attention`` or ``attend_block``: its arguments other than arrays and ring.
+    """The options of one call of ``ring_attention`` or ``attend_block``: its arguments other than arrays, ring and runs.
+
+    ``return_lse`` is not among them either, because each call computes lse.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
     ``dropout_offset``: global index of the first batch row and of the first head; -1 stands for an index that is an array on a

@@ -95,7 +95,7 @@ class SummaryOptions:
 
     @property
     def stands_for(self) -> float:
-        """Number of tokens that one summary represents; its logarithm is added to the summary's scores."""
+        """Number of tokens that one summary represents, masked ones included; its logarithm is added to the summary's scores."""
         return self.block / self.summaries
 
     @property

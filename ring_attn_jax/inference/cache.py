@@ -87,6 +87,8 @@ class KVCache(Requests):
         ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two above
         max |x| / 448 of the first completed step.
 
+        ``capacity`` is rounded up to equally many slots on all ranks, and with ``page`` to whole pages.
+
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length.
         ``capacity`` is then the number of newest tokens of a request that each rank keeps, at least ``window + room`` (default).
         ``room`` (by default ``window``): the most tokens of a step and of a rollback. ``page``: the number of slots per rank

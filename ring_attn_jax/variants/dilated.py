@@ -98,7 +98,7 @@ def attend(
     options: Options,
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``dilated_attention`` with its arguments as records; return (out, lse)."""
+    """Compute ``dilated_attention`` with its patterns and options as records; return (out, lse)."""
     batches = batches_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)

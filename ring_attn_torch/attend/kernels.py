@@ -84,9 +84,10 @@ class Kernels:
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Compute all gradients by one Hopper kernel if it can run, else by a kernel for dq and one for dk and dv.
+        """Compute a step's gradients by one Hopper kernel if it can run, else by a kernel for dq and one for dk and dv.
 
-        See ``Backend.attend_backward``.
+        The Hopper kernel sums dq in float32; after the ``last`` step another kernel scales and rounds it. See
+        ``Backend.attend_backward``.
         """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)

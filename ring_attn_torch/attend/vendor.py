@@ -87,7 +87,10 @@ class Vendor(Blockwise):
 
 
 def pieces(rows: Rows) -> Iterator[QueryRange]:
-    """Split all pairs of runs into pieces, each for one call of a vendor's kernel. No band may have an upper bound."""
+    """Split all pairs of runs into pieces, each for one call of a vendor's kernel.
+
+    The bands must have no upper bound ``hi``, so no window: a query sees all keys before the last key that it sees.
+    """
     for pairs in rows:
         for pair in pairs:
             yield from _pieces_of(pair)

@@ -103,9 +103,10 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError on all ranks if an argument is invalid, or if arguments differ between ranks.
+    """Raise ValueError on all ranks if an argument is invalid, or if arguments that are new to all ranks differ between them.
 
-    Ranks compare arguments only if they are new to some rank.
+    Compared are the shape and dtype of x, ``layout``, ``length`` and ``position``, but not the values of a tensor ``position``. A
+    rank that repeats an earlier call compares nothing.
     """
 
     def check() -> None:

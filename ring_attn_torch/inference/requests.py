@@ -165,7 +165,7 @@ class Requests:
         return self
 
     def evict(self, rows: Rows) -> Self:
-        """Empty the requests ``rows`` and overwrite their keys and values with 0, so that nothing of them remains in memory."""
+        """Empty the requests ``rows``, and overwrite their keys and values in the arrays of this cache with 0."""
         of = checks.check_rows("rows", rows, self.spec.batch)
         for kept in (self.k, self.v):
             for layer in kept:

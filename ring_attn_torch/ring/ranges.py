@@ -32,7 +32,7 @@ class RingPass:
             error.args = (f"{place_name(self._ring.plan, self._number)}, {self._name}: {error}",)
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yield the ``steps`` and count them from 1, for the names in ``named`` and in a LostRank error.
+        """Yield the ``steps`` and count them from 1. Ranges (``named``) and LostRank errors name a step by this count.
 
         A rank that is lost during the wait for a step's keys is reported at that step.
         """

@@ -63,8 +63,8 @@ def merge_adapters(model: nn.Module) -> None:
 def save_adapters(model: nn.Module, lora: LoRA, folder: str | Path, base: str | None, group: Group) -> None:
     """Save the adapters in ``folder`` in the format of peft. Each rank of ``group`` must call it; rank 0 writes.
 
-    ``base``: the folder or name of the model that was adapted. Raise ValueError if ``folder`` holds other files, and OSError if
-    it cannot be written. The error is the same on every rank.
+    ``base``: the folder or name of the model that was adapted. Raise ValueError if ``folder`` holds files other than adapters
+    or weights, and OSError if it cannot be written. The error is the same on every rank.
     """
     from safetensors.torch import save_file
 

@@ -227,7 +227,7 @@ def _compare(exchanged: list[list[Any]]) -> None:
 
 
 def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel | None:
-    """Return the innermost submodel of ``model`` whose forward takes any argument in ``names``, or None."""
+    """Return the last (if nested, innermost) of ``model.modules()`` whose forward takes any argument in ``names``, or None."""
     found = None
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not {*names}.isdisjoint(inspect.signature(module.forward).parameters):

@@ -35,8 +35,8 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
     """Return the model's ``output`` with the loss over all ranks' labels, and with global logits if ``gather_logits``.
 
-    ``batch``: this rank's labels. ``factor``: the backward multiplies the gradient of the loss by it. Raise ValueError if the
-    head returns one result per row.
+    ``batch``: the running call, with this rank's labels. ``factor``: the backward multiplies the gradient of the loss by it.
+    Raise ValueError if the head returns one result per row.
     """
     fields = dict(output) if isinstance(output, ModelOutput) else None
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)

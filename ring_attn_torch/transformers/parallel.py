@@ -79,7 +79,7 @@ def sequence_parallel(
             attention_mask a document also begins where they skip, as in transformers. A batch of one row may pass cu_seq_lens_q.
         visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
             and features [tokens of images, dim] for each of the first layers.
-        token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image, which see their whole image.
+        token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image; each also sees the later ones.
         tree (parents, lengths), from :func:`pack_rollouts`: the prefix trees of the rows. It sets position_ids and takes
             shift_labels in place of labels; ``label_weights`` [batch, length] weigh their losses.
         num_items_in_batch, the divisor of the loss in place of the number of labels.

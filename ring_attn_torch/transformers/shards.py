@@ -2,9 +2,9 @@
 
 ``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each array the tokens
 at this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
-``GlobalBatch``: the shards, and the documents, padding and blocks of the global sequences, from which ``ring_mask`` makes masks.
-A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length get the
-largest position of all shards (``with_largest_position``).
+``GlobalBatch``: the shards, and the documents, padding and image blocks of the global sequences, from which ``ring_mask`` makes
+masks. A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length get
+the largest position of all shards (``with_largest_position``).
 
 Positions count the tokens of the global sequence from 0, padding included. ``position_ids`` differ: a model computes rotary
 angles from them, and they restart at each document of a packed row.
@@ -35,7 +35,7 @@ from .masks import CallRing, LayerMask, Pattern, RunningCall, running
 from .trees import RowTrees, row_trees
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
-"""Models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image, which see one another."""
+"""Models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image; each also sees the later ones."""
 
 
 def sharded(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> GlobalBatch | CachedCall:
@@ -127,10 +127,10 @@ class DocumentBounds(NamedTuple):
 
 @dataclass(eq=False)
 class GlobalBatch(RunningCall):
-    """A running call without a cache: its documents, padding and blocks, and this rank's labels.
+    """A running call without a cache: its documents, padding and image blocks, and this rank's labels.
 
     ``batch`` sequences of ``length`` tokens are sharded over ``ring``. ``block_ends``: int64 [batch, length], the exclusive end
-    of a token's block, or 0 for a token in no block. A block is an image of Gemma 3: its tokens see one another in any mask.
+    of a token's block, or 0 for a token in no block. A block is an image of Gemma 3: each of its tokens also sees the later ones.
     """
 
     ring: CallRing
