@@ -12,13 +12,12 @@ import ast
 import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
-from typing import NamedTuple
+from collections.abc import Iterable
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from .source import ROOT, Import, facts, files, imports, label
+
 PACKAGES = ("ring_attn_core", "ring_attn_jax", "ring_attn_torch", "ring_attn_cli")
 ABOVE = ("parity_tests", "benchmarks", "examples")
 
@@ -63,54 +62,6 @@ CLI_AT_ONCE = {CORE, "ring_attn_core.plan", CLI, "filelock", "typer", "rich"}
 """What the command's own files may; they import the rest inside functions. The demo imports what it shows."""
 
 
-class Import(NamedTuple):
-    module: str
-    line: int
-    lazy: bool  # inside a function, or only for the type checker
-
-
-def imports(tree: ast.AST, package: str) -> Iterator[Import]:
-    """Every import of a file in ``package``, relative ones resolved; ``from a import b`` yields a and a.b."""
-
-    def walk(node: ast.AST, lazy: bool) -> Iterator[Import]:
-        for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.Import):
-                yield from (Import(alias.name, child.lineno, lazy) for alias in child.names)
-            elif isinstance(child, ast.ImportFrom):
-                parents = package.split(".")[: len(package.split(".")) - child.level + 1] if child.level else []
-                base = ".".join([*parents, *([child.module] if child.module else [])])
-                names = [base, *(f"{base}.{alias.name}" for alias in child.names)]
-                yield from (Import(name, child.lineno, lazy) for name in names)
-            elif isinstance(child, ast.Call) and _name(child.func).split(".")[-1] in ("import_module", "__import__"):
-                names = [argument.value for argument in child.args[:1] if isinstance(argument, ast.Constant)]
-                yield from (Import(str(name), child.lineno, lazy) for name in names)
-            yield from walk(child, lazy or _runs_later(child))
-
-    yield from walk(tree, False)
-
-
-def at_import(tree: ast.AST) -> Iterator[ast.AST]:
-    """Every node that runs when the file is imported."""
-    for child in ast.iter_child_nodes(tree):
-        yield child
-        if not _runs_later(child):
-            yield from at_import(child)
-
-
-def _runs_later(node: ast.AST) -> bool:
-    """A function's body, or what only the type checker reads."""
-    if isinstance(node, ast.If):
-        return _name(node.test).endswith("TYPE_CHECKING")
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-
-
-def _name(node: ast.AST) -> str:
-    """a.b.c of a dotted name, "" of anything else."""
-    if isinstance(node, ast.Attribute):
-        return f"{_name(node.value)}.{node.attr}"
-    return node.id if isinstance(node, ast.Name) else ""
-
-
 def part_of(module: str) -> str | None:
     """The room of the house that a module belongs to: of those that begin its name, the longest."""
     rooms = [room for floor in HOUSE for room in floor if module == room or module.startswith(room + ".")]
@@ -122,25 +73,13 @@ def may_use(room: str, other: str) -> bool:
     return room == other or floor[room] < floor[other] or (room in ABOVE and other in ABOVE)
 
 
-def files(*folders: str) -> list[Path]:
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
-def label(path: Path) -> str:
-    return str(path.relative_to(ROOT))
-
-
-def parse(path: Path) -> tuple[ast.Module, str]:
-    return ast.parse(path.read_text(), str(path)), ".".join(path.relative_to(ROOT).parent.parts)
-
-
-def direction_breaches(tree: ast.AST, package: str) -> list[str]:
+def direction_breaches(found: Iterable[Import], package: str) -> list[str]:
     """Imports of a file in ``package`` that run upward, or that bring what the file should not need."""
     room = part_of(package)
     assert room is not None
     whose = room.split(".")[0]
     breaches = []
-    for module, line, lazy in imports(tree, package):
+    for module, line, lazy in found:
         used, top = part_of(module), module.split(".")[0]
         if used is not None:
             wrong = not may_use(room, used)
@@ -159,9 +98,10 @@ FACES = {ROOT / CORE / "__init__.py", ROOT / CORE / "modules.py"}
 """Where the core shows what users may import from any floor."""
 
 
-@pytest.mark.parametrize("path", sorted({*files(*PACKAGES, *ABOVE)} - FACES), ids=label)
-def test_imports_follow_the_direction(path: Path):
-    assert direction_breaches(*parse(path)) == []
+@pytest.mark.parametrize("folder", [*PACKAGES, *ABOVE])
+def test_imports_follow_the_direction(folder: str):
+    found = {label(path): direction_breaches(facts(path).imports, facts(path).package) for path in {*files(folder)} - FACES}
+    assert {name: breaches for name, breaches in found.items() if breaches} == {}
 
 
 @pytest.mark.parametrize(
@@ -191,12 +131,12 @@ def test_imports_follow_the_direction(path: Path):
     ],
 )
 def test_a_breach_of_the_direction_is_seen(package: str, source: str):
-    assert direction_breaches(ast.parse(source), package)
+    assert direction_breaches(imports(ast.parse(source), package), package)
 
 
 @pytest.mark.parametrize("source", ["import ring_attn_jax", "import jax", "from ring_attn_core.kernels import backends"])
 def test_the_command_may_import_inside_a_function(source: str):
-    assert not direction_breaches(ast.parse(f"def command():\n    {source}"), CLI)
+    assert not direction_breaches(imports(ast.parse(f"def command():\n    {source}"), CLI), CLI)
 
 
 def modules_used(package: str) -> dict[str, set[str]]:
@@ -204,9 +144,8 @@ def modules_used(package: str) -> dict[str, set[str]]:
     names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in files(package)}
     graph = {}
     for path, name in names.items():
-        tree, within = parse(path)
         upward = {f"{package}.{UPWARD[1]}"} if name == f"{package}.{UPWARD[0]}" else set()
-        used = {found.module for found in imports(tree, within) if not (found.lazy and found.module in upward)}
+        used = {found.module for found in facts(path).imports if not (found.lazy and found.module in upward)}
         graph[name] = used & set(names.values()) - {name}
         graph[name] = {used for used in graph[name] if not name.startswith(used + ".")}  # its own folder comes first anyway
     return graph
@@ -227,7 +166,7 @@ def test_the_rooms_of_a_package_look_only_downwards(package: str):
 
 @pytest.mark.parametrize("package", ["ring_attn_jax", "ring_attn_torch"])
 def test_layers_import_inference_once_and_inside_a_function(package: str):
-    used = [(path.stem, found) for path in files(f"{package}/layers") for found in imports(*parse(path))]
+    used = [(path.stem, found) for path in files(f"{package}/layers") for found in facts(path).imports]
     upward = [(stem, found.lazy) for stem, found in used if found.module.startswith(f"{package}.inference")]
     assert upward == [("transformer", True)] * 2  # the module, and the function in it
 
@@ -260,28 +199,19 @@ OF_TORCHRUN = "ring_attn_cli/train/torch_ranks.py"
 """The one file that reads the environment: torchrun states the number of restarts nowhere else."""
 
 
-@pytest.mark.parametrize("path", [path for path in files(*PACKAGES) if label(path) != OF_TORCHRUN], ids=label)
-def test_the_environment_is_neither_read_nor_written(path: Path):
-    tree, package = parse(path)
-    touched = [found.module for found in imports(tree, package) if found.module in ("os.environ", "os.getenv", "os.putenv")]
-    touched += [_name(node) for node in ast.walk(tree) if _name(node) in ("os.environ", "os.getenv", "os.putenv", "os.environb")]
-    assert touched == []
+def test_the_environment_is_neither_read_nor_written():
+    touching = {label(path): found for path in files(*PACKAGES) if (found := facts(path).environment)}
+    assert {*touching} == {OF_TORCHRUN}, touching
 
 
-@pytest.mark.parametrize("path", files(*PACKAGES), ids=label)
-def test_importing_prints_nothing_and_tries_no_chain_of_imports(path: Path):
-    tree, _ = parse(path)
-    prints = [node.lineno for node in at_import(tree) if isinstance(node, ast.Call) and _name(node.func) == "print"]
-    caught = [ast.unparse(node.type) for node in at_import(tree) if isinstance(node, ast.ExceptHandler) and node.type]
-    guesses = [errors for errors in caught if "ImportError" in errors or "ModuleNotFoundError" in errors]
-    assert prints == []
-    assert guesses == []
+def test_importing_prints_nothing_and_tries_no_chain_of_imports():
+    assert {label(path): found for path in files(*PACKAGES) if (found := facts(path).at_import)} == {}
 
 
-@pytest.mark.parametrize("path", files(*PACKAGES, *ABOVE), ids=label)
-def test_a_file_stays_short_enough_to_read(path: Path):
-    limit = 450 if ROOT / "ring_attn_core" / "kernels" in path.parents else 300
-    assert len(path.read_text().splitlines()) <= limit
+def test_a_file_stays_short_enough_to_read():
+    limit = lambda path: 450 if ROOT / "ring_attn_core" / "kernels" in path.parents else 300
+    lines = {path: facts(path).lines for path in files(*PACKAGES, *ABOVE)}
+    assert {label(path): count for path, count in lines.items() if count > limit(path)} == {}
 
 
 def test_no_two_classes_have_one_name():
@@ -289,8 +219,7 @@ def test_no_two_classes_have_one_name():
     modules: dict[str, list[str]] = {}
     for path in files(*PACKAGES):
         inside = str(path.relative_to(ROOT)).replace("ring_attn_jax", "*").replace("ring_attn_torch", "*")
-        here = {node.name for node in ast.walk(parse(path)[0]) if isinstance(node, ast.ClassDef)} - {"Config"}
-        for name in here:
+        for name in facts(path).classes - {"Config"}:
             modules.setdefault(name, []).append(inside if inside[0] == "*" else str(path))
     twice = {name: found for name, found in modules.items() if len(found) > 1 + all(module[0] == "*" for module in found)}
     assert twice == {}
