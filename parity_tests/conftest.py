@@ -79,6 +79,10 @@ WITH = {
     "parity_tests/torch/test_decode_kernels.py": "parity_tests/torch/test_kernels.py",
     "parity_tests/torch/test_tile_lists.py": "parity_tests/torch/test_kernels.py",
     "parity_tests/core/test_broken_triton.py": "parity_tests/core/test_backends.py",
+    "parity_tests/core/test_bound_launch.py": "parity_tests/core/test_backends.py",
+    "parity_tests/core/test_binary.py": "parity_tests/core/test_backends.py",
+    "parity_tests/core/test_kernels.py": "parity_tests/core/test_backends.py",
+    "parity_tests/core/test_hopper.py": "parity_tests/core/test_backends.py",
 }
 """Files that compare what another file's tests have computed, start the same pool of processes or compile the same kernels."""
 

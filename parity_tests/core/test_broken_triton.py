@@ -33,8 +33,9 @@ def nothing_remembered(monkeypatch):
         each.cache_clear()
 
 
-def on_a_gpu(backend: str, tokens: int = 256, **options: Any) -> Problem:
-    shape = (1, tokens, 2, 64)
+def on_a_gpu(backend: str, tokens: int = 16384, **options: Any) -> Problem:
+    """Return a problem whose kernels test_backends.py has compiled into Triton's cache."""
+    shape = (1, tokens, 16, 128)
     given = Options(backend=backend, **options)
     return Problem(shape, shape, shape, ("bfloat16", "bfloat16", "bfloat16"), "cuda", 1, given, capability=90)
 
@@ -65,7 +66,7 @@ def test_a_triton_that_does_not_start_is_an_objection(monkeypatch, error):
 
 
 def test_auto_says_why_no_kernel_takes_a_balanced_layout():
-    problem = on_a_gpu("auto", layout=BalancedLayout((((128, 128), (0, 128)),), 256))
+    problem = on_a_gpu("auto", tokens=256, layout=BalancedLayout((((128, 128), (0, 128)),), 256))
     with pytest.warns(UserWarning, match="^triton: the runs of a rank are not in order.*'blockwise' runs this instead, slower"):
         assert runnable(problem) is None
 
@@ -111,9 +112,9 @@ def test_a_cache_without_room_is_left_for_a_folder_of_the_process(monkeypatch, t
 
     monkeypatch.setattr(triton, "compile", full)
     with pytest.warns(UserWarning, match="cannot write its cache, .*full .No space left on device.*TRITON_CACHE_DIR") as said:
-        call = runnable(on_a_gpu("auto"), passes=("forward",))
+        call = runnable(on_a_gpu("triton"), passes=("forward",))
     assert len(said) == 1
-    assert call is not None and call.hopper
+    assert call is not None
 
 
 @pytest.mark.parametrize("binary", [b"", b"\x7fELF\x02cut"])

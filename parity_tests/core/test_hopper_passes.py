@@ -30,7 +30,7 @@ WIDTHS = {
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("widths", [pytest.param(x, marks=[pytest.mark.full] if x[0] == 136 else []) for x in WIDTHS])
+@pytest.mark.parametrize("widths", [pytest.param(x, marks=[pytest.mark.full] if x[0] in (136, 192) else []) for x in WIDTHS])
 def test_a_backward_in_two_passes_compiles(widths):
     call = replace(HOPPER, head_dim=widths[0], v_dim=widths[1], **WIDTHS[widths])
     place = (False, False) if widths == (256, 256) else (True, True)
@@ -49,7 +49,7 @@ def test_a_forward_of_wide_heads_compiles(widths):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    ("dim", "others"), [pytest.param(64, set(), marks=pytest.mark.full), (128, {"extents"}), (256, {"extents"})]
+    ("dim", "others"), [(64, set()), *(pytest.param(dim, {"extents"}, marks=pytest.mark.full) for dim in (128, 256))]
 )
 def test_with_key_extents_every_pass_compiles_within_the_stack_that_auto_takes(dim, others):
     array_names = frozenset({"key_extents", *others})

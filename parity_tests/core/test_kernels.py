@@ -14,6 +14,7 @@ from ring_attn_core.kernels.portable import launches as portable
 from ring_attn_core.kernels.tile_sizes import choose_tiles, padded, shared_memory
 
 from ..support.compilation import EVERYTHING, PLAIN, resources
+from ..support.selection import first
 
 
 def launches(call: RingCall) -> list[Launch]:
@@ -75,22 +76,16 @@ def test_a_tile_holds_a_head_in_a_power_of_two(width):
     assert padded(width) >= 64, "Triton 3.6 multiplies shorter rows wrongly on Hopper"
 
 
-SIZED = [
-    (80, PLAIN),
-    pytest.param(80, EVERY_FEATURE, marks=pytest.mark.exhaustive),
-    pytest.param(89, EVERY_FEATURE, marks=pytest.mark.exhaustive),
-    pytest.param(100, EVERY_FEATURE, marks=pytest.mark.exhaustive),
-    *(pytest.param(90, replace(EVERY_FEATURE, head_dim=dim, v_dim=dim), marks=pytest.mark.exhaustive) for dim in (64, 128, 256)),
-    *(
-        pytest.param(capability, replace(EVERY_FEATURE, head_dim=512, v_dim=512), marks=pytest.mark.exhaustive)
-        for capability in (80, 89, 90, 100)
-    ),
-]
+OFTEN = [(80, 128), (100, 128), (90, 256), (89, 512)]
+"""The GPUs and the widths of heads that test-all compiles every feature for: each GPU once, and each width."""
+
+RARELY = [(89, 128), (90, 64), (90, 128), (80, 512), (90, 512), (100, 512)]
+SIZED = [(80, PLAIN), *((gpu, replace(EVERY_FEATURE, head_dim=dim, v_dim=dim)) for gpu, dim in OFTEN + RARELY)]
 
 
 @pytest.mark.parametrize(
     ("capability", "call"),
-    SIZED,
+    first(SIZED, most=1 + len(OFTEN)),
     ids=lambda x: f"sm_{x}" if isinstance(x, int) else f"{x.head_dim} plain" if x == PLAIN else str(x.head_dim),
 )
 def test_the_kernels_compile_and_fit_into_shared_memory(capability, call):
@@ -113,7 +108,8 @@ def test_old_assemblers_read_the_ptx(capability, version):
     [
         ("forward", 128, 8, 0),
         ("dkv", 128, 64, 7),
-        *(pytest.param(*each, 0, 0, marks=pytest.mark.exhaustive) for each in (("forward", 64), ("dq", 128), ("dq", 64))),
+        pytest.param("dq", 128, 0, 0, marks=pytest.mark.exhaustive),
+        *(pytest.param(kernel, 64, 0, 0, marks=pytest.mark.full) for kernel in ("forward", "dq")),
     ],
 )
 def test_the_loops_of_the_benchmark_hardly_spill(kernel, dim, stack, reloads):
