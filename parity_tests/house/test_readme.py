@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,8 +14,21 @@ from ..support.programs import BLOCK, PAGES, PROGRAM, PROGRAMS, README, ROOT, en
 SCREENS = 130
 """The most lines that README.md may have: some three screens."""
 
-STARTED = ("jax_checkpointing.py", "torch_checkpointing.py")
-"""Programs of a page that interpreters of their own run, torchrun's for PyTorch, as those of the quick starts."""
+REPEATED = (
+    *("jax_natural_order.py", "jax_functional.py", "jax_memory.py", "jax_accumulation.py", "jax_dilated_attention_fn.py"),
+    *("jax_sharded_weights.py", "jax_decode_step.py", "jax_export.py", "torch_compare.py"),
+)
+"""Programs that run with ``--full`` only: others of the docs and tests of the package make the same calls, and XLA takes long."""
+
+
+def of_the_docs() -> list[Any]:
+    """Return the names of programs that are not quick starts, as a test's parameters."""
+    marks = {True: pytest.mark.full, False: pytest.mark.exhaustive}
+    return [pytest.param(name, marks=marks[name in REPEATED]) for name in PROGRAMS if "quickstart" not in name]
+
+
+def test_every_program_that_is_repeated_exists():
+    assert {*REPEATED} <= {*PROGRAMS}
 
 
 def test_the_first_screen_has_a_picture_and_two_commands():
@@ -40,11 +54,13 @@ def test_every_snippet_is_a_program_that_is_run(page):
 @pytest.mark.parametrize("name", ["jax_quickstart.py", "torch_quickstart.py"])
 def test_a_quick_start_runs_as_it_stands_in_at_most_20_lines(name, tmp_path):
     assert len(PROGRAMS[name].strip().splitlines()) <= 20
-    assert "1000" in run_program(name, tmp_path)
+    framework = name.split("_")[0]
+    pytest.importorskip(framework)
+    (tmp_path / name).write_text(PROGRAMS[name])
+    assert "1000" in run(name, framework, tmp_path, processes=2, variables={"XLA_FLAGS": warm.QUICK})
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", [name for name in PROGRAMS if "quickstart" not in name])
+@pytest.mark.parametrize("name", of_the_docs())
 def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
     if name == "jax_export.py":
         gpu_triton = pytest.importorskip("jaxlib.gpu_triton")
@@ -54,17 +70,10 @@ def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
     for package in ("trl", "datasets", "diffusers", "torchtitan"):
         if re.search(rf"^(from|import) {package}\b", PROGRAMS[name], re.M):
             pytest.importorskip(package)
-    assert run_program(name, tmp_path, processes=2).strip(), "it prints nothing"
-
-
-def run_program(name: str, folder: Path, processes: int = 4) -> str:
-    """Run a program of the docs as its page says; but the quick starts, in processes that have made the imports."""
     framework = name.split("_")[0]
     pytest.importorskip(framework)
-    (folder / name).write_text(PROGRAMS[name])
-    if "quickstart" in name or name in STARTED:
-        return run(name, framework, folder, processes)
-    return run_warm([name], framework, folder, processes)
+    (tmp_path / name).write_text(PROGRAMS[name])
+    assert run_warm([name], framework, tmp_path, processes=2).strip(), "it prints nothing"
 
 
 def run_warm(arguments: list[str], framework: str, folder: Path = ROOT, processes: int = 4) -> str:
@@ -87,7 +96,7 @@ def test_an_example_trains(framework):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("framework", ["jax", "torch"])
+@pytest.mark.parametrize("framework", ["torch", pytest.param("jax", marks=pytest.mark.full)])
 def test_an_example_of_a_language_model_trains(framework, tmp_path):
     pytest.importorskip(framework)
     done = run_warm([str(ROOT / "examples" / f"{framework}_train_lm.py"), "10"], framework, tmp_path, 2)
