@@ -88,9 +88,7 @@ def test_from_jax_to_torch_and_back_no_bit_changes(tmp_path, dtype):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
     if dtype == "float32":
         tokens = token_ids()[0]
-        logits = jax_logits(ours, tokens)
-        np.testing.assert_array_equal(logits, jax_logits(again, tokens))
-        assert_near({"logits": torch_logits(theirs, tokens)}, {"logits": logits}, 1e-5)
+        assert_near({"logits": torch_logits(theirs, tokens)}, {"logits": jax_logits(again, tokens)}, 1e-5)
 
 
 def test_the_trained_dtypes_may_be_chosen_anew(tmp_path):
@@ -127,8 +125,11 @@ def test_torch_on_a_ring_computes_the_logits_of_transformers(name, gloo, tmp_pat
         assert_near({"logits": logits}, expected, 1e-5)
 
 
-@pytest.mark.parametrize("ranks", first([2, 1, 4]))
-@pytest.mark.parametrize("name", one_of_each(2, MODELS))
+ON_JAX = [("Llama", 2), *((name, 2) for name in MODELS if name != "Llama"), ("Llama", 4), ("Qwen3", 1)]
+ON_JAX += [(name, ranks) for name in MODELS for ranks in (1, 4) if (name, ranks) not in ON_JAX]
+
+
+@pytest.mark.parametrize(("name", "ranks"), first(ON_JAX, most=len(MODELS) + 2))
 def test_jax_on_a_ring_computes_the_logits_of_transformers(name, ranks, tmp_path):
     model = ring_attn_torch.RingTransformer.from_config(config_of(name))
     ring_attn_torch.save_llama(ring_attn_torch.from_numpy(model, weights_of(name)), tmp_path / "a")
