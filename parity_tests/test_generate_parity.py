@@ -19,7 +19,7 @@ from .support.generation import DRAWN, PROMPTS, check_each  # noqa: E402
 from .support.selection import first  # noqa: E402
 from .torch import test_generate as in_torch  # noqa: E402
 
-ASKED: list[dict[str, Any]] = [{"max_new_tokens": 63}, {"max_new_tokens": 60, "temperature": 1.2, "top_k": 20, "seed": 4}]
+ASKED: list[dict[str, Any]] = [{"max_new_tokens": 23}, {"max_new_tokens": 20, "temperature": 1.2, "top_k": 20, "seed": 4}]
 
 
 def generated_on_rank(group: Any) -> list[list[list[int]]]:
@@ -42,7 +42,7 @@ def test_both_generate_the_same_where_requests_have_numbers_of_their_own():
     assert check_each(in_torch.model_of("features").generate) == ours
 
 
-@pytest.mark.parametrize("sampling", first(DRAWN[1:], 2), ids=str)
+@pytest.mark.parametrize("sampling", first([DRAWN[i] for i in (4, 1, 3, 2)], 1, 3), ids=str)
 def test_both_draw_the_same_tokens_in_float32_of_a_large_vocabulary(sampling):
     logits = np.random.default_rng(2).standard_normal((16, 5000)).astype(np.float32) * 4
     at: dict[str, Any] = {"requests": np.arange(16), "positions": np.arange(16) + 1000}

@@ -32,9 +32,9 @@ WAYS = ("whole", "sharded", "adapters")
 
 
 def config_in(folder: Path, way: str) -> Config:
-    """A run of one block on two devices; with adapters, of a frozen model."""
-    config = config_of(folder, way, 2, 3)
-    config = replace(config, model={**config.model, "depth": 1})
+    """A run of one block, on two devices if these share the weights; with adapters, of a frozen model."""
+    config = config_of(folder, way, 2 if way == "sharded" else 1, 3)
+    config = replace(config, model={**config.model, "depth": 1, "alibi": False, "dropout_rate": 0.0})
     if way == "adapters":
         model = {name: x for name, x in config.model.items() if name != "param_dtype"}
         save_weights(RingTransformer(**model, rngs=nnx.Rngs(0)), folder / "base")

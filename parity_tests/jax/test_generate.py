@@ -29,9 +29,9 @@ from ..support.generation import (
     VALID,
     Logits,
     call,
-    check_each,
     check_greedy,
     check_logits,
+    check_numbers,
     given_to_steps,
     made,
     tokens_of_story,
@@ -48,7 +48,7 @@ def model_of(name: str, ranks: int | None = None, dtype: str = "float64") -> Rin
 
 
 @cache
-def whole(name: str, dtype: str = "float64", padded: int = 128) -> Any:
+def whole(name: str, dtype: str = "float64", padded: int = 64) -> Any:
     """``logits_of(ids)``: the whole forward of one device, [tokens, vocab]; later tokens change nothing, so all are as long."""
     graph, state = nnx.split(model_of(name, 1, dtype))
     forward = jax.jit(lambda state, ids: nnx.merge(graph, state)(ids))
@@ -70,8 +70,8 @@ def answers(name: str, ranks: int | None, chunk: int | None = None, new: int = N
     ("name", "ranks", "chunk"),
     [
         ("features", 2, 16),
-        *(pytest.param("features", ranks, None, marks=pytest.mark.exhaustive) for ranks in (None, 4)),
-        *(pytest.param("features", ranks, 8, marks=pytest.mark.full) for ranks in (1, 4)),
+        pytest.param("features", 4, None, marks=pytest.mark.exhaustive),
+        *(pytest.param("features", ranks, chunk, marks=pytest.mark.full) for ranks, chunk in ((None, None), (1, 8), (4, 8))),
         *(pytest.param(name, 2, 8, marks=pytest.mark.full) for name in ("grouped", "windows")),
         pytest.param("alibi", 2, None, marks=pytest.mark.full),
     ],
@@ -124,7 +124,7 @@ def test_a_request_with_all_its_tokens_is_left_out_and_other_numbers_compile_not
     monkeypatch.setattr("ring_attn_jax.inference.generate.DecodeLoop", Kept)
     with jax.enable_x64(True):
         model = model_of("features", ranks)
-        check_each(model.generate)
+        check_numbers(model.generate)
         compiled = decode_loop.PlacedModel.of(model).compiled
         kinds = [program._cache_size() for program in compiled]
         got = model.generate(FULL, [2, 9, 5])

@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 """Models by name. The first has every feature that prefill in chunks supports; in the third every layer has a window."""
 
 PROMPTS = [[5, 9, 2], [int(x) for x in np.random.default_rng(8).integers(0, VOCAB, 21)], [7]]
-NEW, MANY = 64, 512
+NEW, MANY = 24, 512
 
 FULL = [PROMPTS[0], [int(x) for x in np.random.default_rng(10).integers(0, VOCAB, 64)], PROMPTS[2]]
 EACH = [3, 1, 9]
@@ -185,17 +185,20 @@ BLIND: tuple[tuple[Band, str], ...] = ((full(), "layer 0 has the mask"), (Band(-
 """Masks that generation refuses."""
 
 
+def check_numbers(generate: Callable[..., list[list[int]]], **options: Any) -> list[list[int]]:
+    """Assert that a call with a number of new tokens for each request equals calls with one for all. Return its tokens."""
+    got = generate(FULL, EACH, **options)
+    assert list(map(len, got)) == EACH
+    assert got == [generate(FULL, new, **options)[row] for row, new in enumerate(EACH)]
+    return got
+
+
 def check_each(generate: Callable[..., list[list[int]]]) -> list[list[list[int]]]:
     """Assert that a call with numbers for each request, of new tokens and of sampling, equals calls with one number for all.
 
     Return the greedy tokens, the drawn ones, and those drawn by numbers of each request.
     """
-    answers = []
-    for options in ({}, DRAW):
-        got = generate(FULL, EACH, **options)
-        assert list(map(len, got)) == EACH
-        assert got == [generate(FULL, new, **options)[row] for row, new in enumerate(EACH)]
-        answers.append(got)
+    answers = [check_numbers(generate, **options) for options in ({}, DRAW)]
     got = generate(FULL, 9, **DRAW_EACH, seed=5)
     own = [{name: values[row] for name, values in DRAW_EACH.items()} for row in range(len(FULL))]
     assert got == [generate(FULL, 9, **options, seed=5)[row] for row, options in enumerate(own)]
