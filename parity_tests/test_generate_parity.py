@@ -15,7 +15,7 @@ from ring_attn_jax import sample as sample_in_jax  # noqa: E402
 from ring_attn_torch import sample as sample_in_torch  # noqa: E402
 
 from .jax import test_generate as in_jax  # noqa: E402
-from .support.generation import DRAWN, PROMPTS, check_each  # noqa: E402
+from .support.generation import DRAW, DRAW_EACH, DRAWN, EACH, FULL, PROMPTS, check_each  # noqa: E402
 from .support.selection import first  # noqa: E402
 from .torch import test_generate as in_torch  # noqa: E402
 
@@ -38,7 +38,8 @@ def test_both_frameworks_generate_the_same_text(gloo, ranks):
 @pytest.mark.exhaustive
 def test_both_generate_the_same_where_requests_have_numbers_of_their_own():
     with jax.enable_x64(True):
-        ours = check_each(in_jax.model_of("features").generate)
+        generate = in_jax.model_of("features").generate
+        ours = [generate(FULL, EACH), generate(FULL, EACH, **DRAW), generate(FULL, 9, **DRAW_EACH, seed=5)]
     assert check_each(in_torch.model_of("features").generate) == ours
 
 

@@ -14,6 +14,7 @@ from ring_attn_core.layouts import LAYOUTS
 
 from .support.models import assert_near
 from .support.rollouts import ancestors, drawn_tree
+from .support.selection import first
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
@@ -28,18 +29,18 @@ from .torch.models import rank_in, ranks_of  # noqa: E402
 
 Arrays = dict[str, np.ndarray]
 
-OTHERS = (1, "contiguous"), (2, "striped"), (3, "contiguous"), (8, "striped")
-RINGS = [
-    (4, "zigzag"),
-    *(
-        pytest.param(ranks, layout, marks=pytest.mark.exhaustive if (ranks, layout) in OTHERS else pytest.mark.full)
-        for ranks in (1, 2, 3, 4, 8)
-        for layout in LAYOUTS
-        if (ranks, layout) != (4, "zigzag")
-    ),
-]
+EVERY = [(ranks, layout) for ranks in (1, 2, 3, 4, 8) for layout in LAYOUTS]
+BALANCED = [(ranks, "balanced") for ranks in (1, 2, 3, 4)]
 
-BALANCED = [(3, "balanced"), *(pytest.param(ranks, "balanced", marks=pytest.mark.exhaustive) for ranks in (1, 2, 4))]
+
+def rings(always: dict[str, list[Any]], more: dict[str, list[Any]], every: list[Any]) -> Any:
+    """Parametrize a test by framework and ring: ``always`` in make test, ``more`` in make test-all, ``every`` in --full."""
+    cases = []
+    for framework in ("jax", "torch"):
+        begun = [*always[framework], *more[framework]]
+        rest = [ring for ring in every if ring not in begun]
+        cases += first([(framework, *ring) for ring in [*begun, *rest]], len(always[framework]), len(begun))
+    return pytest.mark.parametrize(("attention", "ranks", "layout"), cases, indirect=["attention"])
 
 
 def in_torch(gloo: Any, ranks: int, layout: Any, x: np.ndarray, cotangent: np.ndarray, **extents: np.ndarray) -> Arrays:
@@ -75,13 +76,16 @@ def in_jax(ranks: int, layout: Any, x: np.ndarray, cotangent: np.ndarray, **exte
         return {name: np.asarray(ring_attn_jax.from_layout(y, layout, ranks, x.shape[1])) for name, y in found.items()}
 
 
-@pytest.fixture(params=["jax", "torch"])
+@pytest.fixture
 def attention(request: pytest.FixtureRequest) -> Any:
     return in_jax if request.param == "jax" else partial(in_torch, request.getfixturevalue("gloo"))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("ranks", "layout"), RINGS)
+@rings(
+    {"jax": [], "torch": []},
+    {"jax": [(2, "zigzag"), (3, "striped")], "torch": [(4, "zigzag"), (3, "contiguous"), (2, "striped")]},
+    EVERY,
+)
 def test_key_extents_of_documents_are_their_extents(attention: Any, ranks: int, layout: str):
     rng = np.random.default_rng(8)
     x, cotangent = rng.standard_normal((2, 2, 37, 2, 8))
@@ -93,7 +97,14 @@ def test_key_extents_of_documents_are_their_extents(attention: Any, ranks: int, 
     )
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [*RINGS, *BALANCED])
+@rings(
+    {"jax": [(2, "zigzag")], "torch": [(4, "zigzag"), (3, "balanced")]},
+    {
+        "jax": [(3, "balanced"), (3, "contiguous"), (1, "contiguous"), (4, "striped")],
+        "torch": [(2, "striped"), (3, "contiguous"), (1, "contiguous"), (8, "striped"), (4, "balanced")],
+    },
+    [*EVERY, *BALANCED],
+)
 def test_a_branch_changes_no_bit_of_what_does_not_descend_from_it(attention: Any, ranks: int, layout: Any):
     rng = np.random.default_rng(9)
     parents, lengths = drawn_tree(rng, 12)

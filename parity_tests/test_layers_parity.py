@@ -45,7 +45,7 @@ def test_training_stays_together(gloo):
 
 @pytest.mark.exhaustive
 def test_packed_training_in_jax_is_the_one_in_torch(gloo):
-    ours, theirs = packed_training(RANKS), torch_models.packed_training(gloo, RANKS)[0]
+    ours, theirs = packed_training(2), torch_models.packed_training(gloo, RANKS)[0]
     np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=1e-4)
     assert_near(ours, theirs, 1e-4)
 

@@ -17,6 +17,7 @@ from ring_attn_core.model.weight_names import llama_name
 
 from .support.models import VOCAB, assert_near, transformer_weights
 from .support.published import SIZES, THEIR_SIZES, ids
+from .support.selection import first
 
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
@@ -106,7 +107,7 @@ def test_torch_computes_logits_and_gradients_of_transformers(name, gloo, tmp_pat
     assert_near_theirs(found[0] | {"logits": logits}, name, theirs)
 
 
-@pytest.mark.parametrize("name", [x if x == "Llama both" else pytest.param(x, marks=pytest.mark.exhaustive) for x in BIASED])
+@pytest.mark.parametrize("name", first(["Llama both", "Qwen3 attention", "Qwen2", "Llama attention", "Llama MLP"], most=3))
 def test_jax_computes_logits_and_gradients_of_transformers(name, tmp_path):
     theirs = their_model(name)
     theirs.save_pretrained(tmp_path / "theirs")

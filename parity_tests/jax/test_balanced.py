@@ -32,17 +32,17 @@ from ..support.selection import first
 from .ring import QUICK, SEQ, mesh_of, run_once
 
 
-@pytest.mark.parametrize("case", first(CASES), ids=str)
+@pytest.mark.parametrize("case", first([CASES[i] for i in (0, 1, 2, 3, 7, 4, 5, 6)], most=5), ids=str)
 def test_each_feature_and_strategy_is_exact(case):
     check(case, run_once(case))
 
 
-@pytest.mark.parametrize("case", first(JOINED_CASES), ids=str)
+@pytest.mark.parametrize("case", first([JOINED_CASES[i] for i in (0, 3, 1, 2)], most=2), ids=str)
 def test_joined_shards_are_exact(case):
     check(case, run_once(case))
 
 
-@pytest.mark.parametrize("case", first(TREE_CASES, 1, 7), ids=str)
+@pytest.mark.parametrize("case", first([TREE_CASES[i] for i in (2, 4, 0, 3, 1, 5, 6, *range(7, len(TREE_CASES)))], 1, 4), ids=str)
 def test_attention_over_trees_is_exact(case):
     check(case, run_once(case))
 
@@ -51,16 +51,16 @@ def test_attention_over_trees_is_exact(case):
 def program() -> Any:
     """Return a function of whole q, k, v and dout that returns out and the gradients of q, k and v of packed documents."""
     ids, documents, _ = batch_of_documents()
-    shard = shard_batch(jnp.asarray(ids), "balanced", 4, documents=jnp.asarray(documents))
+    shard = shard_batch(jnp.asarray(ids), "balanced", 3, documents=jnp.asarray(documents))
     layout, extents, length = shard.layout, shard.extents, shard.length
     assert layout is not None
-    call = partial(sharded_ring_attention, mesh=mesh_of(4), layout=layout, length=length, extents=extents)
+    call = partial(sharded_ring_attention, mesh=mesh_of(3), layout=layout, length=length, extents=extents)
 
     @partial(jax.jit, compiler_options=QUICK if jax.default_backend() == "cpu" else None)
     def results(*arrays: jax.Array) -> list[jax.Array]:
-        *qkv, dout = (to_layout(x, layout, 4) for x in arrays)
+        *qkv, dout = (to_layout(x, layout, 3) for x in arrays)
         out, vjp = jax.vjp(call, *qkv)
-        return [from_layout(x, layout, 4, length) for x in (out, *vjp(dout))]
+        return [from_layout(x, layout, 3, length) for x in (out, *vjp(dout))]
 
     return results
 
@@ -145,11 +145,11 @@ TRACED: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", first(TRACED), ids=str)
+@pytest.mark.parametrize("options", first(TRACED, most=3), ids=str)
 def test_a_traced_layout_is_exact_and_other_documents_do_not_compile_anew(options):
-    programs = []
+    programs, ranks = [], 4 if "strategy" in options else 3
     for documents in (DOCUMENTS, (30, 20, 11), (61,)):
-        case = Case(balanced_layout(documents, 4, seq_local=17), length=61, **options)
+        case = Case(balanced_layout(documents, ranks, seq_local=22), ranks=ranks, length=61, **options)
         assert isinstance(case.layout, BalancedLayout)
         arrays = case.arrays.values()
         static = {"mask": case.mask, "strategy": case.strategy, "dropout_rate": case.dropout_rate or None}
@@ -192,17 +192,17 @@ def test_a_layout_whose_runs_are_not_in_order_is_not_traced():
 def test_a_model_in_a_traced_layout_computes_what_one_rank_does():
     ids, documents, _ = batch_of_documents()
     documents = np.maximum.accumulate(documents, 1)  # no padding, whose logits are of no use
-    sizes: dict[str, Any] = {"vocab": 99, "dim": 16, "depth": 2, "heads": 4, "kv_heads": 2, "layout": "contiguous"}
+    sizes: dict[str, Any] = {"vocab": 99, "dim": 16, "depth": 1, "heads": 4, "kv_heads": 2, "layout": "contiguous"}
     model = lambda mesh: RingTransformer(**sizes, mesh=mesh, rngs=nnx.Rngs(0))
     shard_of = partial(shard_batch, jnp.asarray(ids), documents=jnp.asarray(documents))
-    whole, shard = shard_of("contiguous", 1), shard_of("balanced", 4)
+    whole, shard = shard_of("contiguous", 1), shard_of("balanced", 2)
     assert shard.layout is not None
     alone = nnx.jit(lambda model: model(whole.ids, whole.positions, extents=whole.extents))(model(mesh_of(1)))
     call = lambda model, ids, extents, layout: model(ids, None, layout.length, extents=extents, layout=layout)
     dealt, table = shard.layout, TracedLayout.of(shard.layout)
     static = nnx.jit(lambda model, ids, extents: call(model, ids, extents, dealt))
     for logits in (
-        static(model(mesh_of(4)), shard.ids, shard.extents),
-        nnx.jit(call)(model(mesh_of(4)), shard.ids, shard.extents, table),
+        static(model(mesh_of(2)), shard.ids, shard.extents),
+        nnx.jit(call)(model(mesh_of(2)), shard.ids, shard.extents, table),
     ):
-        np.testing.assert_allclose(from_layout(logits, dealt, 4, shard.length), np.asarray(alone), rtol=2e-4, atol=2e-4)
+        np.testing.assert_allclose(from_layout(logits, dealt, 2, shard.length), np.asarray(alone), rtol=2e-4, atol=2e-4)

@@ -23,14 +23,15 @@ from .ring import AS_USERS, SEQ, mesh_of
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("ranks", "tied"), first([(2, False), (4, True)]))
 def test_loss_and_gradients_in_chunks_are_those_of_the_whole(ranks, tied):
-    whole = run_transformer(transformer_weights(tied), *token_ids(), 1, "striped", tied=tied)
+    whole = run_transformer(transformer_weights(tied, depth=1), *token_ids(), 1, "striped", tied=tied, depth=1)
     assert_near(chunked(ranks, tied), whole | {"last": whole["logits"][:, -1]}, 1e-5)
 
 
 def chunked(ranks: int, tied: bool) -> Arrays:
     """Logits in natural order, those of the last token, the loss, and the gradients of every weight."""
-    model = RingTransformer(**TRANSFORMER, tied=tied, mlp_chunk=3, layout="striped", rngs=nnx.Rngs(0))
-    graph, parameters = nnx.split(from_numpy(model, transformer_weights(tied)), nnx.Param)
+    sizes: dict[str, Any] = TRANSFORMER | {"depth": 1, "tied": tied, "mlp_chunk": 3}
+    model = RingTransformer(**sizes, layout="striped", rngs=nnx.Rngs(0))
+    graph, parameters = nnx.split(from_numpy(model, transformer_weights(tied, depth=1)), nnx.Param)
     ids, labels = (jnp.asarray(x) for x in token_ids())
     batch = shard_batch(ids, "striped", ranks, labels=labels)
 

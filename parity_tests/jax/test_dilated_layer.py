@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -17,10 +18,12 @@ from ring_attn_core.reference.dilated import DilatedFeatures, patterns
 from ring_attn_jax import DilatedRingAttention, RingAttention, dilated_attention_fn
 
 from ..support.models import LAYER, check_layer, dilated_arguments, layer_data, layer_weights
+from ..support.selection import first
 from .models import run_layer
-from .ring import mesh_of
+from .ring import QUICK, mesh_of
 
 TWO: dict[str, Any] = {"segments": (3, 8), "dilations": (1, 2)}
+ONE: dict[str, Any] = {"segments": (3,), "dilations": (1,)}
 WHOLE: dict[str, Any] = {"segments": (64,), "dilations": (1,)}
 """One segment that covers every sequence here: all tokens attend to all."""
 ARGUMENTS = dilated_arguments()
@@ -75,9 +78,9 @@ MASKS = {
     ("name", "linen", "ranks", "chosen"),
     [
         pytest.param("none", False, 2, WHOLE, marks=pytest.mark.full),
-        ("causal padding", True, 3, WHOLE),
+        ("causal padding", True, 2, WHOLE),
         pytest.param("rows", True, 3, TWO, marks=pytest.mark.full),
-        ("both paddings", False, 4, TWO),
+        ("both paddings", False, 2, TWO),
         ("causal", False, 1, {"segments": (4, 30), "dilations": (1, 3), "mixing": "heads"}),
     ],
 )
@@ -117,12 +120,16 @@ def results(linen: bool, function: Any, mask: Any) -> list[np.ndarray]:
         made = nnx.MultiHeadAttention(2, 12, decode=False, param_dtype=jnp.float64, **given, rngs=nnx.Rngs(0))
         graph, weights, rest = nnx.split(made, nnx.Param, ...)
         forward = lambda weights, x: nnx.merge(graph, weights, rest)(x, mask=mask)
-    out, vjp = jax.vjp(lambda weights, x: forward(weights, x) * alive, weights, jnp.asarray(x))
-    return [np.asarray(leaf) for leaf in jax.tree.leaves((out, vjp(jnp.asarray(dout))))]
+
+    @partial(jax.jit, compiler_options=QUICK)
+    def program(weights: Any, x: jax.Array, dout: jax.Array) -> Any:
+        out, vjp = jax.vjp(lambda weights, x: forward(weights, x) * alive, weights, x)
+        return out, vjp(dout)
+
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(program(weights, jnp.asarray(x), jnp.asarray(dout)))]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto], 0, 1))
 def test_a_module_under_jit_on_a_mesh_is_the_one_on_one_device(kind):
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(kind, kind), devices=jax.devices()[:4])
     x, padding = (
@@ -146,7 +153,7 @@ def test_a_module_under_jit_on_a_mesh_is_the_one_on_one_device(kind):
 
 def test_an_explicit_mesh_need_not_divide_the_tokens():
     mesh = jax.make_mesh((2,), ("seq",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
-    got, expected = (jax.jit(dilated_attention_fn(mesh=of, **TWO))(*qkv(1, tokens=7)) for of in (mesh, mesh_of(1)))
+    got, expected = (jax.jit(dilated_attention_fn(mesh=of, **ONE))(*qkv(1, tokens=7)) for of in (mesh, mesh_of(1)))
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
@@ -175,7 +182,7 @@ def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
 def test_a_query_that_the_mask_shows_no_key_gets_zero():
     rows = np.ones((1, 1, 8, 1), bool)
     rows[..., 5, :] = False
-    function = dilated_attention_fn(mesh=mesh_of(1), **TWO)
+    function = dilated_attention_fn(mesh=mesh_of(1), **ONE)
     out = np.asarray(function(*qkv(1), mask=rows))
     assert not out[:, 5].any()
     np.testing.assert_allclose(np.delete(out, 5, 1), np.delete(function(*qkv(1)), 5, 1), atol=1e-6)
