@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import random
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -17,7 +16,7 @@ from flax import nnx
 from ring_attn_core import causal, full
 from ring_attn_jax import attention_fn, from_layout, to_layout
 
-from .ring import QUICK, mesh_of
+from .ring import mesh_of
 
 PLACES = [(1, "contiguous", 13, 13), (2, "contiguous", 13, 9), (4, "contiguous", 13, 13), (4, "zigzag", 16, 16)]
 """Ranks, layout, queries and keys: few, since each compiles a program for every kind of mask."""
@@ -116,13 +115,8 @@ def _results(
     dout = rng.standard_normal((BATCH, queries, drawn.made["out_features"])) * drawn.visible.any(2)[..., None]
     forward, weights = _module(drawn, more)
     given = None if mask is None else jnp.asarray(mask)
-
-    @partial(jax.jit, compiler_options=QUICK)
-    def program(dout: jax.Array, *inputs: Any) -> Any:
-        out, vjp = jax.vjp(lambda w, q, k: forward(w, q, k, mask=given, **called), *inputs)
-        return out, vjp(dout)
-
-    out, (gradients, *of_inputs) = program(there(dout), weights, *map(there, inputs))
+    out, vjp = jax.vjp(lambda w, q, k: forward(w, q, k, mask=given, **called), weights, *map(there, inputs))
+    gradients, *of_inputs = vjp(there(dout))
     named = {jax.tree_util.keystr(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(gradients)}
     return {"out": back(out) * drawn.visible.any(2)[..., None], "dq": back(of_inputs[0]), "dk": back(of_inputs[1]), **named}
 

@@ -18,6 +18,7 @@ from ring_attn_jax.attend import decode as attend
 from ring_attn_jax.attend.launch import compile_for
 
 from ..support.decode import Problem, Shape, check, random_shape, shapes
+from ..support.selection import first
 from .decode import program, run
 from .ring import QUICK, SEQ, mesh_of
 
@@ -174,20 +175,20 @@ def test_a_list_of_pairs_is_merged_as_two_by_two():
             merge(wrong)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("dtype", ["int64", "int16", "uint8", "uint32"])
+@pytest.mark.parametrize("dtype", first(["int64", "uint8", "uint32", "int16"], 0, 2))
 def test_positions_may_have_any_integer_dtype(dtype):
     given = arrays()
+    expected = decode(given)
     with jax.enable_x64(dtype == "int64"):
         wide = {name: jnp.asarray(given[name], dtype) for name in ("q_positions", "k_positions")}
-        np.testing.assert_array_equal(decode(arrays(**wide)), decode(given))
+        np.testing.assert_array_equal(decode(arrays(**wide)), expected)
     decode_of_numpys = jax.shard_map(
         lambda: tree_attention_decode(**given | {name: np.asarray(given[name], dtype) for name in wide}),
         mesh=mesh_of(1),
         in_specs=(),
         out_specs=WHOLE,
     )
-    np.testing.assert_array_equal(decode_of_numpys(), decode(given))
+    np.testing.assert_array_equal(jax.jit(decode_of_numpys, compiler_options=QUICK)(), expected)
 
 
 def test_a_position_beyond_int32_is_refused():

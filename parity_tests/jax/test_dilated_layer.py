@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import flax.linen as nn
@@ -20,7 +19,7 @@ from ring_attn_jax import DilatedRingAttention, RingAttention, dilated_attention
 from ..support.models import LAYER, check_layer, dilated_arguments, layer_data, layer_weights
 from ..support.selection import first
 from .models import run_layer
-from .ring import QUICK, mesh_of
+from .ring import mesh_of
 
 TWO: dict[str, Any] = {"segments": (3, 8), "dilations": (1, 2)}
 ONE: dict[str, Any] = {"segments": (3,), "dilations": (1,)}
@@ -120,13 +119,8 @@ def results(linen: bool, function: Any, mask: Any) -> list[np.ndarray]:
         made = nnx.MultiHeadAttention(2, 12, decode=False, param_dtype=jnp.float64, **given, rngs=nnx.Rngs(0))
         graph, weights, rest = nnx.split(made, nnx.Param, ...)
         forward = lambda weights, x: nnx.merge(graph, weights, rest)(x, mask=mask)
-
-    @partial(jax.jit, compiler_options=QUICK)
-    def program(weights: Any, x: jax.Array, dout: jax.Array) -> Any:
-        out, vjp = jax.vjp(lambda weights, x: forward(weights, x) * alive, weights, x)
-        return out, vjp(dout)
-
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(program(weights, jnp.asarray(x), jnp.asarray(dout)))]
+    out, vjp = jax.vjp(lambda weights, x: forward(weights, x) * alive, weights, jnp.asarray(x))
+    return [np.asarray(leaf) for leaf in jax.tree.leaves((out, vjp(jnp.asarray(dout))))]
 
 
 @pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto], 0, 1))

@@ -111,7 +111,8 @@ def test_the_zeros_that_dq_is_added_to_wait_for_their_layer():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_descriptors)])
 def test_the_kernels_of_a_gradient_compile(backend):
-    assert CUSTOM_CALL in lowered(gradient(ring(2, backend=backend)), *shapes())
+    """Those of a single step; core/ compiles those of the others."""
+    assert CUSTOM_CALL in lowered(gradient(ring(1, backend=backend)), *shapes())
 
 
 @needs_plugin
