@@ -23,7 +23,7 @@ from .adapters import MASKS, NEW_NNX, REFUSED, draw, flaxs_own, over_a_mesh
 from .ring import mesh_of
 
 OTHERS = [kind for kind in MASKS if kind not in ("causal", "padding")]
-"""Masks without two of which "causal padding" has both."""
+"""The kinds of masks except the two that "causal padding" combines."""
 
 
 @pytest.mark.parametrize("seeds", first([range(len(MASKS)), range(len(MASKS), 30)], 0, 1, "campaign"), ids=["first", "others"])

@@ -21,7 +21,7 @@ from ..support.selection import first
 from .ring import QUICK, mesh_of, patch_tiles
 
 BLOCKS = [(case, cut) for i, case in enumerate(CASES) for cut in (*cuts()[2 - i % 3 :], *cuts()[: 2 - i % 3])]
-"""Each case first with another cut."""
+"""Pairs of a case and a cut: every third is the first of its case, and their cuts differ."""
 
 
 @pytest.mark.parametrize(("case", "cut"), first([*BLOCKS[::3], *BLOCKS[1::3], *BLOCKS[2::3]], 0, 4), ids=str)
