@@ -23,7 +23,7 @@ from ring_attn_core import LAYOUTS  # noqa: E402
 PACKAGES = {"jax": (jax_package, jnp.asarray), "torch": (torch_package, torch.as_tensor)}
 BATCH, TOKENS = 2, 11
 BOTH = pytest.mark.parametrize(("package", "array"), PACKAGES.values(), ids=PACKAGES)
-FEW = settings(max_examples=60, deadline=None, derandomize=True)
+FEW = settings(max_examples=30, deadline=None, derandomize=True)
 
 
 def packed(tokens: int = TOKENS) -> st.SearchStrategy[np.ndarray]:
@@ -109,7 +109,7 @@ def test_a_prefix_is_seen_by_all_and_the_rest_is_causal(prefix):
     np.testing.assert_array_equal(same(in_both("prefix_extents", prefix[0], 9)), expected[:1])
 
 
-@pytest.mark.parametrize("shape", first([((2, 1),), ((0, 0),), ((0, 5),), ((2, 0),)], 2))
+@pytest.mark.parametrize("shape", first([((2, 1),), ((0, 0),), ((0, 5),), ((2, 0),)]))
 def test_nothing_and_one_token_are_batches_too(shape):
     documents = np.zeros(shape, np.int32)
     np.testing.assert_array_equal(same(in_both("document_extents", documents)), extents(documents))

@@ -10,17 +10,17 @@ pytest.importorskip("torch")
 
 from .support.balanced import DIRECT_CASES
 from .support.selection import first
-from .support.strategies import EACH, PAIRS, SHARED
+from .support.strategies import EACH, ONE_EACH, PAIRS, SHARED
 from .test_parity import agree
 
-CASES = [replace(case, dtype="float32") for case in (*EACH[::4], *SHARED, *PAIRS[::12], *EACH, *PAIRS)]
+CASES = [replace(case, dtype="float32") for case in (*ONE_EACH, *SHARED, *EACH, *PAIRS)]
 
 
-@pytest.mark.parametrize("case", first(dict.fromkeys(CASES), 6, 14), ids=str)
+@pytest.mark.parametrize("case", first(dict.fromkeys(CASES), 1, 7), ids=str)
 def test_frameworks_agree_under_every_strategy(gloo, case, record_property):
     record_property("worst", agree(gloo, case))
 
 
-@pytest.mark.parametrize("case", first([case for case in DIRECT_CASES if case.dtype == "float32"]), ids=str)
+@pytest.mark.parametrize("case", first([case for case in DIRECT_CASES if case.dtype == "float32"], 0, 1), ids=str)
 def test_frameworks_agree_on_needed_keys(gloo, case, record_property):
     record_property("worst", agree(gloo, case))

@@ -41,7 +41,7 @@ class Stopped(Exception):
 def config_of(folder: Path, name: str, ranks: int, steps: int = 10) -> Config:
     """Ten steps with every part of a step: accumulation, clipping, warm-up, decay, dropout, a step that learns passkeys."""
     corpus.write_texts(folder / "data", (700, 61, 1, 900, 100, 3, 1300))
-    model = {"vocab": 256, "dim": 16, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 24, "qk_norm": True, "qkv_bias": True}
+    model = {"vocab": 256, "dim": 16, "depth": 1, "heads": 2, "kv_heads": 1, "hidden": 24, "qk_norm": True, "qkv_bias": True}
     return Config(
         out=str(folder / name),
         steps=steps,

@@ -74,7 +74,7 @@ def wrong(case: Case) -> np.ndarray:
     return np.clip(extents, 0, case.length)
 
 
-@pytest.mark.parametrize("mask", first([causal(), sliding_window(6), full()], 1), ids=str)
+@pytest.mark.parametrize("mask", first([causal(), sliding_window(6), full()], 1, 2), ids=str)
 def test_queries_that_may_see_keys_that_did_not_travel_are_nan_and_all_others_exact(mask):
     case = direct_case(4, mask=mask)  # the first of DIRECT_CASES, which is compiled already
     steps, length = problem_of(case, "jax").steps, case.length

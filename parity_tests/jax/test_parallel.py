@@ -97,7 +97,7 @@ def mesh_over(kind: AxisType, *sizes: int) -> Mesh:
         pytest.param(AxisType.Explicit, (1, 2, 2, 2), as_megatron, True, None, marks=pytest.mark.full),
         pytest.param(AxisType.Explicit, (1, 2, 2, 2), as_megatron, True, 3, marks=pytest.mark.exhaustive),
         pytest.param(AxisType.Explicit, (2, 2, 2, 1), as_megatron, False, None, marks=pytest.mark.exhaustive),
-        pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, None, marks=pytest.mark.exhaustive),
+        pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, None, marks=pytest.mark.full),
         pytest.param(AxisType.Auto, (1, 2, 2, 2), everywhere, False, 3, marks=pytest.mark.full),
     ],
 )

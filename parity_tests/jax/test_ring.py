@@ -24,7 +24,7 @@ from ..support.selection import first, one_in
 from .ring import mesh_of, options, run, run_once, whole
 
 
-@pytest.mark.parametrize("case", first(CHOSEN, 5), ids=str)
+@pytest.mark.parametrize("case", first(CHOSEN, 3, 9), ids=str)
 def test_out_lse_and_gradients_are_exact(case):
     check(case, run(case))
 
@@ -41,7 +41,7 @@ def test_cross_attention_padding_and_odd_sizes_are_exact(case):
     check(case, run(case, quick=False))
 
 
-@pytest.mark.parametrize("ranks", first([4, 1]))
+@pytest.mark.parametrize("ranks", first([2, 1]))
 def test_a_key_that_outweighs_all_others_has_probability_1_to_the_last_bit(ranks):
     """However large the scores: lse is carried and comes back as it was rounded."""
     case = Case(ranks=ranks, scale=1e6)
@@ -64,18 +64,18 @@ def test_half_precision_error_does_not_grow_with_the_ring(case):
         assert errors[1][name] <= 1.1 * errors[0][name], (name, errors)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", first(dict.fromkeys(("zigzag", *LAYOUTS))))
 def test_future_tokens_change_nothing_on_any_rank(layout):
     case = Case(layout)
     check_future_unseen(run(case), run.__wrapped__(case.with_other_future(20)), 20, case.length)
 
 
-@pytest.mark.parametrize("case", one_in(5, COMBINATIONS), ids=str)
+@pytest.mark.parametrize("case", first(COMBINATIONS, 0, 5), ids=str)
 def test_any_two_features_together_are_exact(case):
     check(case, run(case))
 
 
-@pytest.mark.parametrize("case", first(TREES, 3, 4), ids=str)
+@pytest.mark.parametrize("case", first(sorted(TREES, key=lambda case: (case.ranks != 3, case.ranks)), 1, 3), ids=str)
 def test_key_extents_are_exact(case):
     check(case, run(replace(case, poison=True)))
 
@@ -85,13 +85,13 @@ def test_every_feature_at_once_is_exact(case):
     check(case, run(case))
 
 
-@pytest.mark.parametrize("case", one_in(3, WITH_BLANKS), ids=str)
+@pytest.mark.parametrize("case", first(WITH_BLANKS, 0, 5), ids=str)
 def test_nan_that_nobody_may_see_changes_no_bit(case):
+    """With the first of COMBINATIONS, which are compiled already."""
     check_same(run(replace(case, poison=True)), run(case))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("layout", "ranks"), [("zigzag", 1), ("zigzag", 3), ("striped", 2), ("contiguous", 8)])
+@pytest.mark.parametrize(("layout", "ranks"), first([("zigzag", 1), ("zigzag", 3), ("striped", 2), ("contiguous", 8)], 0, 3))
 def test_dropout_keeps_the_same_set_on_every_ring(layout, ranks):
     case = one_hot(Case(layout, full(), ranks, v_dim=37, dropout_rate=0.3))
     check_kept(case, natural(case, dropped(case, mesh_of(ranks), case.seed)))
@@ -139,12 +139,12 @@ def natural(case, out):
     return case.gather(np.split(np.asarray(out), case.ranks, 1))
 
 
-@pytest.mark.exhaustive
+@pytest.mark.full
 def test_packed_documents_are_the_documents_one_by_one():
     check_documents(run.__wrapped__, packed(Case(length=61)))
 
 
-@pytest.mark.parametrize(("layout", "offset"), first([("striped", 8), ("contiguous", 13), ("zigzag", 3), ("zigzag", 16)], 1, 2))
+@pytest.mark.parametrize(("layout", "offset"), first([("striped", 8), ("contiguous", 13), ("zigzag", 3), ("zigzag", 16)], 0, 1))
 def test_a_window_is_exact_at_offsets_of_up_to_2_shards(layout, offset):
     case = Case(layout, sliding_window(3, 1, offset=offset), length=32)
     check(case, run(case))

@@ -24,11 +24,11 @@ from ring_attn_jax import from_layout, sharded_ring_attention, to_layout
 
 from ..support.cases import Case, check, check_future_unseen, check_same
 from ..support.selection import first, one_of_each
-from ..support.strategies import COMBINED, EACH, PAIRS, SHARED, STRATEGIES, problem_of
+from ..support.strategies import COMBINED, EACH, ONE_EACH, PAIRS, SHARED, STRATEGIES, problem_of
 from .ring import hops_tied_to_steps, mesh_of, program, run, run_once, whole
 
 LAST_FIRST = dict(reversed(STRATEGIES.items()))
-ONE_EACH = EACH[::4] + [case for case in EACH if case not in EACH[::4]]
+OTHERS = [case for case in EACH if case not in ONE_EACH]
 TRAVELS = [
     *ONE_EACH,
     *SHARED,
@@ -42,7 +42,7 @@ def test_a_batch_without_rows_may_have_a_key_mask_under_gather():
     check(case, run(case))
 
 
-@pytest.mark.parametrize("case", first(PAIRS, 1, 7), ids=str)
+@pytest.mark.parametrize("case", first(PAIRS, 1, 4), ids=str)
 def test_every_strategy_is_exact_with_every_feature(case):
     check(case, run_once(case))
 
@@ -53,25 +53,25 @@ def test_any_two_features_together_are_exact_under_every_strategy(case):
     check(case, run_once(case))
 
 
-@pytest.mark.parametrize("case", first(ONE_EACH, 3, 6), ids=str)
+@pytest.mark.parametrize("case", first([*ONE_EACH, *OTHERS], 2, 5), ids=str)
 def test_every_feature_at_once_is_exact_and_hides_nan(case):
     clean = run(case)
     check(case, clean)
     check_same(run(replace(case, poison=True)), clean)
 
 
-@pytest.mark.parametrize("case", first(SHARED, 2), ids=str)
+@pytest.mark.parametrize("case", first([SHARED[i] for i in (1, 0, 3, 2, 4)], 1, 3), ids=str)
 def test_key_heads_that_ranks_share_are_exact(case):
     check(case, run(case))
 
 
-@pytest.mark.parametrize("strategy", first(LAST_FIRST.values(), 1, 3), ids=LAST_FIRST)
+@pytest.mark.parametrize("strategy", first(LAST_FIRST.values(), 1, 2), ids=LAST_FIRST)
 def test_future_tokens_change_nothing_on_any_rank(strategy):
     case = Case("striped", strategy=strategy)
     check_future_unseen(run(case), run.__wrapped__(case.with_other_future(20)), 20, case.length)
 
 
-@pytest.mark.parametrize("case", one_of_each(2, TRAVELS), ids=str)
+@pytest.mark.parametrize("case", [*one_of_each(2, TRAVELS), *first(OTHERS, 0, 0)], ids=str)
 def test_bytes_are_the_plans(case):
     for rank, counted in enumerate(traced_bytes(case)):
         forward, backward = traffic(problem_of(case, "jax"), rank)
@@ -109,7 +109,7 @@ def sent(jaxpr: Any, ranks: int, rank: int) -> Iterator[int]:
                 yield from sent(inner, ranks, rank)
 
 
-@pytest.mark.parametrize("strategy", first(STRATEGIES.values(), 1, 3), ids=STRATEGIES)
+@pytest.mark.parametrize("strategy", first(STRATEGIES.values(), 0, 2), ids=STRATEGIES)
 def test_ten_runs_give_the_same_bits(strategy):
     case = Case(strategy=strategy, kv_heads=1, sinks=True)
     results = [run.__wrapped__(case) for _ in range(10)]
@@ -127,7 +127,7 @@ def gradients(attention: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("kind", "strategy"), first([(AxisType.Auto, "ulysses"), (AxisType.Explicit, "gather"), (AxisType.Explicit, "ulysses")])
+    ("kind", "strategy"), first([(AxisType.Auto, "ulysses"), (AxisType.Explicit, "gather"), (AxisType.Explicit, "ulysses")], 1, 2)
 )
 def test_a_data_seq_tensor_mesh_equals_one_device(kind, strategy):
     """Keys of one head are replicated over tensor: their gradients are summed over it too."""
@@ -177,7 +177,7 @@ def test_a_strategy_that_cannot_run_a_call_is_refused(strategy, ranks, message):
         sharded_ring_attention(*arrays(heads=4, tokens=24 if ranks == 3 else 16), mesh=mesh_of(ranks), strategy=strategy)
 
 
-@pytest.mark.parametrize("strategy", first(LAST_FIRST.values(), 0, 3), ids=LAST_FIRST)
+@pytest.mark.parametrize("strategy", first(LAST_FIRST.values(), 0, 2), ids=LAST_FIRST)
 def test_vmap_maps_every_strategy(strategy):
     inputs = [jnp.stack([x, 2 * x]) for x in arrays(heads=4)]
     ring = partial(sharded_ring_attention, mesh=mesh_of(4), mask=full(), strategy=strategy)

@@ -26,7 +26,7 @@ from ring_attn_jax import (
     sliding_window,
 )
 
-from ..support.selection import first, one_of_each
+from ..support.selection import first
 from .ring import QUICK
 
 ONE, TWO = (jax.make_mesh((ranks,), ("seq",), axis_types=(AxisType.Auto,)) for ranks in (1, 2))
@@ -65,7 +65,7 @@ def test_vmap_over_a_mesh_axis_of_queries_alone():
     np.testing.assert_allclose(got, jnp.stack([call(row) for row in q]), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", first(["ring", "dilated", "extents"]))
+@pytest.mark.parametrize("name", first(["ring", "extents", "dilated"], 1, 2))
 def test_an_exported_gradient_takes_any_batch(name):
     """On one device: XLA (jax 0.12) ends the process where the gradient that it compiles again is over several."""
     arrays, mesh = drawn(3), ONE
@@ -103,7 +103,7 @@ FORWARD: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("how", first(FORWARD))
+@pytest.mark.parametrize("how", first(FORWARD, 1, 2))
 @pytest.mark.parametrize("name", [*SHARDED, "block"])
 def test_forward_mode_is_refused_in_words(name, how):
     q, k, v = drawn(1)
@@ -112,7 +112,7 @@ def test_forward_mode_is_refused_in_words(name, how):
         FORWARD[how](jax.jit(lambda q: call(q, k, v, ONE).sum()), q)
 
 
-@pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto]))
+@pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto], 1, 1))
 @pytest.mark.parametrize("name", first(SHARDED))
 def test_arrays_that_lie_on_another_device_are_copied_to_the_mesh(name, kind):
     mesh, arrays = jax.make_mesh((2,), ("seq",), axis_types=(kind,)), drawn(2)
@@ -164,11 +164,11 @@ def test_dir_lists_every_public_name():
 
 @pytest.mark.parametrize(
     ("inside", "remat"),
-    one_of_each(2, [(False, False), (False, True), (True, False), (True, True)]),
-    ids=["sharded-False", "sharded-True", "inside a shard_map-False", "inside a shard_map-True"],
+    first([(False, False), (True, True), (False, True), (True, False)], 1, 2),
+    ids=["sharded-False", "inside a shard_map-True", "sharded-True", "inside a shard_map-False"],
 )
 def test_layers_in_a_scan_are_those_of_a_loop(inside: bool, remat: bool):
-    weights, x = jax.random.normal(jax.random.key(0), (3, 8, 24)) / 4, jax.random.normal(jax.random.key(1), (1, 6, 8))
+    weights, x = jax.random.normal(jax.random.key(0), (2, 8, 24)) / 4, jax.random.normal(jax.random.key(1), (1, 6, 8))
     attend = ring_attention if inside else partial(sharded_ring_attention, mesh=TWO)
 
     def layer(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, None]:

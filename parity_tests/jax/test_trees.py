@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -49,8 +49,10 @@ def test_attention_over_the_tree_is_that_of_every_rollout_alone():
     q = jnp.asarray(np.random.default_rng(1).standard_normal((*of.packed.ids.shape, 2, 4)), jnp.float32)
     attention = partial(sharded_ring_attention, mesh=mesh_of(1), layout="contiguous")
     tree = attention(q, q, q, key_extents=tree_extents(*of.packed.tree).key_extents)
+    longest = max(map(len, of.alone(q)))
     for out, alone in zip(of.alone(tree), of.alone(q), strict=True):
-        np.testing.assert_allclose(out[None], attention(alone[None], alone[None], alone[None]), rtol=1e-5, atol=1e-6)
+        wide = jnp.pad(alone, ((0, longest - len(alone)), (0, 0), (0, 0)))[None]  # the mask is causal; one program for all
+        np.testing.assert_allclose(out, attention(wide, wide, wide)[0, : len(alone)], rtol=1e-5, atol=1e-6)
 
 
 def test_rollouts_packed_under_explicit_axes_are_unpacked_in_a_shard_map():
@@ -59,11 +61,11 @@ def test_rollouts_packed_under_explicit_axes_are_unpacked_in_a_shard_map():
         packed = pack_rollouts([[1, 2, 3, 4, 5], [1, 2, 3, 6, 7, 8]])
         values = jax.device_put(to_layout(packed.positions, "zigzag", 2), jax.NamedSharding(mesh, SEQ))
         unpack = lambda values: unpack_rollouts(values, packed, layout="zigzag")
-        each = jax.shard_map(unpack, in_specs=SEQ, out_specs=REPLICATED)(values)
+        each = jax.jit(jax.shard_map(unpack, in_specs=SEQ, out_specs=REPLICATED))(values)
     assert [x.tolist() for x in each] == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
 
 
-@pytest.mark.parametrize("count", first([40, 300]))
+@pytest.mark.parametrize("count", first([10, 300], 1, 1))
 def test_whole_values_come_back_per_rollout_and_gradients_add_in_float32(count):
     rollouts = [[1, 2, 3 + i] for i in range(count)]
     packed = pack_rollouts(rollouts)
@@ -96,15 +98,16 @@ def test_a_jitted_function_takes_rollouts_as_a_pytree():
     first(
         [
             (2, "traced"),
-            (2, "zigzag"),
             (1, None),
-            (1, "zigzag"),
+            (3, "balanced"),
             (4, "zigzag"),
+            (1, "zigzag"),
+            (2, "zigzag"),
             (2, "striped"),
             (4, "contiguous"),
-            (3, "balanced"),
         ],
-        2,
+        1,
+        4,
     ),
 )
 def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(ranks, layout):
@@ -113,7 +116,6 @@ def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(ranks, l
         dealt = balanced_tree_layout(*of.packed.tree, ranks)
         layout = TracedLayout.of(dealt) if layout == "traced" else dealt
     with jax.enable_x64(True):
-        truth = named(*jax.jit(jax.value_and_grad(partial(alone, of), (0, 1, 2)))(*map(jnp.asarray, (of.x, of.weight, of.head))))
         shards = lambda x: jnp.asarray(x) if layout is None else to_layout(jnp.asarray(x), layout, ranks)
         step = jax.value_and_grad(partial(on_ring, of, layout), (0, 1, 2))
         specs = (SEQ, REPLICATED, REPLICATED, SEQ), (REPLICATED, (SEQ, REPLICATED, REPLICATED))
@@ -121,7 +123,14 @@ def test_grpo_on_a_ring_has_the_loss_and_gradient_of_its_rollouts_alone(ranks, l
             step = jax.shard_map(step, mesh=mesh_of(ranks), in_specs=specs[0], out_specs=specs[1])
         value, (dx, *rest) = jax.jit(step)(shards(of.x), of.weight, of.head, shards(of.packed.labels))
         dx = dx if layout is None else from_layout(dx, layout, ranks, of.x.shape[1])
-        assert_near(named(value, (dx, *rest)), truth, 1e-13)
+        assert_near(named(value, (dx, *rest)), truth(), 1e-13)
+
+
+@cache
+def truth() -> dict[str, np.ndarray]:
+    of = policy()
+    of_each = jax.jit(jax.value_and_grad(partial(alone, of), (0, 1, 2)))
+    return named(*of_each(*map(jnp.asarray, (of.x, of.weight, of.head))))
 
 
 def on_ring(of: Policy, layout: Any, x: Any, weight: Any, head: Any, labels: Any) -> jax.Array:
@@ -154,7 +163,7 @@ def named(value: Any, gradients: Any) -> dict[str, np.ndarray]:
 def test_a_derivative_where_jax_sums_no_gradients_is_refused():
     packed = pack_rollouts([[1, 2, 3], [1, 2, 4]])
     total = lambda x: sum(each.sum() for each in unpack_rollouts(x, packed, layout="zigzag"))
-    over_ranks = lambda call, out: jax.shard_map(call, mesh=mesh_of(2), in_specs=SEQ, out_specs=out, check_vma=False)
+    over_ranks = lambda call, out: jax.jit(jax.shard_map(call, mesh=mesh_of(2), in_specs=SEQ, out_specs=out, check_vma=False))
     shards = to_layout(packed.ids.astype(jnp.float32), "zigzag", 2)
     assert over_ranks(total, REPLICATED)(shards) == 6
     with pytest.raises(ValueError, match=r"unpack_rollouts has no derivative inside jax.shard_map\(check_vma=False\)"):
@@ -170,7 +179,7 @@ def test_values_and_tokens_are_gathered_from_a_balanced_layout(traced):
         gather_token(x, -2, layout=layout),
         gather_token(x, jnp.array([3]), layout=layout),
     )
-    found = jax.shard_map(both, mesh=mesh_of(2), in_specs=SEQ, out_specs=REPLICATED)(to_layout(x, layout, 2))
+    found = jax.jit(jax.shard_map(both, mesh=mesh_of(2), in_specs=SEQ, out_specs=REPLICATED))(to_layout(x, layout, 2))
     for mine, expected in zip(found, (x, x[:, 7], x[:, 3]), strict=True):
         np.testing.assert_array_equal(mine, expected)
 

@@ -81,7 +81,7 @@ FEATURES = [
     Feature(
         "batch, sequence and heads sharded together, rings over a part of the world",
         tests={
-            "JAX": "test_sharded::test_every_feature_on_a_data_seq_tensor_mesh_equals_one_device",
+            "JAX": "test_sharded::test_every_feature_on_a_data_seq_tensor_mesh_is_exact",
             "PyTorch": "test_comm::test_sub_groups_shard_batch_and_sequence_together",
         },
     ),

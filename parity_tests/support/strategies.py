@@ -50,6 +50,9 @@ COMBINED = [fitted(replace(case, strategy=strategy)) for strategy in STRATEGIES.
 EACH = [fitted(replace(case, strategy=strategy)) for strategy in STRATEGIES.values() for case in EVERYTHING[::-1]]
 """Every feature at once, under every strategy."""
 
+ONE_EACH = [EACH[i] for i in (4, 8, 0, 12, 16)]
+"""One of these for each strategy: two_way, gather, direct, Ulysses in pairs and two_level."""
+
 SHARED = [
     Case(strategy="ulysses", kv_heads=1),
     Case("striped", strategy="ulysses", ranks=2, heads=6, kv_heads=3, sinks=True, dtype="bfloat16"),
