@@ -16,7 +16,7 @@ from .test_parity import agree
 CASES = [replace(case, dtype="float32") for case in (*ONE_EACH, *SHARED, *EACH, *PAIRS)]
 
 
-@pytest.mark.parametrize("case", first(dict.fromkeys(CASES), 1, 7), ids=str)
+@pytest.mark.parametrize("case", first(dict.fromkeys(CASES), 0, 6), ids=str)
 def test_frameworks_agree_under_every_strategy(gloo, case, record_property):
     record_property("worst", agree(gloo, case))
 

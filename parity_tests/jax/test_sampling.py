@@ -37,7 +37,7 @@ def test_tokens_are_those_that_the_reference_draws(sampling):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("options", [DRAW, pytest.param({}, marks=pytest.mark.full)], ids=["drawn", "greedy"])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.full)])
 def test_a_loop_over_steps_draws_what_generate_draws(ranks, options):
     """Steps and draws are compiled as one."""
     with jax.enable_x64(True):
