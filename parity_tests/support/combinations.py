@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import random
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import combinations, product
+from random import Random
 from typing import Any
 
 from ring_attn_core import LAYOUTS, causal, full, sliding_window
@@ -38,20 +39,29 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
 
 def covering(axes: Mapping[str, Mapping[str, Any]], tries: int = 30) -> Iterator[dict[str, str]]:
     """Yield one choice on every axis until all pairs of choices on two axes have occurred: greedy and deterministic."""
-    rng = random.Random(0)
+    rng = Random(0)
     missing = {pair for a, b in combinations(sorted(axes), 2) for pair in product(_choices(axes, a), _choices(axes, b))}
     while missing:
-        rows = [_row(axes, missing, rng) for _ in range(tries)]
+        ordered, partners = sorted(missing), defaultdict[Choice, set[Choice]](set)
+        for one, other in ordered:
+            partners[one].add(other)
+            partners[other].add(one)
+        rows = [_row(axes, ordered, partners, rng) for _ in range(tries)]
         best = max(rows, key=lambda row: len(missing & _pairs(row)))
         missing -= _pairs(best)
         yield best
 
 
-def _row(axes: Mapping[str, Mapping[str, Any]], missing: set[tuple[Choice, Choice]], rng: random.Random) -> dict[str, str]:
-    """Return a row that begins with a missing pair and adds the choices that complete the most pairs."""
-    row = dict(rng.choice(sorted(missing)))
+def _row(
+    axes: Mapping[str, Mapping[str, Any]], missing: list[tuple[Choice, Choice]], partners: Mapping[Choice, set[Choice]], rng: Random
+) -> dict[str, str]:
+    """Return a row that begins with a missing pair and adds the choices that complete the most pairs.
+
+    ``partners``: the choices that miss a choice.
+    """
+    row = dict(rng.choice(missing))
     for axis in rng.sample(sorted(axes.keys() - row), len(axes) - 2):
-        gained = {value: sum(tuple(sorted([(axis, value), other])) in missing for other in row.items()) for value in axes[axis]}
+        gained = {value: len(partners[axis, value] & row.items()) for value in axes[axis]}
         most = max(gained.values())
         row[axis] = rng.choice([value for value in axes[axis] if gained[value] == most])
     return row
@@ -66,7 +76,6 @@ def _pairs(row: dict[str, str]) -> set[tuple[Choice, Choice]]:
 
 
 COMBINATIONS = [Case(**{name: value for axis in AXES for name, value in AXES[axis][row[axis]].items()}) for row in covering(AXES)]
-
 WITH_BLANKS = [case for case in COMBINATIONS if not (case.visible.any(1).all() and case.visible.any(2).all())]
 """The cases with a fully masked query or an unused key."""
 

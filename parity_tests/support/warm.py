@@ -34,7 +34,10 @@ PATIENCE = 600
 """Seconds after which a program counts as hanging."""
 
 MODULES = {
-    "torch": ("torch.distributed", "ring_attn_torch"),
+    "torch": (
+        *("torch.distributed", "torch.fx.experimental.symbolic_shapes", "ring_attn_torch"),  # the second at a first backward
+        *("pytest", "parity_tests.fuzz", "parity_tests.torch.ring"),  # what the files of tests import, and the cases
+    ),
     "jax": ("jax", "flax.nnx", "optax", "ring_attn_jax"),
     "parity_tests.torch.hugging_face": (
         "transformers.trainer",

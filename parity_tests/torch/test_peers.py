@@ -26,7 +26,7 @@ from ring_attn_torch.ring.rendezvous import Renumbered
 from ring_attn_torch.ring.strategies import push
 
 from ..support.cases import Case, check, check_same
-from ..support.combinations import AXES, EVERYTHING, covering
+from ..support.combinations import COMBINATIONS, EVERYTHING
 from ..support.peers import Mapped, mapped
 from ..support.selection import first
 from ..support.spawn import PerRank
@@ -35,7 +35,7 @@ from .ring import on_rank, run
 
 CASES = [
     *EVERYTHING,
-    *(Case(**{name: value for axis in AXES for name, value in AXES[axis][row[axis]].items()}) for row in [*covering(AXES)][::3]),
+    *COMBINATIONS[::3],
     Case("contiguous", sliding_window(9), 4, length=61, kv_heads=1),
     Case("zigzag", sliding_window(2), 8, length=70, key_mask="shard"),
     Case("striped", full(), 3, length=37, kv_length=50, dtype="bfloat16"),
