@@ -124,12 +124,12 @@ def gloo():
 
 
 @pytest.fixture(scope="session")
-def interpreter():
-    """Such a pool of four, where Triton interprets its kernels."""
+def interpreter(pytestconfig: pytest.Config):
+    """Such a pool of three, or of four with --full, where Triton interprets its kernels: a spawned process takes seconds."""
     pytest.importorskip("triton")
     from .support.spawn import Ranks
 
-    pool = Ranks(environment={"TRITON_INTERPRET": "1"}, most=4)
+    pool = Ranks(environment={"TRITON_INTERPRET": "1"}, most=4 if pytestconfig.getoption("--full") else 3)
     yield pool
     pool.close()
 

@@ -53,7 +53,10 @@ def covering(axes: Mapping[str, Mapping[str, Any]], tries: int = 30) -> Iterator
 
 
 def _row(
-    axes: Mapping[str, Mapping[str, Any]], missing: list[tuple[Choice, Choice]], partners: Mapping[Choice, set[Choice]], rng: Random
+    axes: Mapping[str, Mapping[str, Any]],
+    missing: list[tuple[Choice, Choice]],
+    partners: Mapping[Choice, set[Choice]],
+    rng: Random,
 ) -> dict[str, str]:
     """Return a row that begins with a missing pair and adds the choices that complete the most pairs.
 

@@ -43,12 +43,12 @@ SMALL = {
 
 
 STRATEGIC = [
-    Case(strategy="direct", mask=sliding_window(5), ranks=3, heads=2, length=48, batch=1),
-    Case(strategy="ulysses", ranks=2, kv_heads=1, batch=1, dtype="float16", sinks=True),
-    Case(strategy="gather", ranks=3, length=48, batch=1, dtype="float16", key_mask="random"),
+    Case(strategy="direct", mask=sliding_window(5), ranks=2, heads=2, kv_heads=1, batch=1),
+    Case(strategy="ulysses", ranks=2, heads=2, kv_heads=1, batch=1, dtype="float16", sinks=True),
+    Case(strategy="gather", ranks=3, heads=2, kv_heads=1, batch=1, dtype="float16", key_mask="random"),
+    Case(strategy="two_way", ranks=3, heads=2, batch=1, dtype="float16"),
+    *(replace(case, ranks=2, batch=1) for case in EACH),
     Case(strategy=Ulysses(ranks=2), heads=2, length=48, batch=1, extents="documents", alibi=True),
-    Case(strategy="two_way", ranks=3, heads=2, length=48, batch=1, dtype="float16"),
-    *(replace(case, ranks=2) for case in EACH),
 ]
 
 
@@ -101,29 +101,32 @@ def run(pool: Ranks, case: Case) -> Attention:
 
 
 def on_few_ranks(cases: list[Case], most: int) -> list[Case]:
-    """Small rings: the interpreter takes 10 ms a program. And no bfloat16, of which it multiplies the bits as integers."""
+    """Small rings: the interpreter takes 10 ms a program. And no bfloat16, of which it multiplies the bits as integers.
+
+    Every second case has one row of the batch.
+    """
     halves = lambda dtype: "float16" if dtype == "bfloat16" else dtype
-    return [replace(case, ranks=min(case.ranks, most), dtype=halves(case.dtype)) for case in cases]
+    few = [replace(case, ranks=min(case.ranks, most), dtype=halves(case.dtype)) for case in cases]
+    return [replace(case, batch=2 - i % 2) for i, case in enumerate(few)]
 
 
-@pytest.mark.parametrize("case", first(on_few_ranks(TREES, most=2), 3), ids=str)
+@pytest.mark.parametrize("case", first(on_few_ranks(TREES, most=2), 3, 5), ids=str)
 def test_key_extents_are_exact(interpreter, case):
     case = replace(case, heads=2, kv_heads=1)
     check(case, run(interpreter, replace(case, poison=True)))
 
 
-@pytest.mark.parametrize("case", one_in(3, on_few_ranks(COMBINATIONS, most=2)), ids=str)
+@pytest.mark.parametrize("case", one_in(6, on_few_ranks(COMBINATIONS[::-1], most=2)), ids=str)
 def test_any_two_features_together_are_exact(interpreter, case):
     check(case, run(interpreter, replace(case, poison=True)))
 
 
-@pytest.mark.parametrize("case", first(replace(case, ranks=2) for case in EVERYTHING), ids=str)
+@pytest.mark.parametrize("case", first([replace(case, ranks=2) for case in EVERYTHING], 1, 2), ids=str)
 def test_every_feature_at_once_is_exact(interpreter, case):
     check(case, run(interpreter, case))
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("case", on_few_ranks([case for case in SPECIAL if case.length < 100], most=2), ids=str)
+@pytest.mark.parametrize("case", one_in(2, on_few_ranks([case for case in SPECIAL if case.length < 100][::-1], most=2)), ids=str)
 def test_special_cases_are_exact(interpreter, case):
     check(case, run(interpreter, case))
 
@@ -134,7 +137,7 @@ def test_equal_large_scores_are_as_exact_on_a_ring_as_on_one_rank(interpreter, s
     check_no_ring_adds_errors([check_exact(case, run(interpreter, case)) for case in cases], (1, 2))
 
 
-@pytest.mark.parametrize("case", first(STRATEGIC, 3, 9), ids=str)
+@pytest.mark.parametrize("case", first(STRATEGIC, 3, 5), ids=str)
 def test_joined_shards_are_exact_under_every_strategy(interpreter, case):
     """Gradients of keys that travel are in float32, in one step too."""
     check(case, run(interpreter, replace(case, poison=True)))
@@ -142,11 +145,11 @@ def test_joined_shards_are_exact_under_every_strategy(interpreter, case):
 
 @pytest.mark.parametrize(("head_dim", "v_dim"), first([(192, 128), (5, 40), (16, 16), (48, 16), (300, 40)], 2))
 def test_head_sizes_are_padded_inside_the_kernel(interpreter, head_dim, v_dim):
-    case = Case(head_dim=head_dim, v_dim=v_dim, ranks=2, batch=1)
+    case = Case(head_dim=head_dim, v_dim=v_dim, ranks=2, batch=1, heads=2, kv_heads=1)
     check(case, run(interpreter, case))
 
 
-@pytest.mark.parametrize("layout", first(["striped", "contiguous", "zigzag"]))
+@pytest.mark.parametrize("layout", first(["striped", "contiguous", "zigzag"], 1, 2))
 def test_dropout_keeps_the_set_of_the_truth(interpreter, layout):
     case = one_hot(Case(layout, MASKS["full"], ranks=2, length=56, v_dim=56, heads=2, dropout_rate=0.4))
     check_kept(case, run(interpreter, case).out)
@@ -168,8 +171,8 @@ def test_a_query_that_sees_nothing_but_its_sink_spoils_no_key(interpreter):
 
 
 @pytest.mark.exhaustive
-def test_a_ring_of_four_hides_the_future(interpreter):
-    case = Case(ranks=4, length=61, batch=1, heads=2, kv_heads=1)
+def test_a_ring_of_three_hides_the_future(interpreter):
+    case = Case(ranks=3, batch=1, heads=1, kv_heads=1)
     token = 23
     check_future_unseen(run(interpreter, case), run(interpreter, case.with_other_future(token)), token, case.length)
 
