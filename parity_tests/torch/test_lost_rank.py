@@ -44,7 +44,7 @@ attend(q, q, q, mask=full()).sum().backward()
 
 
 @pytest.mark.parametrize(
-    ("when", "how"), first([("backward", "eager"), ("backward", "compiled"), ("forward", "eager"), ("forward", "compiled")], 0, 3)
+    ("when", "how"), first([("backward", "compiled"), ("forward", "eager"), ("backward", "eager"), ("forward", "compiled")], 0, 2)
 )
 def test_every_rank_that_fails_names_the_ranks_that_it_waited_for(tmp_path, when, how):
     (tmp_path / "program.py").write_text(PROGRAM)
