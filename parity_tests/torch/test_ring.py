@@ -18,7 +18,6 @@ from ..fuzz import fuzz
 from ..support.cases import (
     CHOSEN,
     MASKS,
-    RANKS,
     REST,
     SPECIAL,
     Case,
@@ -30,7 +29,7 @@ from ..support.cases import (
 )
 from ..support.combinations import COMBINATIONS, EVERYTHING, TREES, WITH_BLANKS
 from ..support.documents import check_documents, packed
-from ..support.selection import first, one_in
+from ..support.selection import first, one_in, one_of_each
 from .ring import run, run_or_restart
 
 
@@ -39,7 +38,7 @@ def test_out_lse_and_gradients_are_exact(gloo, case):
     check(case, run(gloo, case))
 
 
-@pytest.mark.parametrize("case", one_in(7, REST), ids=str)
+@pytest.mark.parametrize("case", one_in(28, REST), ids=str)
 def test_the_rest_of_the_grid_is_exact(gloo, case):
     check(case, run(gloo, case))
 
@@ -56,7 +55,7 @@ def test_a_key_that_outweighs_all_others_has_probability_1_to_the_last_bit(gloo,
     check(case, run(gloo, case))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", first(["float16", "bfloat16"]))
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_half_precision_error_does_not_grow_with_the_ring(gloo, layout, mask, dtype):
@@ -66,15 +65,15 @@ def test_half_precision_error_does_not_grow_with_the_ring(gloo, layout, mask, dt
         assert errors[1][name] <= 1.1 * errors[0][name], (name, errors)
 
 
-@pytest.mark.parametrize("token", first([20, 1, 36]))
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("token", first([20, 1, 36], 1, 1))
+@pytest.mark.parametrize("ranks", first([3, 8, 1, 2, 4], 2))
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_future_tokens_change_nothing_on_any_rank(gloo, layout, ranks, token):
     case = Case(layout, ranks=ranks)
     check_future_unseen(run(gloo, case), run(gloo, case.with_other_future(token)), token, case.length)
 
 
-@pytest.mark.parametrize("case", COMBINATIONS, ids=str)
+@pytest.mark.parametrize("case", one_of_each(2, COMBINATIONS), ids=str)
 def test_any_two_features_together_are_exact(gloo, case):
     check(case, run(gloo, case))
 
@@ -90,10 +89,10 @@ def test_every_feature_at_once_is_exact(gloo, case):
 
 
 def test_random_problems_are_exact(gloo):
-    fuzz(partial(run_or_restart, gloo), 25)
+    fuzz(partial(run_or_restart, gloo), 15)
 
 
-@pytest.mark.parametrize("case", first(WITH_BLANKS, 12), ids=str)
+@pytest.mark.parametrize("case", first(WITH_BLANKS, 6, 12), ids=str)
 def test_nan_that_nobody_may_see_changes_no_bit(gloo, case):
     check_same(run(gloo, replace(case, poison=True)), run(gloo, case))
 
@@ -138,9 +137,9 @@ def test_packed_documents_are_the_documents_one_by_one(gloo, layout):
     check_documents(lambda case: run(gloo, case), packed(Case(layout, length=61)))
 
 
-@pytest.mark.parametrize("layout", first(LAYOUTS))
+@pytest.mark.parametrize("layout", first(LAYOUTS, 1, 2))
 def test_a_window_is_exact_at_every_offset_from_0_to_2_shards(gloo, layout):
     for offset in range(17):
         for mask in (sliding_window(3, offset=offset), sliding_window(0, 2, offset=-offset)):
-            case = Case(layout, mask, length=32)
+            case = Case(layout, mask, ranks=3, length=24)
             check(case, run(gloo, case))

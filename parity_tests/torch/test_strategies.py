@@ -28,7 +28,7 @@ from ..support.strategies import COMBINED, EACH, PAIRS, SHARED, STRATEGIES, prob
 from .ring import on_rank, options, run
 
 TRAVELS = [
-    *EACH,
+    *one_of_each(3, EACH),
     *SHARED,
     *(Case("contiguous", strategy=strategy, mask=full(), dtype="bfloat16") for strategy in STRATEGIES.values()),
     *(Case("contiguous", strategy=strategy, mask=sliding_window(3), ranks=8, heads=8) for strategy in STRATEGIES.values()),
@@ -36,12 +36,12 @@ TRAVELS = [
 ]
 
 
-@pytest.mark.parametrize("case", PAIRS, ids=str)
+@pytest.mark.parametrize("case", one_of_each(2, PAIRS), ids=str)
 def test_every_strategy_is_exact_with_every_feature(gloo, case):
     check(case, run(gloo, case))
 
 
-@pytest.mark.parametrize("case", one_in(4, COMBINED), ids=str)
+@pytest.mark.parametrize("case", one_in(16, COMBINED), ids=str)
 def test_any_two_features_together_are_exact_under_every_strategy(gloo, case):
     check(case, run(gloo, case))
 
@@ -106,7 +106,7 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
 
 
 @pytest.mark.parametrize("strategy", ["ring", *STRATEGIES.values()], ids=["ring", *STRATEGIES])
-@pytest.mark.parametrize("delays", first([2, 4]))
+@pytest.mark.parametrize("delays", first([1, 3]))
 def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, strategy, delays):
     case = Case(strategy=strategy, sinks=True, kv_heads=1)
     expected = run(gloo, case)
@@ -161,11 +161,11 @@ def test_ranks_with_other_strategies_are_told_so(gloo):
         assert "disagree on strategy: 'gather' on rank 0, 'Ulysses(ranks=2)' on rank 1" in str(error)
 
 
-@pytest.mark.parametrize("strategy", first(STRATEGIES.values()), ids=STRATEGIES)
-def test_a_compiled_call_takes_the_strategy(gloo, strategy):
-    case = Case(strategy=strategy, sinks=True)
+@pytest.mark.parametrize("name", first(["direct", "in pairs", "two_way", "gather", "ulysses", "two_level"], 1, 2))
+def test_a_compiled_call_takes_the_strategy(gloo, name):
+    case = Case(strategy=STRATEGIES[name], ranks=2, sinks=True)
     inputs = [PerRank(*x) for x in case.inputs()]
-    for compiled, eager in zip(gloo(4, under_compile, case, *inputs), gloo(4, on_rank, case, *inputs), strict=True):
+    for compiled, eager in zip(gloo(2, under_compile, case, *inputs), gloo(2, on_rank, case, *inputs), strict=True):
         for a, b in zip(compiled, eager, strict=True):
             assert (a == b).all()
 
