@@ -71,10 +71,12 @@ def context(*needed: str) -> Any:
     return forked
 
 
-def run(arguments: Sequence[str], framework: str, folder: Path, variables: dict[str, str], processes: int = 1) -> str:
+def run(
+    arguments: Sequence[str], framework: str, folder: Path, variables: dict[str, str], processes: int = 1, errors: bool = False
+) -> str:
     """Run ``python *arguments``, a file or ``-m`` and a module, and return its output; fail with its standard error.
 
-    Several ``processes`` get the variables that torchrun would set.
+    Several ``processes`` get the variables that torchrun would set. ``errors``: return what went to standard error too.
     """
     forked = context(framework)
     with tempfile.TemporaryDirectory(prefix="ring-attn-") as printed:
@@ -91,7 +93,7 @@ def run(arguments: Sequence[str], framework: str, folder: Path, variables: dict[
         texts = ["".join(file.read_text() for _, *files in started if (file := files[i]).exists()) for i in range(2)]
     codes = [process.exitcode for process, _, _ in started]
     assert not any(codes), f"exit status {codes}\n{texts[0][-2000:]}\n{texts[1][-4000:]}"
-    return texts[0]
+    return "".join(texts) if errors else texts[0]
 
 
 def _wait(processes: list[Any]) -> None:

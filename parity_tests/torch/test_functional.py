@@ -12,7 +12,7 @@ from ..support.selection import first
 from .functional import originals, over_a_ring
 from .functional_calls import DRAWS, draw
 
-SOME, ALL = range(40), range(300)
+FEW, SOME, ALL = range(20), range(40), range(300)
 
 
 def assert_exact_or_refused(name: str, seeds: range, results: list[list]) -> None:
@@ -35,9 +35,9 @@ def assert_exact_or_refused(name: str, seeds: range, results: list[list]) -> Non
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("ranks", first([1, 2, 4]))
+@pytest.mark.parametrize("ranks", first([2, 3, 1, 4], 1, 2))
 def test_random_calls_are_exact_on_a_ring_or_refused_by_name(gloo, name, ranks):
-    assert_exact_or_refused(name, SOME, gloo(ranks, over_a_ring, name, SOME))
+    assert_exact_or_refused(name, FEW, gloo(ranks, over_a_ring, name, FEW))
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -68,7 +68,7 @@ def test_what_they_are_compared_with_is_torchs_own(monkeypatch, name, seeds):
 
 @pytest.mark.parametrize("name", DRAWS)
 def test_most_draws_are_computed_and_every_refusal_is_drawn(name):
-    draws = [draw(name, seed) for seed in ALL]
+    draws = [draw(name, seed) for seed in ALL[:200]]
     computed = [call for call in draws if not call.refused]
     assert len(computed) > 0.6 * len(draws)
     assert {call.dtype for call in computed} == set(DTYPES)

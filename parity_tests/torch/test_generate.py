@@ -56,7 +56,7 @@ def whole(name: str, dtype: str = "float64") -> Any:
     return logits_of
 
 
-RINGS = {"features": (1, 2, 4), "grouped": (2,), "windows": (1, 2), "alibi": (2,)}
+RINGS = {"features": (1, 2), "grouped": (4,), "windows": (3,), "alibi": (2,)}
 
 
 def answers_on_rank(group: Group, name: str, new: int) -> list[list[list[int]]]:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from ..support import warm
+from ..support.programs import environment
 
 DESTROYS = """
 from pathlib import Path
@@ -39,17 +38,14 @@ print(f"rank {x.grad.sum().item() > 0} {threads}\\n", end="")
 """
 
 
-def test_nothing_keeps_the_group_alive_after_it_was_destroyed():
+def test_nothing_keeps_the_group_alive_after_it_was_destroyed(tmp_path):
     """A thread of gloo that outlives it can abort Python's exit: see ring/groups.py."""
-    done = subprocess.run([sys.executable, "-c", DESTROYS], capture_output=True, text=True, timeout=600)
-    assert done.stdout.strip() == "[]", done.stderr
+    (tmp_path / "destroys.py").write_text(DESTROYS)
+    assert warm.run(["destroys.py"], "torch", tmp_path, environment()).strip() == "[]"
 
 
 @pytest.mark.exhaustive
 def test_nor_does_the_graph_of_a_result(tmp_path):
-    program = tmp_path / "keeps_its_graph.py"
-    program.write_text(KEEPS_ITS_GRAPH)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(program)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-    assert sorted(done.stdout.split("\n")) == ["", "rank True []", "rank True []"], done.stdout + done.stderr
+    (tmp_path / "keeps_its_graph.py").write_text(KEEPS_ITS_GRAPH)
+    said = warm.run(["keeps_its_graph.py"], "torch", tmp_path, environment(), processes=2)
+    assert sorted(said.split("\n")) == ["", "rank True []", "rank True []"]

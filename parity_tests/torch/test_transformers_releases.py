@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,8 @@ import torch
 import ring_attn_torch.transformers as hf
 from ring_attn_core import releases
 
+from ..support import warm
+from ..support.programs import environment
 from .hugging_face import make
 
 ROOT = Path(__file__).parents[2]
@@ -82,16 +81,7 @@ dist.destroy_process_group()
 def test_a_trainer_prints_no_warning_of_unused_parameters(tmp_path: Path):
     pytest.importorskip("accelerate")
     (tmp_path / "program.py").write_text(TRAINER)
-    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    told = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "program.py"],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert told.returncode == 0, told.stderr
-    assert "train_loss" in told.stdout
-    assert "unused" not in told.stderr
-    assert "was not tried" not in told.stderr
+    said = warm.run(["program.py"], "parity_tests.torch.hugging_face", tmp_path, environment(), processes=2, errors=True)
+    assert "train_loss" in said
+    assert "unused" not in said
+    assert "was not tried" not in said
