@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,8 +14,10 @@ save = pytest.importorskip("safetensors.torch").save
 
 from ring_attn_torch import Checkpoints, RingTransformer  # noqa: E402
 
+from ..support import warm  # noqa: E402
 from ..support.full_disk import full_disk  # noqa: E402
 from ..support.models import TRANSFORMER  # noqa: E402
+from ..support.programs import environment  # noqa: E402
 
 STEPS = 5
 
@@ -217,12 +217,11 @@ print(at)
 @pytest.mark.exhaustive
 def test_a_run_killed_at_every_step_of_its_saves_ends_in_the_same_bits(tmp_path):
     """Killed at its second operation on the disk, then, resumed, at its fifth, and so on until it comes to its end."""
-    run(tmp_path, last=1)
-    command = [sys.executable, "-c", KILLED, str(tmp_path)]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) > 9
-    assert_equal(torch.load(tmp_path / "final.pt", weights_only=True), run(None))
+    folder = tmp_path / "run"
+    run(folder, last=1)
+    (tmp_path / "killed.py").write_text(KILLED)
+    assert int(warm.run(["killed.py", str(folder)], "torch", tmp_path, environment())) > 9
+    assert_equal(torch.load(folder / "final.pt", weights_only=True), run(None))
 
 
 def sharded_on_rank(group: Any, folder: Path, first: int, last: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ring_attn_torch.layers.transformer import RingTransformer
 from ring_attn_torch.ring.groups import Group, rank_in, ranks_of
 
 from ..support.rollouts import VOCAB, drawn_rollouts, loss_alone
+from ..support.selection import first
 from ..support.spawn import PerRank
 
 LONGEST = 14
@@ -42,9 +43,7 @@ def on_rank(group: Group, drawn: dict[str, Any], layout: str) -> list[np.ndarray
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "balanced"])
-@pytest.mark.parametrize(
-    "ranks", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive), pytest.param(4, marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("ranks", first([1, 2, 4, 3], 2, 3))
 def test_loss_and_gradients_of_a_tree_are_those_of_its_rollouts_alone(gloo, ranks, layout):
     drawn: dict[str, Any] = drawn_rollouts(np.random.default_rng(3), 6, LONGEST, VOCAB)
     assert max(map(len, drawn["rollouts"])) == LONGEST
@@ -189,8 +188,9 @@ TREES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("case", TREES)
+@pytest.mark.parametrize(
+    ("case", "ranks"), first([(case, ranks) for ranks in (2, 4) for case in TREES], len(TREES), len(TREES) + 2)
+)
 def test_another_tree_on_one_rank_is_every_ranks_error_before_anything_is_sent(gloo, case, ranks, layout):
     one, other = TREES[case]
     sent = 0
