@@ -38,10 +38,17 @@ OFTEN = ("gemma2", "gemma3", "gpt_oss")
 """Models with windows, softcap, norms of q and k, and sinks; the others have nothing else, and other tests run llama."""
 
 
+def marks_of(name: str, turn: int) -> Any:
+    """Return the marks of a model on a ring: one of ``OFTEN`` runs in its turn 0 always, each in its turn 1 in make test-all."""
+    if turn == 0 and name in OFTEN:
+        return ()
+    return pytest.mark.exhaustive if turn == 1 else pytest.mark.full
+
+
 @pytest.mark.parametrize(
     ("name", "ranks"),
     [
-        pytest.param(name, ranks, marks=() if name in OFTEN and ranks == (2, 4, 1)[i % 3] else pytest.mark.exhaustive)
+        pytest.param(name, ranks, marks=marks_of(name, (i + ranks // 2) % 3))
         for i, name in enumerate(MODELS)
         for ranks in (1, 2, 4)
     ],

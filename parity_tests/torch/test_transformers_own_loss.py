@@ -87,8 +87,8 @@ def near(got: Result, want: Result) -> None:
 
 @pytest.mark.parametrize("rings", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_the_loss_and_the_predictions_of_the_next_class_are_those_of_one_process(four: Any, tmp_path: Path, rings: int):
-    runs = [Run(3, str(tmp_path / f"{rings}{kind}"), ring=4 // rings, rows=2 // rings) for kind in "ab"]
-    ones = [Run(3, str(tmp_path / f"one{kind}")) for kind in "ab"]
+    runs = [Run(2, str(tmp_path / f"{rings}{kind}"), ring=4 // rings, rows=2 // rings) for kind in "ab"]
+    ones = [Run(2, str(tmp_path / f"one{kind}")) for kind in "ab"]
     rows_of = lambda count: {"evaluated": True, "settings": (("per_device_eval_batch_size", count),)}
     doubled = trained(ones[0]._replace(**rows_of(6)), kind=Doubled)
     plain = trained(ones[1], kind=OfTheModel) if rings == 1 else None  # a mean over a batch is another one over two rings

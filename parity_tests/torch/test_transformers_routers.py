@@ -190,13 +190,13 @@ def test_a_trainer_on_a_ring_adds_it_as_transformers_does(four: Any, tmp_path: P
 
 
 def trained_by(group: Any, folder: str) -> tuple[list[float], np.ndarray]:
-    """Three steps of two batches each: the loss of each step, and the predicted logits of the rows after them."""
+    """Two steps of two batches each: the loss of each step, and the predicted logits of the rows after them."""
     from .hugging_face_training import Rows, launched
 
     torch.set_grad_enabled(True)
     with launched(*(0, 1) if group is None else (group.rank(), group.size())):
         arguments: dict[str, Any] = {"use_cpu": True, "save_strategy": "no", "report_to": [], "disable_tqdm": True}
-        arguments |= {"max_steps": 3, "gradient_accumulation_steps": 2, "logging_steps": 1, "log_level": "error"} | {
+        arguments |= {"max_steps": 2, "gradient_accumulation_steps": 2, "logging_steps": 1, "log_level": "error"} | {
             "ddp_find_unused_parameters": False
         }
         kind = transformers.Trainer if group is None else hf.RingTrainer
