@@ -43,7 +43,7 @@ SMALL = {
 
 
 STRATEGIC = [
-    Case(strategy="direct", mask=sliding_window(5), ranks=3, heads=2, kv_heads=1, batch=1),
+    Case(strategy="direct", mask=sliding_window(5), ranks=3, heads=2, length=48, batch=1),
     Case(strategy="ulysses", ranks=2, heads=2, kv_heads=1, batch=1, dtype="float16", sinks=True),
     Case(strategy="gather", ranks=3, heads=2, kv_heads=1, batch=1, dtype="float16", key_mask="random"),
     Case(strategy="two_way", ranks=3, heads=2, batch=1, dtype="float16"),
