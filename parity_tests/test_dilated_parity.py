@@ -14,7 +14,7 @@ from .torch import dilated as on_torch
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=() if i in IN_CI else pytest.mark.full) for i, case in enumerate(CASES) if case.dtype == "float32"],
+    [pytest.param(case, marks=() if case in IN_CI else pytest.mark.full) for case in CASES if case.dtype == "float32"],
     ids=str,
 )
 def test_both_frameworks_give_the_same(gloo, case):
