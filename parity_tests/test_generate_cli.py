@@ -67,6 +67,7 @@ def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
         (("--top-k", "5"), "top_k=5, top_p=None have no effect on it: set a temperature"),
         (("--stop", "300"), "--stop holds 300, and a vocabulary of 256 has 0 to 255"),
         (("--framework", "numpy"), "unknown framework"),
+        (("--shard-weights",), "in PyTorch each rank holds all weights: pass --framework jax"),
     ):
         refused = CliRunner().invoke(app, given(folder, *options))
         assert refused.exit_code == 2
@@ -75,10 +76,11 @@ def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
 
 
 @pytest.mark.exhaustive
-def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces(folder):
+@pytest.mark.parametrize(("weights", "option"), [("llama", ()), ("weights", ("--shard-weights",))], ids=["llama", "sharded"])
+def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces_and_of_sharded_weights(folder, weights, option):
     pytest.importorskip("jax")
     drawn = "--max-new-tokens", "12", "--framework", "jax", "--ranks", "2", "--temperature", "1", "--seed", "3"
-    done = generate(folder, *drawn, weights="llama")
+    done = generate(folder, *drawn, *option, weights=weights)
     assert done.returncode == 0, done.stderr
     assert done.stdout == expected(folder, temperature=1.0, seed=3)
 

@@ -43,6 +43,9 @@ def generate(
         Path | None, typer.Option(help="Path of a tokenizer.json.", show_default="the one beside the weights, else bytes")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="Dtype of the weights in memory.", show_default="the config's")] = None,
+    shard_weights: Annotated[
+        bool, typer.Option("--shard-weights", help="In JAX: share the weights among the ranks, for a model larger than a GPU.")
+    ] = False,
 ) -> None:
     """Continue a prompt with a language model. Write the new text to stdout and the progress to stderr."""
     with errors_in_one_line():
@@ -64,5 +67,6 @@ def generate(
             chunk=chunk,
             tokenizer=tokenizer,
             dtype=dtype,
+            shard_weights=shard_weights,
         )
         run(settings)

@@ -38,10 +38,13 @@ class GenerateSettings:
     chunk: int | None = None
     tokenizer: Path | None = None
     dtype: str | None = None
+    shard_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.framework not in ("jax", "torch"):
             raise ValueError(f"unknown framework {self.framework!r}: choose one of jax, torch")
+        if self.shard_weights and self.framework != "jax":
+            raise ValueError("--shard-weights is for JAX, and in PyTorch each rank holds all weights: pass --framework jax")
         Sampling(self.temperature, self.top_k, self.top_p, self.seed)  # checks the values
         for name, count in (("--max-new-tokens", self.new), ("--chunk", self.chunk)):
             if count is not None and count < 1:

@@ -1,10 +1,14 @@
-"""The mesh of a training run in JAX, and the devices that hold each weight. Imported only if JAX is used."""
+"""The mesh of a training run in JAX, and the devices that hold each weight, here and in ``ring-attn generate``.
+
+Imported only if JAX is used.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import jax
+from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .config import Config
@@ -32,12 +36,18 @@ def mesh_of(config: Config) -> Mesh:
 def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
     """Return the tree ``state`` with the sharding of each array in its place. Arrays are replicated unless ``sharded``.
 
-    With ``sharded``, an array is sharded over all devices along the first dimension whose size is a multiple of their number. An
-    array without such a dimension is replicated.
+    With ``sharded``, an array is sharded over all axes of ``mesh`` along the first dimension whose size is a multiple of the
+    number of devices. An array without such a dimension is replicated.
     """
 
     def of(x: Any) -> NamedSharding:
         divided = [i for i, size in enumerate(x.shape) if sharded and size and size % mesh.size == 0]
-        return NamedSharding(mesh, PartitionSpec(*[None] * divided[0], AXES) if divided else PartitionSpec())
+        return NamedSharding(mesh, PartitionSpec(*[None] * divided[0], mesh.axis_names) if divided else PartitionSpec())
 
     return jax.tree.map(of, state)
+
+
+def place(module: nnx.Pytree, mesh: Mesh, sharded: bool) -> None:
+    """Put the arrays of ``module`` on the mesh, in the shardings that ``weight_shardings`` returns."""
+    state = nnx.state(module)
+    nnx.update(module, jax.device_put(state, weight_shardings(state, mesh, sharded)))

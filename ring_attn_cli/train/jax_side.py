@@ -41,7 +41,7 @@ from .arithmetic import first_adapters, first_weights
 from .config import DTYPES, Config
 from .data import arguments, check_vocab, is_llama
 from .folder import adapters_of
-from .jax_mesh import AXES, mesh_of, weight_shardings
+from .jax_mesh import AXES, mesh_of, place, weight_shardings
 from .jax_optimizer import adamw, compiler_options
 from .loop import Tell, train
 from .side import RunDevices, TrainStep
@@ -124,13 +124,13 @@ class JaxTrainer:
         self._config, self._mesh = config, mesh
         self._sharded = config.ring.weights == "sharded"
         self._model = self._made()
-        self._place(self._model)
+        place(self._model, mesh, self._sharded)  # as a step returns them, so that step 2 does not recompile
         self.config = self._model.config
         trained = nnx.Param if config.lora is None else nnx.LoRAParam  # a LoRAParam is a Param too
         count = lambda kind: sum(x.size for x in jax.tree.leaves(nnx.state(self._model, kind)))
         self.parameters, self.trained = count(nnx.Param), count(trained)
         self._optimizer = nnx.Optimizer(self._model, adamw(config.optimizer, config.steps), wrt=trained)
-        self._place(self._optimizer)
+        place(self._optimizer, mesh, self._sharded)
         options = compiler_options(mesh.devices.flat[0].platform, config.ring.activations)
         self._step = jax.jit(_step, static_argnames=("graph", "how"), donate_argnames="state", compiler_options=options)
 
@@ -150,11 +150,6 @@ class JaxTrainer:
             if self._config.lora is not None:
                 add_adapters(model, self._config.lora, first_adapters(self._config.lora, model.config, self._config.seed))
             return model
-
-    def _place(self, module: nnx.Pytree) -> None:
-        """Put the arrays of ``module`` on the mesh, in the shardings that a step returns, so that step 2 does not recompile."""
-        state = nnx.state(module)
-        nnx.update(module, jax.device_put(state, weight_shardings(state, self._mesh, self._sharded)))
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Shard:
         whole, targets, of = jnp.asarray(ids), jnp.asarray(labels), self._config.ring
