@@ -10,13 +10,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 HASH = "_hash"
 MOST_KNOWN = 1024
-"""Largest number of entries of a cache by problem. In a balanced layout each batch makes a problem of some 100 KB."""
+"""Largest number of entries of a cache by problem. In a balanced layout each batch makes a problem, which may take 100 KB."""
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
     """Cache the records that ``make`` returns, in an LRU cache of 4096 entries. The key is the arguments and their types.
 
-    If an argument cannot be hashed, call ``make`` without the cache, so that the record's own checks raise the error.
+    After a TypeError, as for an argument that cannot be hashed, call ``make`` without the cache, so that its own checks raise.
     """
     known = lru_cache(maxsize=4096, typed=True)(make)
 

@@ -140,6 +140,6 @@ def clamp(x: Any, low: int, high: int) -> Any:
 def only_where(condition: Any, x: Any) -> Any:
     """Return ``x`` where ``condition`` is true, else 0, for ints and arrays.
 
-    A bool array is cast to ``x.dtype`` first, because JAX's strict promotion refuses bool times integer.
+    A bool array of NumPy or JAX is cast to ``x.dtype`` first, because JAX's strict promotion refuses bool times integer.
     """
     return x * (condition.astype(x.dtype) if hasattr(condition, "astype") and hasattr(x, "dtype") else condition)

@@ -5,8 +5,9 @@
     token   = argmax over kept of score_i + gumbel_i         so that P(token = i) = softmax over kept of score_i
 
 The noise gumbel_i is a pure function of (seed, request, position, token), drawn by the counter-based generators of
-:mod:`ring_attn_core.dropout`. All ranks and both frameworks draw the same token, and the tokens of a request do not depend on the
-rest of the batch. Between equal logits the lower token id wins.
+:mod:`ring_attn_core.dropout`. So all ranks draw the same token from equal logits, and so do both frameworks unless two tokens'
+sums are equal up to rounding. The tokens of a request do not depend on the rest of the batch. Among equal logits the lower token
+id comes first.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ class Sampling:
 
     ``temperature`` 0 takes the most probable token. ``top_k`` and ``top_p`` restrict the draw to the most probable tokens; None
     allows all tokens. Each of the three may be a list or a 1-D array with a value for each request; it is stored as a tuple.
-    Raise ValueError if a number is out of range, or if ``top_k`` or ``top_p`` has no effect because the temperature is 0.
+    Raise ValueError if a value is not a number or is out of range, or if ``top_k`` or ``top_p`` has no effect because the
+    temperature is 0.
     """
 
     temperature: Any = 0.0

@@ -142,7 +142,7 @@ _NEEDS_FLAX = {
 
 
 def __dir__() -> list[str]:
-    """Return all public names, including those that are imported on first access."""
+    """Return the names of the module, including those that are imported on first access."""
     return sorted({*globals(), *__all__})
 
 

@@ -1,4 +1,4 @@
-"""The files beside the weights of a saved Hugging Face model: config.json, and the tokenizer of the folder that it came from."""
+"""The files beside the weights of a saved Hugging Face model: config.json, and tokenizer files of the original folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .llama import FIXED, TYPES, their_config
 from .weight_files import CONFIG
 
 TOKENIZERS = "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model"
-"""Files of tokenizers. A folder with a tokenizer has at least one of these files."""
+"""Files of tokenizers. A folder without any of them counts as a folder without a tokenizer."""
 
 BESIDE = (
     *TOKENIZERS,
@@ -30,16 +30,17 @@ WRITTEN = {*FIXED, *TYPES, "dtype", "head_dim", "num_key_value_heads", "rope_the
 """Keys never copied from the source's config.json: the saved model sets them or leaves them out."""
 
 DROPPED = {"auto_map", "_name_or_path"}
-"""Keys of the source's config.json that point to other files; they are not copied."""
+"""Keys of the source's config.json that name code or a folder elsewhere; they are not copied."""
 
 
 def files_of(config: TransformerConfig, length: int | None, source: str | Path | None) -> dict[str, bytes]:
     """Return the content of each file that ``save_llama`` writes beside the weights, by name.
 
     ``length``: the longest sequence that transformers should allow, in tokens; None: the config's value, or 131072. ``source``: a
-    Hugging Face folder, or None. Its tokenizer files are copied. If it has the model's architecture, the keys of its config.json
-    that the model does not set are copied too. Raise ValueError if the source has no config.json or tokenizer, or has more token
-    ids than the model.
+    Hugging Face folder, or None. Its files in BESIDE are copied. If its model_type is the saved model's, so are the keys of its
+    config.json that the saved config does not set, except WRITTEN and DROPPED. Raise ValueError if no Hugging Face architecture
+    fits ``config``, or ``length`` is invalid. Raise it also if the source has no config.json or tokenizer, cannot be read, or has
+    more token ids than the model.
     """
     ours = their_config(config, length)
     if source is None:

@@ -29,7 +29,7 @@ DTYPES = "F32", "BF16", "F16", "F64"
 """safetensors' names of the dtypes that weights may be stored in."""
 
 SAMPLES = 256
-"""Number of blocks that are sampled from a file for its digest."""
+"""The most blocks of a file that are read for its digest."""
 
 TRIES = 5
 """The most attempts to open a folder that another process keeps replacing."""
@@ -58,7 +58,7 @@ class WeightFolder(NamedTuple):
     files: dict[Path, WeightFile]
 
     def check_unwritten(self) -> None:
-        """Raise ValueError if a file was written to in place since it was opened; the message names the file."""
+        """Raise ValueError, naming the file, if the size or modification time of a weight file changed since it was opened."""
         for path, each in self.files.items():
             _check_unwritten(path, each.identity, each.file.fileno())
 
@@ -83,7 +83,8 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
     """Open config.json and all weight files of one save, for arrays of ``framework`` on ``device``.
 
     A save may replace the folder meanwhile: open files stay readable, and if only some were open, this function opens the new
-    folder instead. Raise ValueError if a file is missing, damaged or not a regular file; the message names it.
+    folder instead. Raise ValueError if a file is missing, damaged, not regular or written to meanwhile. Raise it also if there is
+    no folder, or if it was replaced at each of TRIES attempts.
     """
     for _ in range(TRIES):
         place = current(folder)
@@ -112,7 +113,7 @@ def current(folder: str | Path) -> Path:
     """Return the path of the complete weights: ``folder``, or its predecessor if a save was killed between its two renames.
 
     If neither exists, look again for a moment, because two saves in quick succession may hide both from one look. Raise
-    ValueError if neither appears.
+    ValueError if neither appears, or as ``resolved`` does.
     """
     folder = resolved(folder)
     old = folder.with_name(REPLACED.format(folder.name))
@@ -127,7 +128,7 @@ def current(folder: str | Path) -> Path:
 def resolved(folder: str | Path) -> Path:
     """Return the path of a folder of weights, with symbolic links resolved.
 
-    Raise ValueError if ``folder`` is not a path, its links form a circle, or it is the root.
+    Raise ValueError if ``folder`` is not a path or is the root, and before Python 3.13 also if its links form a circle.
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"folder must be the path of a folder of weights, a str or a Path, got {in_words(folder)}")
@@ -143,11 +144,11 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return for each file the weights to read from it, as a dict from names in the model to names in the file.
+    """Return, for each file with weights of the model, a dict from names in the model to names in the file.
 
     ``expected``: shapes by name in the model. ``renamed``: maps a name in the model to the name in the files. ``ignored``: name
     endings; weights in the files with such names are ignored. Raise ValueError if a weight is missing, unexpected, of another
-    shape or quantised.
+    shape, or of a dtype that is not in DTYPES, such as a quantised weight.
     """
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():
@@ -181,7 +182,7 @@ def sources(
 
 @contextmanager
 def opened(file: Path, framework: str = "np", device: str = "cpu") -> Iterator[Any]:
-    """Open a safetensors file for arrays of ``framework``. Raise ValueError if it is missing, truncated or not safetensors."""
+    """Open a safetensors file for arrays of ``framework``. Raise ValueError if it is missing, damaged or not regular."""
     from safetensors import SafetensorError, safe_open
 
     check_regular(file)
@@ -270,7 +271,7 @@ def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files, each with the weight names that the index lists for it; None without an index."""
+    """Return the weight files, each with the weight names that the index lists for it, or with None without an index."""
     if os.path.lexists(folder / WEIGHTS):
         return {folder / WEIGHTS: None}
     if not os.path.lexists(folder / INDEX):

@@ -1,6 +1,7 @@
-"""Saving weights as a folder of safetensors files that replaces the previous folder atomically, one process at a time.
+"""Saving weights as a folder of safetensors files. A save that is killed leaves the previous or the new folder complete.
 
-A save writes to a temporary folder, calls fsync, moves the previous folder aside by a rename, and renames the new folder.
+A save writes to a temporary folder, calls fsync, moves the previous folder aside by a rename, and renames the new folder. A lock
+admits one process at a time, except on Windows and on file systems without locks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ MOST_BYTES = 5 * 10**9
 """The most bytes of a file with several weights; the saving process holds all weights of a file in host memory."""
 
 SAVED = "float32", "bfloat16", "float16", "float64"
-"""The dtypes that weights may have."""
+"""The dtypes in which weights may be saved."""
 
 Save = Callable[[dict[str, Any], Path, dict[str, str]], None]
 """The type of safetensors' ``save_file``: takes arrays by name, the path, and the header's metadata."""
@@ -41,10 +42,10 @@ def check_savable(name: str, dtype: str, valued: bool) -> None:
 def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` when the block ends; after an error the previous folder stays.
 
-    ``files``: the names of the files that the block writes beside the weights. If the process is killed meanwhile, the previous
-    folder stays complete, and ``current`` finds it. Wait while another process saves there. Raise ValueError, before the block,
-    if the folder holds a file that is neither a weight file nor in ``files``. Raise OSError if writing or renaming fails; the
-    previous folder is then intact.
+    ``files``: the names of the files that the block writes beside the weights. If the process is killed meanwhile, ``current``
+    finds the previous folder, or the new one after its rename. Wait while another process saves there (see ``_alone``). Raise
+    ValueError, before the block, if ``folder`` is a file, or holds anything but weight files, config.json and ``files``. Raise
+    OSError if writing or renaming fails; the previous folder is then intact.
     """
     from safetensors import SafetensorError
 
@@ -110,7 +111,7 @@ def _alone(folder: Path) -> Iterator[None]:
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
     """Write the weights into the empty ``folder``, in files of at most MOST_BYTES, or of one larger weight.
 
-    Hold the weights of only one file in memory at a time.
+    Hold only the weights of one file, and the first weight of the next file, in memory at a time.
     """
     files: list[list[str]] = []
     part: dict[str, Any] = {}

@@ -17,13 +17,13 @@ from ..validation import in_words
 @hashed_once
 @dataclass(frozen=True)
 class BalancedLayout:
-    """The token positions of each rank, as computed by :func:`balanced_layout`. It is plain data, equal on every rank.
+    """The token positions of each rank, as computed by :func:`balanced_layout`, as plain data.
 
     ``runs``: for each rank the (start, length) of its runs of consecutive positions, in shard order; the lengths of each rank add
     up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
     ``documents``: the lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
-    Raise ValueError if the runs of all ranks do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once. Raise it
-    also if the ranks hold unequal numbers of tokens, or if ``length`` is greater than their sum.
+    Raise ValueError if the runs of all ranks do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once, or if a
+    run is empty. Raise it also if the ranks hold unequal numbers of tokens, or ``length`` is negative or greater than their sum.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
@@ -78,7 +78,10 @@ class BalancedLayout:
         return tuple(run for run in kept if run.length)
 
     def joined(self, shards: int) -> BalancedLayout:
-        """Return the layout with each group of ``shards`` consecutive ranks as one rank, its tokens in order of position."""
+        """Return the layout with each group of ``shards`` consecutive ranks as one rank, its tokens in order of position.
+
+        The result has no ``documents``.
+        """
         groups = []
         for first in range(0, self.ranks, shards):
             runs: list[tuple[int, int]] = []

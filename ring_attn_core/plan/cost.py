@@ -1,9 +1,9 @@
 """The cost model of the strategies: seconds of a forward and a backward, and memory, of one rank on a machine.
 
 Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order in which ``ring/strategies/`` starts them.
-All transfers of a call share one queue, like those of a process group in PyTorch, even if some of them cross between hosts. The
-copies of "pull" and "push" share a copy engine. The plan gives the visible pairs, the shapes give the bytes, and a ``Machine``
-gives the rates of computation and transfer.
+The copies of "pull" and "push" share a copy engine. All other transfers of a call share one queue, like those of a process group
+in PyTorch, even if some of them cross between hosts. The plan gives the visible pairs, the shapes give the bytes, and a
+``Machine`` gives the rates of computation and transfer.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def seconds(name: str, load: Load, machine: Machine, group: int = 0) -> Seconds:
 
 
 def memory(name: str, load: Load, group: int = 0) -> int:
-    """Return the largest number of bytes that a strategy holds in the backward, besides a rank's q, k, v, out and gradients.
+    """Predict the peak number of bytes that a strategy holds in the backward, besides a rank's q, k, v, out and gradients.
 
-    ``group``: ranks per group of "ulysses", or per host of "two_level".
+    ``group``: ranks per group of "ulysses".
     """
     keys, gradients = load.kv * load.item, load.kv * load.wide
     ranks = load.plan.ranks
@@ -67,11 +67,11 @@ def _ring(run: Pass, group: int) -> None:
 
 
 def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: bool, slower: float = 1.0) -> None:
-    """Schedule the steps of a ring; each step sends its keys to the next rank while it computes.
+    """Schedule the steps of a ring; each step but the last sends its keys to the next rank while it computes.
 
-    A backward step first waits for the gradients of its keys from the previous rank. ``works``: the work of each step. ``kv``:
-    number of elements of k and v in a hop. ``crosses``: whether hops cross between hosts. ``home``: whether a last hop returns
-    the gradients to their owners. ``slower``: factor of the time of the backward's matrix products.
+    A later step of the backward first waits for its keys' gradients from the previous rank. ``works``: the work of each step.
+    ``kv``: number of elements of k and v in a hop. ``crosses``: whether hops cross between hosts. ``home``: whether a last hop
+    returns the gradients to their owners. ``slower``: factor of the time of the backward's matrix products.
     """
     line, load = run.line, run.load
     travelling: float | None = None

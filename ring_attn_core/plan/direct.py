@@ -6,7 +6,8 @@ a run that holds all keys visible to the reader's queries under the mask. Balanc
 
     causal, zigzag, 4 ranks     shift 1: rank 1 (tokens 2 3 12 13) sends 2 3 to rank 2, whose last query is at 11
     window of 2, contiguous     shift 1: each rank but the last sends its last 2 tokens to the next rank; no other shift
-    full, or striped            whole shards
+    full                        whole shards
+    causal, striped             whole shards, less the last key if the owner's number is above the reader's
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class DirectPlan(RingPlan):
         return {shift: tuple(self._of_shift(shift)) for shift in self.shifts[1:]}
 
     def _of_shift(self, shift: int) -> list[Slice]:
-        """Return a slice for each run of keys at this shift; join slices that meet in every shard."""
+        """Return a slice for each run of keys that some reader sees at this shift; join slices that meet in every shard."""
         found: list[Slice] = []
         for run in range(len(self.k_runs[0])):
             parts = [self._visible(owner, (owner + shift) % self.ranks, run) for owner in range(self.ranks)]

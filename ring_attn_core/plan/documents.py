@@ -31,8 +31,8 @@ PairCost = Callable[[int], float]
 def document_rows(documents: Any) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of documents as one tuple for each batch row.
 
-    ``documents``: a sequence of lengths for one row, or a sequence of such sequences, one for each row. Raise ValueError if a
-    length is not an integer of at least 1.
+    ``documents``: a sequence of lengths for one row, or a sequence of such sequences, one for each row. Raise ValueError if it is
+    neither, if a length is not an integer of at least 1, or if one of several sequences is empty.
     """
     if not isinstance(documents, Iterable) or isinstance(documents, str | bytes):
         raise ValueError(f"documents are the lengths of documents in tokens, such as (4096, 1024), got {in_words(documents)}")
@@ -64,7 +64,7 @@ class PackedDocuments:
 
     @classmethod
     def of(cls, documents: Any, mask: Any = None, pair_cost: PairCost | None = None) -> PackedDocuments:
-        """Return the arguments as PackedDocuments. Raise ValueError if a length, a mask or a cost is invalid.
+        """Return the arguments as PackedDocuments. Raise ValueError if a length, a mask or the cost of a mask is invalid.
 
         ``documents``: lengths, as in :func:`document_rows`. ``mask``: a Band, or a mapping of Bands to costs; None is
         ``causal()``.

@@ -33,9 +33,9 @@ class Load:
 
     ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
     host, 0 if unknown. ``share``: visible pairs divided by pairs under the mask alone, below 1 for documents of known lengths.
-    ``extents``: whether queries have extents. ``peer_access``: whether the ranks can copy from and to the memory of each other's
-    GPUs. ``needed``: the plan of "direct" in a balanced layout, None if "auto" may not take it. ``even``: whether all ranks
-    send equally many keys under the plan ``needed``, as in JAX.
+    ``extents``: whether queries or keys have extents. ``peer_access``: whether the ranks can copy from and to the memory of each
+    other's GPUs. ``needed``: the plan of "direct" in a balanced layout; None in another layout, and if "auto" may not take it.
+    ``even``: whether all ranks send equally many keys under the plan ``needed``, as in JAX.
     """
 
     plan: RingPlan
@@ -78,7 +78,7 @@ class Load:
 
     @cached_property
     def sample(self) -> tuple[int, ...]:
-        """Return the sampled ranks, whose work is counted: the first, the last, and others at equal distances between them."""
+        """Return the sampled ranks, whose work is counted: the first, the last, and others evenly spread between them."""
         ranks, some = self.plan.ranks, min(self.plan.ranks, SAMPLE)
         return tuple(sorted({i * (ranks - 1) // max(some - 1, 1) for i in range(some)}))
 
@@ -131,7 +131,10 @@ class Load:
         return total
 
     def operations(self, pairs: float) -> tuple[float, float]:
-        """Return the floating-point operations for ``pairs`` (query, key) pairs in all heads, as (forward, backward)."""
+        """Return the floating-point operations, as (forward, backward), in all batch rows and heads.
+
+        ``pairs``: number of (query, key) pairs under the mask in one batch row and head; ``share`` of them count.
+        """
         d, e, each = self.head_dim, self.v_dim, 2 * self.batch * self.heads * self.share * pairs
         return each * (d + e), each * (3 * d + 2 * e)
 

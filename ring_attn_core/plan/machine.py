@@ -167,7 +167,7 @@ H200 = Machine(
 """An H200 in a host with two to eight GPUs on NVLink. The links of 4 and 8 ranks were measured without kernels. The forward and
 backward rates come from rings without transfers and from single launches. All other fields except nominal ones are fitted to
 calls on two GPUs (benchmarks/simulate).
-``network`` and ``network_latency`` are nominal: 400 Gb/s for each GPU, 9 tenths of it data."""
+``memory``, ``network`` and ``network_latency`` are nominal: a network of 400 Gb/s for each GPU, 9 tenths of it data."""
 
 H100 = replace(
     H200,

@@ -40,7 +40,10 @@ def path_of(framework: str, device: str) -> Path:
 
 
 def check_folder() -> None:
-    """Raise ValueError if no record can be written. Make the folder of the records, and write and delete a file in it."""
+    """Make the folder of the records, and write and delete a file in it. Raise ValueError if that fails.
+
+    Raise RuntimeError if the user has no home folder.
+    """
     folder = path_of("", "").parent
     part = folder / f".{os.getpid()}"
     try:
@@ -54,7 +57,7 @@ def check_folder() -> None:
 def save(machine: Machine, framework: str) -> Path:
     """Write a record atomically and return its path: write a temporary file beside it, then rename the temporary file.
 
-    Raise ValueError if the file cannot be written.
+    Raise ValueError if the file cannot be written, or RuntimeError if the user has no home folder.
     """
     path = path_of(framework, machine.name)
     part = path.with_name(f"{path.name}.{os.getpid()}")
@@ -84,7 +87,7 @@ def stored(framework: str, device: str) -> Machine | None:
 
 
 def host() -> str:
-    """Return a unique name of this host: its network name and, on Linux, the id of its last boot."""
+    """Return a name that tells this host from others: its network name and, on Linux, the id of its last boot."""
     try:
         return f"{platform.node()} {_BOOT.read_text().strip()}"
     except OSError:

@@ -1,4 +1,4 @@
-"""The plan of the strategy "direct" in a balanced layout: each rank receives all keys that its queries see in one exchange.
+"""The plan of the strategy "direct" in a balanced layout: in one exchange each rank receives the other ranks' keys that it sees.
 
 A rank attends to its own keys while the keys of other ranks arrive. Then it attends to the received keys, sorted by position, as
 one shard. Documents of 4, 12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
@@ -116,7 +116,7 @@ class NeededPlan(RingPlan):
 
     @property
     def travels(self) -> bool:
-        """Return True even if no rank receives keys, so that k and v are packed into one array in every balanced layout."""
+        """Return True even if no rank receives keys, so that k and v are always packed into one array."""
         return True
 
     @cached_property

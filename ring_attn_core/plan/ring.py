@@ -2,8 +2,8 @@
 
 The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on rank
 ``r - s``. The plan leaves out each shift, except 0, at which no rank sees a key. So with a window, keys travel only as far as
-some query sees. A query that sees no key is *blank* (``blanks``): out 0 and lse -inf. A *blank key* is seen by no query
-(``blank_keys``).
+some query sees. A query that sees no key is *blank* (``blanks``): out 0, and lse -inf or the sink. A *blank key* is seen by no
+query (``blank_keys``).
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class RingPlan:
 
     @property
     def order(self) -> str | BalancedLayout:
-        """Return the layout, but for a single rank with a named layout "contiguous": the same positions in the fewest runs."""
+        """Return the layout. For one rank with a named layout return "contiguous", which has the same positions in one run."""
         return self.layout if self.ranks > 1 or isinstance(self.layout, BalancedLayout) else "contiguous"
 
     @property
@@ -215,14 +215,14 @@ class RingPlan:
 
     @cached_property
     def blanks(self) -> bool:
-        """Return whether a query, padding included, may be fully masked; always True with ``steps``."""
+        """Return whether mask or padding may hide all keys from some query, padding included; always True with ``steps``."""
         if self.steps is not None:
             return True  # a query may see keys only at the shifts that are left out
         return self.length < self.seq_local * self.ranks or not self._all_meet(self.mask, self.length, self.kv_length)
 
     @cached_property
     def blank_keys(self) -> bool:
-        """Return whether a key, padding included, may be masked for every query; always True with ``steps``."""
+        """Return whether mask or padding may hide some key, padding included, from all queries; always True with ``steps``."""
         of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
         if self.steps is not None:
             return True

@@ -51,6 +51,6 @@ def place_name(plan: RingPlan, number: int) -> str:
 
 
 def in_units(size: int) -> str:
-    """Format a number of bytes in the largest binary unit in which it is at least 1, such as ``32 MiB``."""
+    """Format a number of bytes in the largest unit up to GiB in which it is at least 1, such as ``32 MiB``."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{size / (1 << 10 * power):.4g} {UNITS[power]}"

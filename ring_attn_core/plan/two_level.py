@@ -7,7 +7,7 @@
 
 The place of a rank is its index within its host. Let keys start at place ``p`` of host ``h``, cross ``outer`` hosts, and move
 ``inner`` ranks on inside a host. Then they are at place ``(p + inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to
-each host once, while a whole inner ring runs (double ring: LoongTrain, arXiv:2406.18485).
+each host at most once, while an inner ring runs (double ring: LoongTrain, arXiv:2406.18485).
 """
 
 from __future__ import annotations

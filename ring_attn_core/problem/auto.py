@@ -1,4 +1,4 @@
-"""The choice of ``strategy="auto"``: the strategy that the cost model predicts to be fastest, and the reason in a sentence.
+"""The choice of ``strategy="auto"`` by the times that the cost model predicts, and the reason in a sentence.
 
 The choice depends on facts that all ranks share: shapes, options, the names of the optional arrays, the machine and its hosts.
 """

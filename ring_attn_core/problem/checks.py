@@ -144,8 +144,9 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
     A run of None means the whole block, from position 0.
 
-    Raise ValueError if an argument is not a Run, a stride is below 1, or the strides differ. Raise it also if an untraced start
-    is negative, an untraced length exceeds the block, or a position is not below 2^30.
+    Raise ValueError if an argument is neither None nor a Run, a stride is not an int of at least 1, or the strides differ. Raise
+    it also if a start or length is not an integer. If untraced, a start must not be negative, a length must fit the block, and
+    positions must be below 2^30.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
@@ -243,7 +244,7 @@ def _check_pair(taken: str, pair: Any, is_array: Callable[[Any], bool], expected
 
 
 def check_own_pair(pair: Any, is_array: Callable[[Any], bool], expected: str) -> None:
-    """Raise ValueError if ``pair`` is not out [..., v_dim] and lse [...] of floating dtypes, as ``merge_ring`` requires."""
+    """Raise ValueError if ``pair`` is not out [..., v_dim] and lse [...] of floating dtypes of at least two bytes."""
     _check_pair("merge_ring takes a pair (out, lse)", pair, is_array, expected)
     out, lse = pair
     if not out.shape or tuple(out.shape[:-1]) != tuple(lse.shape):

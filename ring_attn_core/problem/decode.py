@@ -1,8 +1,8 @@
 """A call of ``tree_attention_decode`` as a record of plain data, with its checks.
 
-A call reads this rank's part of one layer's cache: batch * slots * (kv_heads * (head_dim + v_dim) * bytes of an element + 4)
-bytes, the 4 for the position. k and v of slots that no query sees are not read. A kv head has queries * heads / kv_heads query
-rows. The kernels (kernels/portable/decode.py) read the part once for each tile of up to 64 of these rows (32 in float32).
+This rank's part of one layer's cache has batch * slots * (kv_heads * (head_dim + v_dim) * bytes of an element + 4) bytes, the 4
+for the position. A kv head has queries * heads / kv_heads query rows. The kernels (kernels/portable/decode.py) read the part once
+for each tile of up to 64 of these rows (32 in float32), except k and v of slots outside the positions that these rows may see.
 ``Case.bytes`` in benchmarks/decode/candidates.py counts one read, for v_dim = head_dim.
 """
 
@@ -82,7 +82,7 @@ class Decode:
         }
 
     def check(self) -> None:
-        """Raise ValueError if shapes, dtypes, arrays or options do not fit together."""
+        """Raise ValueError if shapes, dtypes, optional arrays or options are invalid or do not fit together."""
         self._check_shapes()
         self._check_dtypes()
         self._check_arrays()

@@ -21,12 +21,12 @@ from .strategies import Strategy, check_device, check_fit, chosen, plan_of_steps
 @hashed_once
 @dataclass(frozen=True)
 class Problem:
-    """One call of ``ring_attention`` on one rank, hashable and independent of the framework.
+    """One call of ``ring_attention`` on one rank, as hashable data without arrays.
 
     Shapes describe the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``, v
     ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
-    ``arrays``: the optional arrays of the call, in the order of the signature. ``capability``: compute capability of the NVIDIA
-    GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
+    ``arrays``: the optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without
+    one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
     descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX. ``machine``: the machine's record for the cost
     model, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown. ``peer_access``:
     whether the ranks can copy from and to the memory of each other's GPUs in this call, so that "auto" may take "pull" or "push".
@@ -52,7 +52,7 @@ class Problem:
 
     @cached_property
     def plan(self) -> RingPlan:
-        """Return the plan of this problem. Raise ValueError if the lengths do not fit the layout."""
+        """Return the plan of this problem. Raise ValueError as ``RingPlan`` does, as if the lengths do not fit the layout."""
         options = self.options
         lengths: Any = {"length": options.length, "kv_length": options.kv_length}  # None asks for the default
         tokens = self.q_shape[1], self.k_shape[1]
@@ -94,7 +94,8 @@ class Problem:
     def load(self) -> Load:
         """Return the sizes that determine the time of the call.
 
-        Visible pairs are counted from the mask without the extents, because ranks do not know each other's document lengths.
+        Visible pairs are counted without the extents, because ranks do not know each other's. They are counted from the mask, or
+        from the documents of a balanced layout if ``within_documents`` is True.
         """
         (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
         extents = self._has("extents", "key_extents")

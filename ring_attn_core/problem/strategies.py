@@ -62,7 +62,7 @@ def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int,
     """Return the plan that the strategy's steps follow. ``extents``: whether the queries have extents.
 
     The strategies "direct" and "two_level" have plans of their own. Under "gather" and "ulysses" the steps run on joined shards
-    (JoinedPlan). All other strategies follow ``plan``.
+    (JoinedPlan). All other strategies follow ``plan``, and so does each strategy if ``plan`` moves no keys.
     """
     name, own = chosen(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
     if name == "direct" and isinstance(plan.layout, BalancedLayout):

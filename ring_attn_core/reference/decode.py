@@ -13,8 +13,8 @@ from .oracle import Array, rounding
 class DecodeFeatures(NamedTuple):
     """The optional arguments of ``tree_attention_decode`` that change scores or visibility.
 
-    ``tree_mask``: bool [batch, queries, queries]; True if the first query sees the second. ``window``: number of positions before
-    itself that a query sees. ``sinks``, ``alibi_slopes``: [heads]. ``k_scale``, ``v_scale``: [kv_heads], factors of k and of v.
+    ``tree_mask``: bool [batch, queries, queries]; [b, i, j] is True if query i sees query j. ``window``: number of positions
+    before itself that a query sees. ``sinks``, ``alibi_slopes``: [heads]. ``k_scale``, ``v_scale``: [kv_heads], factors of k, v.
     """
 
     tree_mask: Array | None = None
@@ -28,7 +28,7 @@ class DecodeFeatures(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, q_positions: Array, k_positions: Array, **features: Any) -> tuple[Array, Array]:
-    """Return (out, lse) over the global cache in float64, or in extended precision if q is float64.
+    """Return (out, lse) over the global cache in float64, or in ``np.longdouble`` if q is float64.
 
     Shapes: q [b n h d], k [b t g d], v [b t g e], out [b n h e], lse [b n h], with b batch, n queries, t slots, h/g query/kv
     heads, d/e head dim of q and k / of v. ``q_positions`` [b n], ``k_positions`` [b t]: positions in the sequence, negative for
@@ -43,7 +43,7 @@ def plain(
 ) -> tuple[Array, Array]:
     """Compute the results of ``exact`` with the rounding of plain single-device attention in ``dtype``.
 
-    Sums and softmax are in float32 (in float64 for "float64"); probabilities and out are rounded once.
+    Sums and softmax are in float32 (in float64 for "float64"). Probabilities and out are each rounded to ``dtype`` once.
     """
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v), (q_positions, k_positions), DecodeFeatures(**features), working, rounding(dtype))

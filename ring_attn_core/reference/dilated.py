@@ -33,7 +33,7 @@ class DilatedFeatures(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedFeatures) -> Attention:
-    """Return dilated attention of global arrays and its gradients in float64, or in extended precision if q is float64.
+    """Return dilated attention of global arrays and its gradients in float64, or in ``np.longdouble`` if q is float64.
 
     Shapes: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b batch, s tokens, h/g query/kv heads, d/e
     head dim of q and k / of v. Query head h reads kv head h // (heads / kv_heads). A query that sees no key in any pattern has

@@ -1,8 +1,8 @@
 """Reference attention in numpy: ``exact`` in float64, ``plain`` with the rounding of a single device in a given dtype.
 
-Both take global arrays in the natural order of tokens, without rings, layouts or tiles. ``plain`` computes in float32 (float64
-for float64) and rounds to the dtype, once each: probabilities, score gradients, out, dq, dk and dv. ``exact`` is in extended
-precision if q is float64.
+Both take global arrays in the natural order of tokens, without rings or layouts. ``plain`` computes in float32 (float64 for
+float64) and rounds to the dtype, once each: probabilities, score gradients, out, dq, dk and dv. ``exact`` is in ``np.longdouble``
+if q is float64.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Attention(NamedTuple):
 
 
 class Features(NamedTuple):
-    """The optional arguments of ``ring_attention`` that change scores, visibility or probabilities."""
+    """Optional arguments of ``ring_attention`` that change scores, visibility or probabilities."""
 
     scale: float | None = None
     extents: Array | None = None
@@ -52,7 +52,7 @@ class Features(NamedTuple):
 
 
 def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | None = None, **features: Any) -> Attention:
-    """Return attention and its gradients in float64, or in extended precision if q is float64.
+    """Return attention and its gradients in float64, or in ``np.longdouble`` if q is float64.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e], dout [b s h e], dlse [b s h] (None: 0), with b batch, s/t queries/keys, h/g
     query/kv heads, d/e head dim of q and k / of v. Query head h reads kv head h // (heads / kv_heads). ``features``: fields of

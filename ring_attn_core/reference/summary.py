@@ -1,7 +1,7 @@
 """Reference summary attention in numpy: ``exact_summary`` in float64, ``plain_summary`` with the rounding of a single device.
 
 Each query takes one dense softmax over its visible tokens and summaries, without rings and without partial summaries.
-``exact_summary`` is in extended precision if q is float64.
+``exact_summary`` is in ``np.longdouble`` if q is float64.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class SummaryFeatures(NamedTuple):
 
 
 def exact_summary(q: Array, k: Array, v: Array, dout: Array, dlse: Array, features: SummaryFeatures) -> SummaryAttended:
-    """Return summary attention and its gradients in float64, or in extended precision if q is float64.
+    """Return summary attention and its gradients in float64, or in ``np.longdouble`` if q is float64.
 
     Arrays are global, in the natural order of tokens: q [b s h d], k [b s g d], v [b s g e], dout [b s h e], dlse [b s h], with b
     batch, s tokens, h/g query/kv heads, d/e head dim of q and k / of v.
@@ -58,7 +58,8 @@ def plain_summary(
 ) -> SummaryAttended:
     """Compute the results of ``exact_summary`` with the rounding of a single device that computes in ``dtype``.
 
-    Sums and softmax are in float32 (in float64 for "float64"); probabilities, summaries and results are rounded.
+    Sums and softmax are in float32 (in float64 for "float64"). Probabilities, summaries, out, their gradients and those of q, k
+    and v are rounded; lse and the gradient of pool are not.
     """
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), features, working, rounding(dtype))

@@ -150,7 +150,7 @@ class HeadSelection(NamedTuple):
 class FoldedBatches:
     """The folded batches of one pattern (segment, dilation): batch rows of only those tokens that a group of heads keeps.
 
-    ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the first query head that uses the pattern, and their number.
+    ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the first query head that uses the pattern, and how many do.
     ``group_size``: query heads that share a key head. ``ranks``, ``local``: numbers of ranks and of tokens in a shard.
     ``length``: number of true tokens in all shards. ``mask``: a Band in token positions.
     """

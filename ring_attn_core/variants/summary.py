@@ -36,7 +36,8 @@ POOLINGS = ("attention", "mean")
 class SummaryOptions:
     """The options of a ``summary_attention`` call, with the names of its arguments.
 
-    Raise ValueError if a value has the wrong type or is out of range. The function ``checked`` compares options with arrays.
+    Raise ValueError if a value has the wrong type or is out of range; but the backend's name and the sign of ``length`` are not
+    checked here. The function ``checked`` compares options with arrays.
     """
 
     block: int
@@ -76,7 +77,7 @@ class SummaryOptions:
         self.exact(causal())
 
     def exact(self, mask: Band) -> Options:
-        """Return the options of exact attention under ``mask``: layout "contiguous", each other option as in this record."""
+        """Return the options of exact attention under ``mask``: layout "contiguous", and the values of this record."""
         return Options(
             layout="contiguous",
             mask=mask,
@@ -121,8 +122,8 @@ class SummaryPlan:
     """The plan of summary attention over a ring. ``local``: tokens of a shard, padding included.
 
     The first ``blocks`` blocks are summarized, because some query sees them as summaries. They hold no padding. For each of these
-    blocks a rank pools its own tokens into a partial summary, stored in one of ``slots`` slots. All ranks have the same number of
-    slots.
+    blocks in its shard, a rank pools its own tokens into partial summaries, stored in one of ``slots`` slots. All ranks have the
+    same number of slots.
     """
 
     options: SummaryOptions
@@ -148,7 +149,7 @@ class SummaryPlan:
 
     @property
     def owners(self) -> int:
-        """The largest number of ranks that one block spans.
+        """The largest number of ranks that a block may span.
 
         Within a shard, blocks start at multiples of ``gcd(block, local)``; the block at the last such start spans the most ranks.
         """
@@ -204,7 +205,9 @@ class SummaryPlan:
         return rank * self.slots + block - rank * local // size, exists
 
     def bytes_sent(self, batch: int, kv_heads: int, dims: tuple[int, int], itemsize: int, key_mask: bool = False) -> SentBytes:
-        """Return the bytes that each rank sends. ``dims``: (head_dim, v_dim); ``itemsize``: bytes of an element of q, k, v.
+        """Return the bytes that each rank sends with the strategy "ring".
+
+        ``dims``: (head_dim, v_dim). ``itemsize``: bytes of an element of q, k and v.
 
         Forward: each hop of the exact attention sends a shard of k and v, and its key mask as bits. An all-gather sends this
         rank's partial summaries, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype.
@@ -225,7 +228,7 @@ class SummaryPlan:
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
     """Return the plan of a call. ``shapes``: shapes of q, k and v. ``pool``: shape and dtype of the pooling's queries, or None.
 
-    Raise ValueError if the arrays do not fit each other or the options.
+    Raise ValueError if an array is not 4-D, the numbers of tokens differ, or ``pool`` or the length does not fit.
     """
     for name, shape in shapes.items():
         if len(shape) != 4:

@@ -34,7 +34,7 @@ class Backend(Protocol):
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        """Compute delta = rowsum(dout * out) - dlse, and return q, dout, lse and delta for all steps of a backward.
+        """Compute delta = rowsum(dout * out) - dlse, and return the inputs that all steps of a backward share.
 
         ``total``: the state after the forward. ``dtotal``: (dout, dlse). The loop calls this once per backward.
 

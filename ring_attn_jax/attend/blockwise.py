@@ -6,15 +6,15 @@
 
 This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
 so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator. Key tiles outside of the band and the
-extents are skipped. No score matrix is larger than one tile per head.
+extents are skipped. No score matrix is larger than one tile per batch row and head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows int32 [q_runs, k_runs, fields];
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
 Tiles      a tile lies within one slot, and all tiles of a slot have the same length. The last tile begins early and ends with
            the slot. Its tokens that the previous tile also holds are marked invalid, so each token counts once. In a balanced
-           layout a run's slot extends to the end of the shard. With extents each batch row visits its own range of key tiles;
-           without extents all batch rows visit the same tiles together
+           layout a run's slot extends to the end of the shard. With extents or key extents each batch row visits its own key
+           tiles; without them all batch rows visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype; matrix products too, on every device
 """
 
@@ -53,7 +53,7 @@ class Blockwise:
     def backward_inputs(
         self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State, dtotal: State
     ) -> BackwardInputs:
-        """Compute delta and the sinks' gradient, once for all steps of a backward. See ``Backend.backward_inputs``."""
+        """Compute the inputs that all steps of a backward share, and the sinks' gradient. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         seen = lse > -jnp.inf
         dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)

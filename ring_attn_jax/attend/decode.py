@@ -29,7 +29,7 @@ from .tiles import accumulation_dtype, dot
 CHUNK, CONVERTED = 2**24, 1024
 """The size of a chunk of slots: CHUNK scores, or CONVERTED slots if k and v are converted to a wider dtype.
 
-A chunk of CHUNK scores has at least CONVERTED slots. A converted chunk fits into a CPU cache.
+A chunk of CHUNK scores has at least CONVERTED slots. CONVERTED is small, so that converted chunks may stay in a CPU's cache.
 """
 
 FEW_ROWS = 128
@@ -52,7 +52,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
-    """Run the decode kernel over this rank's slots. Return a packed (out, lse) pair per split, [splits b n h e+1]."""
+    """Run the decode kernel over this rank's slots. Return a packed (out, lse) pair per split, float32 [splits b n h e+1]."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
     arguments = {
         "q": arrays.q,
