@@ -34,7 +34,7 @@ SAMPLES = 256
 TRIES = 5
 """The most attempts to open a folder that another process keeps replacing."""
 LOOKS = 10
-"""Number of times to look for a folder that a save may be renaming, 10 ms apart."""
+"""The most times to look for a folder that a save may be renaming, 10 ms apart."""
 
 
 class WeightFile(NamedTuple):

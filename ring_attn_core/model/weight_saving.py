@@ -21,7 +21,7 @@ LOCK = ".{}.lock"
 """Name of the lock file beside the folder ``{}``: a process locks it while it saves there, and then deletes it."""
 
 MOST_BYTES = 5 * 10**9
-"""The most bytes of a file with several weights; the saving process holds all weights of a file in host memory."""
+"""The most bytes of weights in a file with several; the saving process holds all weights of a file in host memory."""
 
 SAVED = "float32", "bfloat16", "float16", "float64"
 """The dtypes in which weights may be saved."""
@@ -109,7 +109,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the weights into the empty ``folder``, in files of at most MOST_BYTES, or of one larger weight.
+    """Write the weights into the empty ``folder``, in files with at most MOST_BYTES of weights, or with one larger weight.
 
     Hold only the weights of one file, and the first weight of the next file, in memory at a time.
     """

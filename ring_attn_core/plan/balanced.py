@@ -68,8 +68,8 @@ def balanced_layout(
     rank on, the costs of the ranks are equal within about 1 %. With fewer they may differ by more than 10 %.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes milliseconds for dozens of
-    documents, and some 0.2 s for 14,000 documents on 64 ranks. Raise ValueError if ``ranks``, ``seq_local``, a length, a mask or
-    a cost is invalid, or if the documents do not fit into ``ranks * seq_local`` tokens.
+    documents, and longer for thousands. Raise ValueError if ``ranks``, ``seq_local``, a length, a mask or a cost is invalid, or
+    if the documents do not fit into ``ranks * seq_local`` tokens.
     """
     check_ranks(ranks)
     packed = PackedDocuments.of(documents, mask, pair_cost)

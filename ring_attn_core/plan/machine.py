@@ -24,11 +24,11 @@ class Machine:
 
     ``forward_rate``, ``backward_rate``: floating-point operations of attention on long shards, with a head dim of 128 and
     elements of 2 bytes (4 on a CPU). A visible pair takes 4 operations per head and dim forward, 10 backward. ``forward_step``,
-    ``backward_step``: time of a step without its matrix products, for each (query, head) pair that sees a key; ``forward_state``:
-    additional time for the online-softmax state if there are several steps. ``links``: pairs (number of ranks of a host that send
-    at once, bytes that each of them sends to another rank while it receives equally many). ``collective``: bytes that a rank
-    receives in an all-gather or all-to-all within a host. ``network``: bytes that a rank sends to another host. ``latency``,
-    ``network_latency``: time before the first byte, within a host and between hosts.
+    ``backward_step``: time of a step without its matrix products, for each (query, head) pair that sees a key, with a v_dim of
+    128; ``forward_state``: additional time for the online-softmax state if there are several steps. ``links``: pairs (number of
+    ranks of a host that send at once, bytes that each of them sends to another rank while it receives equally many).
+    ``collective``: bytes that a rank receives in an all-gather or all-to-all within a host. ``network``: bytes that a rank sends
+    to another host. ``latency``, ``network_latency``: time before the first byte, within a host and between hosts.
     ``host_forward``, ``host_backward``, ``host_send``, ``host_copy``: the host's time to start a step, a transfer or a copy.
     ``copies``: bytes moved by copies in a rank's memory. ``memory``: size of a rank's memory.
 

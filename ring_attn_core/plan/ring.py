@@ -34,7 +34,7 @@ def check_steps(steps: Any) -> None:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The plan of one ring, frozen and hashable: equal plans run the same program.
+    """The plan of one ring, frozen and hashable.
 
     ``layout``: a name in LAYOUTS, or a BalancedLayout. ``mask``: a Band in global positions. ``ranks``: members of the ring.
     ``seq_local``, ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true

@@ -54,9 +54,10 @@ class Choice(NamedTuple):
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
     """Choose the strategy that "auto" takes for a call of the sizes ``load``.
 
-    The choice is "ring" if no keys travel or no times are predicted (``_unpredictable``). Otherwise it is the fastest candidate
-    within the limits ROOM (memory), GAIN, JOINED_GAIN and MARGIN (time). In a balanced layout the only other candidate is
-    "direct", if ``load.needed`` is set and within the limit HALF; then it is also the choice if no times are predicted.
+    The choice is "ring" if no keys travel. Otherwise it is the fastest candidate within the limits ROOM (memory), GAIN,
+    JOINED_GAIN and MARGIN (time), or "ring" if no times are predicted (``_unpredictable``). In a balanced layout the only
+    candidate besides "ring" is "direct", if ``load.needed`` is set and within the limit HALF; without predicted times "direct" is
+    then the choice.
     ``machine``: the measured speed of the machine, None if not measured. ``backend``: the option of the call. ``device``: kind of
     the device.
     """

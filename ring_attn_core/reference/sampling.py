@@ -1,4 +1,4 @@
-"""Reference sampling in numpy, one token at a time. Both frameworks must sample the same tokens."""
+"""Reference sampling in numpy, one token at a time. Both frameworks must sample the same tokens, up to rounding."""
 
 from __future__ import annotations
 
