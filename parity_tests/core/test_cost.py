@@ -192,6 +192,7 @@ def test_a_record_from_before_copy_engines_were_measured_is_read_without_them():
         ({"memory": float("inf")}, "memory must be a finite number above 0"),
         ({"links": []}, "links must be pairs"),
         ({"links": [[2, -1.0]]}, "links must be a finite number above 0"),
+        ({"links": [[2, "fast"]]}, "links must be a finite number above 0"),
         ({"links": 3}, "links must be a list of pairs"),
         ({"name": ""}, "name must be the name of the hardware"),
         ({"peer": -1.0}, "peer must be a finite number of at least 0"),
@@ -206,6 +207,11 @@ def test_a_damaged_record_is_refused_in_words(change, words):
     text = json.dumps({"version": 1, **asdict(H200)} | change)
     with pytest.raises(ValueError, match=words):
         Machine.from_json(text)
+
+
+def test_a_record_that_no_parser_can_read_is_refused_in_words():
+    with pytest.raises(ValueError, match="nested too deeply"):
+        Machine.from_json("[" * 100_000)
 
 
 def test_the_slowest_of_machines_does_not_depend_on_their_order():

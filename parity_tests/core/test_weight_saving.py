@@ -112,6 +112,18 @@ def test_a_rename_that_fails_once_is_undone(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["w"]
 
 
+def test_a_folder_whose_name_cannot_be_confirmed_is_saved_and_said_to_be(tmp_path, monkeypatch):
+    save(tmp_path / "w", 1.0)
+    to_disk = weight_saving.to_disk
+    monkeypatch.setattr(
+        weight_saving, "to_disk", lambda path: (_ for _ in ()).throw(OSError("no")) if path == tmp_path else to_disk(path)
+    )
+    with pytest.raises(OSError, match="w is saved, but a power failure may undo it: no"):
+        save(tmp_path / "w", 2.0)
+    assert value(tmp_path / "w") == 2.0
+    assert [path.name for path in tmp_path.iterdir()] == ["w"]
+
+
 def test_a_folder_whose_name_comes_late_is_never_overwritten(tmp_path, monkeypatch):
     """The listing of another host's save lags: what it does not show yet is there all the same."""
     save(tmp_path / "w", 1.0)

@@ -45,13 +45,15 @@ def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterato
     ``files``: the names of the files that the block writes beside the weights. If the process is killed meanwhile, ``current``
     finds the previous folder, or the new one after its rename. Wait while another process saves there (see ``_alone``). Raise
     ValueError, before the block, if ``folder`` is a file, or holds anything but weight files, config.json and ``files``. Raise
-    OSError if writing or renaming fails; the previous folder is then intact.
+    OSError if writing or renaming fails; the previous folder is then intact. Raise another OSError if the new folder is in place,
+    but the system cannot confirm that its name is on disk.
     """
     from safetensors import SafetensorError
 
     folder = resolved(folder)
     new, old = (folder.with_name(name.format(folder.name)) for name in (SAVING, REPLACED))
     _check_replaceable(folder, files)
+    failed = "could not be saved, and what was there before is as it was"
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _alone(folder):
@@ -66,6 +68,7 @@ def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterato
                 if folder.exists():
                     folder.rename(old)
                 new.rename(folder)
+                failed = "is saved, but a power failure may undo it"
                 to_disk(folder.parent)
                 rmtree(old, ignore_errors=True)
             except BaseException:
@@ -74,7 +77,7 @@ def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterato
                 rmtree(new, ignore_errors=True)
                 raise
     except (OSError, SafetensorError) as error:
-        raise OSError(f"{folder} could not be saved, and what was there before is as it was: {error}") from error
+        raise OSError(f"{folder} {failed}: {error}") from error
 
 
 @contextmanager

@@ -69,13 +69,15 @@ class PackedDocuments:
         ``documents``: lengths, as in :func:`document_rows`. ``mask``: a Band, or a mapping of Bands to costs; None is
         ``causal()``.
         """
-        weighted = dict(mask) if isinstance(mask, Mapping) else {causal() if mask is None else mask: 1}
-        for band, cost in weighted.items():
+        weighted = list(mask.items()) if isinstance(mask, Mapping) else [(causal() if mask is None else mask, 1)]
+        for band, cost in weighted:
             check_mask(band)
             _check_cost("the cost of a mask's pairs", cost)
         if not weighted:
             raise ValueError("mask is a Band, or a mapping of Bands to the cost of their pairs, got an empty mapping")
-        return cls(document_rows(documents), tuple(weighted.items()), pair_cost)
+        if pair_cost is not None and not callable(pair_cost):
+            raise ValueError(f"pair_cost is a function of a document's length, or None, got {in_words(pair_cost)}")
+        return cls(document_rows(documents), tuple(weighted), pair_cost)
 
     @property
     def length(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from ..files import parse_json
 from ..records import hashed_once
 
 VERSION = 1
@@ -71,9 +72,8 @@ class Machine:
         if not self.links or not all(len(pair) == 2 and isinstance(pair[0], int) and pair[0] > 1 for pair in self.links):
             raise ValueError(f"links must be pairs of a number of ranks, at least 2, and a rate, got {self.links!r}")
         object.__setattr__(self, "links", tuple(sorted((ranks, rate) for ranks, rate in self.links)))
-        for name, value in [*asdict(self).items(), *(("links", rate) for _, rate in self.links)]:
-            if name in ("name", "links") and not isinstance(value, float | int):
-                continue
+        rates = [("links", rate) for _, rate in self.links]
+        for name, value in [*((name, value) for name, value in asdict(self).items() if name not in ("name", "links")), *rates]:
             number = isinstance(value, float | int) and not isinstance(value, bool) and math.isfinite(value)
             above = name in RATES and name not in OPTIONAL
             if not number or value < 0 or (value == 0 and above):
@@ -100,7 +100,7 @@ class Machine:
     @classmethod
     def from_json(cls, text: str) -> Machine:
         """Return the record that ``text`` holds as JSON. Raise ValueError if ``text`` is not such a record."""
-        found: Any = json.loads(text)
+        found: Any = parse_json(text)
         if not isinstance(found, dict) or found.get("version") != VERSION:
             version = found.get("version") if isinstance(found, dict) else None
             raise ValueError(f"it is not a record of version {VERSION}, but of {version!r}")
