@@ -20,9 +20,10 @@ SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The checked request of a comparison. ``cases``: one for each combination of values.
+    """The checked request of a comparison. ``cases``: one for each combination of the values of ``SWEPT``.
 
-    ``named``: the variants as the user named them. ``axis``: the argument with the most values, "" if each has only one.
+    ``named``: the variants as the user named them. ``axis``: "ranks" or the name in ``SWEPT`` with the most values (the first of
+    several), "" if each has only one. ``patience``: timeout in seconds.
     """
 
     variants: tuple[Variant, ...]
@@ -41,10 +42,11 @@ class Sweep:
 
 
 def sweep_of(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
-    """Check a request for a comparison and return its sweep. Raise ValueError if an argument is invalid.
+    """Check a request for a comparison and return its sweep.
 
     ``names``: variants, as in ``chosen``. ``ranks``: one ring size or several. ``framework``: "jax", "torch", or both with a
-    comma. ``arguments``: fields of Case; those in ``SWEPT`` take one value or several.
+    comma. ``arguments``: fields of Case; those in ``SWEPT`` take one value or several. Raise ValueError if a name is unknown, a
+    number is out of its range, or ``Case`` rejects its values. Variants reject further cases later.
     """
     variants = chosen(tuple(names))
     known = {field.name for field in fields(Case)}

@@ -1,7 +1,4 @@
-"""Calls of each variant in PyTorch: ``name(call)`` returns a function from this rank's named arrays to named results.
-
-Other packages are called as their documentation says, each in its variant's layout.
-"""
+"""Calls of the variants in PyTorch: ``name(call)`` returns a function from this rank's named arrays to named results."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ Function = Callable[[Tensors], Tensors]
 
 
 def options(call: TorchCall) -> dict[str, Any]:
-    """Return the arguments of ring_attention that are not arrays, except ``group``."""
+    """Return the arguments of ring_attention that the case sets and that are not arrays."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}
@@ -64,7 +61,7 @@ def summary(call: TorchCall) -> Function:
 
 
 def _variant(call: TorchCall) -> dict[str, Any]:
-    """Return the case's arguments that dilated_attention and summary_attention share."""
+    """Return the case's arguments, except arrays, that dilated_attention and summary_attention share."""
     return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
@@ -99,7 +96,7 @@ def transformer(call: TorchCall) -> Function:
 
 
 def _heads(call: TorchCall) -> dict[str, Any]:
-    """Return the case's arguments that the constructors of RingAttention and RingTransformer share."""
+    """Return the constructor arguments that the case sets for both RingAttention and RingTransformer."""
     case = call.case
     names = ("kv_heads", "head_dim", "layout", "softcap", "sinks", "alibi", "strategy", "backend")
     dtype = "float64" if case.dtype == "float64" else "float32"
@@ -107,7 +104,7 @@ def _heads(call: TorchCall) -> dict[str, Any]:
 
 
 def _split(arrays: Tensors, module: torch.nn.Module) -> tuple[Tensors, Tensors]:
-    """Split ``arrays`` into the arguments of a call of ``module``, first, and the weights of ``module``."""
+    """Return the ``arrays`` that are not weights of ``module``, and those that are."""
     names = {name for name, _ in module.named_parameters()}
     return {n: x for n, x in arrays.items() if n not in names}, {n: x for n, x in arrays.items() if n in names}
 
@@ -193,9 +190,9 @@ def ring_flash_attn(call: TorchCall) -> Function:
 
 
 def ring_attention_pytorch(call: TorchCall) -> Function:
-    """Return the call of the package ring-attention-pytorch, striped if causal.
+    """Return the call of the package ring-attention-pytorch, with a striped ring if causal; without a ring on one rank.
 
-    The package uses the default process group as its ring. If the case has one rank, call the package without a ring.
+    The package takes no process group, so its ring is in the default one.
     """
     from ring_attention_pytorch import ring_flash_attn as attend  # pyright: ignore[reportMissingImports]
 

@@ -1,4 +1,4 @@
-"""The PyTorch side of a comparison: one process per rank, gloo on CPUs, NCCL on GPUs. Only these processes import this module."""
+"""The PyTorch side of a comparison: one process per rank, gloo on CPUs, NCCL on GPUs."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
 class TorchWorker:
     """The calls of one rank. ``prepare`` builds and runs a call; the other methods act on the prepared call.
 
-    ``groups``: process groups, by number of ranks. ``cores``: the CPU cores that the ranks share, by default all that this
-    process may use.
+    ``groups``: process groups, by number of ranks. ``cores``: number of CPU cores that the ranks share, 0 for all that
+    this process may use.
     """
 
     def __init__(self, rank: int, groups: dict[int, Any], device: torch.device, cores: int = 0) -> None:
@@ -81,7 +81,7 @@ class TorchWorker:
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
         """Build the order's call, run forward and backward once, and return this rank's results and gradients.
 
-        ``inputs``: None for those that the order's oracle draws.
+        Only rank 0 returns replicated results. ``inputs``: None for those that the order's oracle draws.
         """
         oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(order.case)
@@ -123,7 +123,7 @@ class TorchWorker:
         return Outcome(whole, frozenset(used))
 
     def time(self, order: Order) -> float:
-        """Return the seconds of one run, forward and backward, which all ranks start together after a barrier."""
+        """Return the seconds of one run, forward and backward. Several ranks start it after a barrier."""
         self._share_cores(order.ranks)
         prepared = self._known[order.key]
         if order.ranks > 1:
@@ -135,7 +135,7 @@ class TorchWorker:
         return time.perf_counter() - began
 
     def memory(self, order: Order) -> int | None:
-        """Return the peak memory of one run above the memory held before, in bytes."""
+        """Return the peak memory of one run above the memory held before, in bytes; None if it cannot be measured."""
         run = self._known[order.key].run
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()

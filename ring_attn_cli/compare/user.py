@@ -46,7 +46,7 @@ def load(text: str) -> Callable[..., Any]:
 
 
 def _hidden(found: ModuleType, module: str) -> str:
-    """Return a hint if an installed module shadows a file of the same name in this folder, else ""."""
+    """Return a hint if another module was imported although the working folder has a file of its name, else ""."""
     file = Path(*module.split(".")).with_suffix(".py")
     if not file.is_file() or Path(getattr(found, "__file__", None) or "").resolve() == file.resolve():
         return ""
@@ -56,8 +56,8 @@ def _hidden(found: ModuleType, module: str) -> str:
 def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
     """Return the ``offered`` arguments that the function takes besides q, k and v.
 
-    ``text``: the function's name, for messages. Raise ValueError if the function does not take q, k and v first, needs an
-    argument that is not offered, or lacks one that the case needs.
+    ``text``: the function's name, for messages. Raise ValueError if the function's signature cannot be read, if it takes fewer
+    than three arguments by position, if it needs an argument that is not offered, or if it lacks one that the case needs.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -98,7 +98,8 @@ def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
 def called(function: Callable[..., Any], text: str, arrays: Offered, arguments: Offered) -> dict[str, Any]:
     """Call the function on the shards q, k, v and return {"out": ...}, with "lse" if it returns one.
 
-    Raise ValueError if the function raises an error, if out is missing, or if a result has another type or shape.
+    Raise ValueError if the function raises an error, if out is missing, or if a result has another shape than expected, is not
+    an array, or is a NumPy array.
     """
     q, k, v = (arrays[name] for name in "qkv")
     try:

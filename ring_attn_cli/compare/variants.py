@@ -1,7 +1,7 @@
 """The registry of variants: each is a record with its calls, its objections to cases, and its oracle.
 
 A call is named ``module:function`` and imported only in the processes of its framework. To add a variant, write its call in
-``torch_calls.py`` and ``jax_calls.py`` and add a record here. If it computes something new, add its truth to ``oracles.py``.
+``torch_calls.py``, ``jax_calls.py`` or both, and add a record here. For a new computation add its truth to ``oracles.py``.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _takes(case: Case, *known: str) -> str | None:
 
 
 def _objection(make: Callable[[], object]) -> str | None:
-    """Call ``make``. Return the message of the ValueError that it raises, or None without one."""
+    """Call ``make``. Return the message of the ValueError that it raises, or None if it raises none."""
     try:
         make()
     except ValueError as error:
@@ -193,11 +193,11 @@ _RECORDS = [
 VARIANTS = {variant.name: replace(variant, pair=variant.name) for variant in _RECORDS}
 
 ALL = "all"
-"""The name that stands for every variant; those that cannot run are reported with the reason."""
+"""The name that stands for every variant in ``VARIANTS``; those that cannot run are reported with the reason."""
 
 
 def chosen(names: tuple[str, ...]) -> list[Variant]:
-    """Return the variants named ``names``. Raise ValueError if a name is unknown.
+    """Return the variants named ``names``, without duplicates. Raise ValueError if ``names`` is empty or one is unknown.
 
     A user's own function is named ``module:function``, or ``jax:module:function`` for one framework only.
     """

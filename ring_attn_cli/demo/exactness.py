@@ -70,7 +70,10 @@ class DemoResult(NamedTuple):
 
 
 class DemoTruth(NamedTuple):
-    """Exact attention in float64 and plain attention in float32, of all heads or of some, and the seconds for both together."""
+    """Exact attention in float64 and plain attention in float32, of all heads or of some.
+
+    ``seconds``: the time of both together; if several processes computed them, that of the slowest process.
+    """
 
     exact: Attention
     plain: Attention

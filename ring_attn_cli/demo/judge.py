@@ -1,7 +1,4 @@
-"""The pass criterion of the demo: checks of plain numbers against bounds.
-
-If all processes finish, nothing else decides the exit status. A process that fails gives 1, and Ctrl-C 130.
-"""
+"""The pass criterion of the demo: checks of plain numbers against bounds, and the exit status that follows from them."""
 
 from __future__ import annotations
 

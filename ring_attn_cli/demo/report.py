@@ -51,7 +51,7 @@ def opening(settings: DemoSettings, left_out: list[str]) -> Group:
 
 
 def exactness(rows: list[CheckRow], frameworks: list[str]) -> Group:
-    """Return the table of errors: each array against exact attention, the other framework and one device, with bounds."""
+    """Return the table of errors: each array against exact attention, one device and, if both ran, the other framework."""
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), title="Is the ring exact?", title_justify="left", title_style="bold")
     column = partial(table.add_column, justify="right", no_wrap=True)
     table.add_column("")
@@ -96,7 +96,7 @@ def losses(by_framework: Mapping[str, list[float]]) -> Group:
 
 
 def verdict(checks: list[Check], files: list[Path], seconds: float) -> Group:
-    """Return, to print, the checks whose bound is missed, their number or that all are kept, and the files written."""
+    """Return, to print, each missed check, the number of missed checks or that none is missed, and the files written."""
     failed = missed(checks)
     lines = [f"[red]Missed[/] {escape(str(check))}" for check in failed]
     if failed:
@@ -125,7 +125,7 @@ def write(out: Path, settings: DemoSettings, gathered: Gathered, seconds: float)
 
 
 def document(settings: DemoSettings, gathered: Gathered, seconds: float) -> dict[str, Any]:
-    """Return every number of the demo as JSON-compatible data."""
+    """Return the checks, losses, times, settings and versions of the demo as JSON-compatible data."""
     checks = gathered.checks
     timings: dict[str, Any] = {"all": seconds, "exact float64": max(truth.seconds for truth in gathered.truth.values())}
     for name in gathered.frameworks:
@@ -144,7 +144,7 @@ def document(settings: DemoSettings, gathered: Gathered, seconds: float) -> dict
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of ring-attn, Python, the machine's platform and the installed packages."""
+    """Return the versions of ring-attn, Python and the installed packages that the demo uses, and the platform."""
     found = {"ring-attn": __version__, "python": platform.python_version(), "machine": platform.platform()}
     for package in ("torch", "jax", "flax", "optax", "numpy"):
         try:

@@ -1,4 +1,4 @@
-"""The settings of one run of the demo, as plain data that every process receives."""
+"""The settings of one run of the demo, as plain data."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ class DemoSettings:
     def patience(self) -> float:
         """Return the timeout in seconds: the demo fails if no process sends a message within it.
 
-        It grows with the square of the tokens, like the time of attention.
+        Above 16,384 tokens it grows with their square, like the time of attention.
         """
         return 300 * max(1.0, (self.tokens / 16384) ** 2)

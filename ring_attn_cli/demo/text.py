@@ -1,4 +1,4 @@
-"""Text that each machine has: the source of Python's standard library, one token per byte."""
+"""The text of the demo: the source of Python's standard library, one token per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The training part of the demo: one small transformer with the same weights, optimizer and text in both frameworks."""
+"""The training part of the demo: one small transformer with the same first weights, optimizer and text in both frameworks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def train(report: Report, settings: DemoSettings, step: Callable[[int, np.ndarra
 
 
 def difference(a: float, b: float) -> float:
-    """Return the relative difference of two losses."""
+    """Return the relative difference of two losses, ``|a - b| / |b|``."""
     return abs(a - b) / abs(b)
 
 
@@ -68,7 +68,7 @@ def close(steps: int) -> float:
 
 
 def checks(losses: Mapping[str, list[float]]) -> list[Check]:
-    """Return the checks that the loss falls in each framework and that two frameworks agree at every step."""
+    """Return the checks that the loss falls in each framework and, if there are two, that they agree at every step."""
     found = [Check(f"{name} loss: last over first", each[-1] / each[0], FALL) for name, each in losses.items()]
     if len(losses) == 2:
         (first, a), (second, b) = losses.items()
