@@ -58,7 +58,7 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
-    """Return by name the versions of Python, this library, five optional packages, and ptxas, Triton's assembler."""
+    """Return by name the versions of Python, this library, five optional packages, and Triton's ptxas for GPUs before Hopper."""
     packages = ("jax", "jaxlib", "flax", "torch", "triton")
     own = {"python": platform.python_version(), "ring-attn": __version__}
     return own | {name: _version(name) for name in packages} | {"ptxas": _assembler()}

@@ -44,7 +44,7 @@ def doctor(
 ) -> None:
     """Print versions, devices, and for each backend whether it runs on this machine or why not.
 
-    With --model, say whether a class of transformers is exact over a ring or refused.
+    With --measure, measure this machine. With --model, compare classes of transformers over a ring with eager attention.
     """
     with errors_in_one_line():
         if measure and model is not None:

@@ -1,4 +1,4 @@
-"""Timings of all ranks in JAX: the ranks are devices of one process, and only that process imports this module."""
+"""Timings of all ranks in JAX: the ranks are devices of one process."""
 
 from __future__ import annotations
 
@@ -30,9 +30,10 @@ LAUNCHES = 20
 
 
 def work(report: Report, ranks: int, gpus: bool) -> None:
-    """Measure attention and copies on the first device, then transfers between all devices. Report ``Timings`` for each rank.
+    """Measure attention and copies on the first device, then transfers between ``ranks`` devices.
 
-    If there are too few devices, report an error instead.
+    Report the same ``Timings`` once for each rank. If there are too few devices, or if ``gpus`` is True and they are not GPUs,
+    report an error instead.
     """
     if not gpus:
         jax.config.update("jax_platforms", "cpu")
@@ -53,13 +54,13 @@ def work(report: Report, ranks: int, gpus: bool) -> None:
 
 
 class JaxClock:
-    """A timer of runs on JAX's devices. Its times include the wait for results. ``gpus``: True if the devices are GPUs."""
+    """A timer of runs on JAX's devices. ``gpus``: True if the devices are GPUs."""
 
     def __init__(self, gpus: bool) -> None:
         self.gpus, self.repeats = gpus, Repeats(SPARE if gpus else 0.0)
 
     def seconds(self, *runs: Callable[[], Any]) -> list[float]:
-        """Return the median seconds of each run, from the least noisy of several series in which the runs take turns."""
+        """Return the median seconds of each run, measured in turns by :meth:`Repeats.seconds`."""
         return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], Any]) -> float:
@@ -76,7 +77,7 @@ class JaxClock:
         return taken / LAUNCHES
 
     def _once(self, run: Callable[[], Any]) -> float:
-        """Return the seconds of a run. On a GPU this is the mean of ``BURST`` runs, launched while an earlier one runs."""
+        """Return the seconds of a run; on a GPU (the seconds of ``1 + BURST`` consecutive runs - those of one) / ``BURST``."""
         one = self._in_a_row(run, 1)
         return (self._in_a_row(run, 1 + BURST) - one) / BURST if self.gpus else one
 
@@ -87,7 +88,7 @@ class JaxClock:
 
 
 def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure attention on one device. Return the fields ``forward``, ``backward`` and ``host_...`` of ``Timings``.
+    """Measure attention on one device. Return ``forward``, ``backward``, ``host_forward`` and ``host_backward`` of ``Timings``.
 
     JAX runs the backward only together with a forward. So the backward's time is that of both passes minus the forward's, but at
     least the forward's; ``host_backward`` is the time to launch both passes.

@@ -1,4 +1,4 @@
-"""``ring-attn doctor --measure``: start the ranks that measure, and print and save the record of this machine."""
+"""``ring-attn doctor --measure``: start the ranks that measure, and print and save the records of this machine."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ TITLES = {"torch": "PyTorch", "jax": "JAX"}
 def run(framework: str, ranks: int | None, network: float, console: Console) -> None:
     """Measure this machine in one framework or both, print its records, and save them in the user's cache folder.
 
-    Raise ValueError if an option is invalid, there are too few GPUs, or the folder cannot be written; ModuleNotFoundError if a
-    framework is not installed; and :class:`processes.Failure` if a process fails.
+    ``framework``: "torch", "jax", or "both" for those that are installed. ``network``: GB/s to another host. Raise ValueError if
+    an option is invalid, there are too few GPUs, the folder cannot be written, or the measured times are impossible;
+    ModuleNotFoundError if no requested framework is installed; and :class:`processes.Failure` if a process fails.
     """
     if framework not in ("both", *TITLES):
         raise ValueError(f"unknown framework {framework!r}: choose one of both, {', '.join(TITLES)}")
@@ -52,7 +53,7 @@ def run(framework: str, ranks: int | None, network: float, console: Console) -> 
 
 
 def gpus_here() -> int:
-    """Return the number of NVIDIA GPUs without creating a CUDA context."""
+    """Return the number of GPUs that PyTorch sees; without PyTorch, of NVIDIA GPUs in /dev. Create no CUDA context."""
     if find_spec("torch") is not None:
         import torch
 
@@ -70,7 +71,7 @@ def _gpus_of_jax() -> int:
 def ranks_of(ranks: int | None, gpus: int) -> int:
     """Return the number of ranks to measure: ``ranks``, or if it is None the number of GPUs, or ``ON_CPUS`` without GPUs.
 
-    Raise ValueError if the number is below 2, or above the number of GPUs if there are any.
+    Raise ValueError if the number is below 2, above ``processes.MOST``, or above the number of GPUs if there are any.
     """
     count = (gpus or ON_CPUS) if ranks is None else ranks
     check_count(count, "--ranks")
@@ -94,7 +95,7 @@ def measured(framework: str, ranks: int, gpus: bool) -> list[Timings]:
 
 
 def table(framework: str, machine: Machine, timings: Sequence[Timings]) -> RenderableType:
-    """Return a table of a machine's measured and given rates (``machine``), with units such as TFLOP/s and GB/s."""
+    """Return, to print, the numbers of ``machine`` and of its ranks' ``timings``, with units such as TFLOP/s and GB/s."""
     from rich.table import Table
 
     found = Table(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 RANKS, TOKENS, VOCAB, SEED = 2, 37, 99, 0
 EXACT = 1e-4
-"""Bound of the relative error of logits and of each weight's gradient. It allows float32 rounding; one wrong key gives 1e-2."""
+"""Bound of the relative error of logits and of each weight's gradient. It allows float32 rounding."""
 LARGEST = 50_000_000
 """Largest number of weights in a tiny model. If a model has more, SIZES lacks the name of one of its sizes."""
 STARTUP = 300.0
@@ -119,7 +119,7 @@ def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
 
 
 def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
-    """Return the text of docs/tested_models.md, with tables of the verdicts. ``record``: versions, date and counts for it."""
+    """Return the text of docs/tested_models.md, with tables of the verdicts. ``record``: numbers and names for its first part."""
     found = list(found)
     counts = Counter(each.verdict for each in found)
     lines = [
@@ -167,7 +167,7 @@ def work(parent: Parent, rank: int, store: str) -> None:
 
 
 def tiny(kind: Any, causal: bool) -> Any:
-    """Return a config of class ``kind`` with the sizes in SIZES, at least two layers, and every layer type."""
+    """Return a config of class ``kind`` with the sizes in SIZES and at least two layers, one of each type in its default."""
     default = vars(kind())
     sizes: dict[str, Any] = {
         name: size
@@ -202,7 +202,7 @@ def _count(value: Any) -> bool:
 
 
 def _answers(crews: Crews, seconds: float) -> list[Any]:
-    """Return the data of one message of each rank. Raise TimeoutError if the ranks take longer than ``seconds``."""
+    """Return the data of one message of each rank. Raise TimeoutError after ``seconds``, and Failure if a process fails."""
     found: list[Any] = []
     end = time.monotonic() + seconds
     while len(found) < RANKS:
@@ -278,7 +278,7 @@ def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
 def _largest_error(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
     """Return the largest relative error, ||got - expected|| / ||expected||, and the name of its array.
 
-    The divisor is at least 1e-3 of the largest gradient's norm, because some gradients are nearly zero.
+    The divisor is at least 1e-3 of the largest gradient's norm, because some gradients are nearly zero. NaN counts as inf.
     """
     import torch
 

@@ -22,7 +22,7 @@ WORST = 10.0
 """Upper bound of a noise (a relative difference of times), and its value if a time is not above 0."""
 
 SPARE = 60.0
-"""Seconds that all measurements together may spend on further series, after the first series of each."""
+"""Seconds for repeating noisy series, in all measurements together. Once they are spent, no further series starts."""
 
 
 class Series(NamedTuple):
@@ -38,7 +38,7 @@ class Series(NamedTuple):
 class Repeats:
     """A timer that repeats runs. ``noise``: the greatest noise of the series whose times it has returned.
 
-    ``spare``: seconds that are left for further series, 0 on CPUs, whose records "auto" does not use. ``on_any_rank``: returns
+    ``spare``: seconds that are left for further series; the first series of a measurement needs none. ``on_any_rank``: returns
     whether a flag is set on any rank, so that ranks that measure together also repeat together.
     """
 
@@ -49,8 +49,8 @@ class Repeats:
     def seconds(self, runs: Sequence[Callable[[], float]]) -> list[float]:
         """Return the median seconds of each run, from the quietest of up to ``SERIES`` series, and update ``noise``.
 
-        The runs take turns, so that a slow change of the clock rate cancels in differences between them. A further series starts
-        if the noise of each one before it exceeds ``NOISE`` and spare seconds are left.
+        The runs take turns, so that a slow change of the clock rate affects all of them alike. A further series starts if on any
+        rank the noise of each one before it exceeds ``NOISE`` and spare seconds are left.
         """
         self._warm_up(runs)
         quietest = self._series(runs)

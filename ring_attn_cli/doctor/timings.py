@@ -12,7 +12,7 @@ Points = tuple[tuple[float, float], ...]
 """Pairs (size, seconds); the size is a number of tokens or of bytes."""
 
 FITTED, NARROW = 128, 64
-"""The head dim for which a record has rates, and a smaller head dim that is measured only to be printed."""
+"""The head dim for which a record has rates, and a smaller head dim whose rates are only printed."""
 
 
 class MeasuredSizes(NamedTuple):
@@ -73,7 +73,7 @@ class Timings:
     def misfit(self, dim: int, backward: bool) -> float:
         """Return the largest relative difference between a time of attention and the line of :meth:`of_token`.
 
-        With two times it is 0, unless the line through them has an intercept below 0 or does not grow with the size.
+        With two times it is 0, except for rounding, if the line through them grows and its intercept is at least 0.
         """
         constant, of_key = self.of_token(dim, backward)
         times = (self.backward if backward else self.forward)[dim]
@@ -113,11 +113,11 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def record(timings: Sequence[Timings], network: float) -> Machine:
-    """Return the record of a machine from the times of its ranks: each number is that of the slowest rank.
+    """Return the record of a machine from the times of its ranks: each number is the worst of all ranks.
 
     ``network``: bytes a second to another host, which one host cannot measure. ``forward_state`` follows from the measured speed
-    of copies: it is the time to read and write the float32 out and lse of a query and head. Raise ValueError if a time is not
-    above 0, or a rate is above what the hardware can do.
+    of copies: it is the time to read and write the float32 out and lse of a query and head. Raise ValueError if a time of
+    attention, a transfer or a copy is not above 0, or if attention is faster than the peak of an A100, H100 or H200.
     """
     for each in timings:
         series = (*each.forward.values(), *each.backward.values(), each.link, each.collective, each.copy, each.peer)

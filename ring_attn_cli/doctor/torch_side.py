@@ -1,4 +1,4 @@
-"""Timings of one rank in PyTorch. Only the ranks' processes import this module."""
+"""Timings of one rank in PyTorch, in a process of its own."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Clock:
             self.products = max(1, math.ceil(AHEAD / self._between(self._occupy)))
 
     def seconds(self, *runs: Callable[[], object]) -> list[float]:
-        """Return the median seconds of each run, from the least noisy of several series in which the runs take turns."""
+        """Return the median seconds of each run, measured in turns by :meth:`Repeats.seconds`."""
         return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], object]) -> float:

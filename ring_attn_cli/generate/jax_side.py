@@ -18,8 +18,8 @@ from .settings import GenerateSettings
 def run(settings: GenerateSettings, ids: list[int], tell: Callable[[str, Any], None]) -> None:
     """Generate on accelerators if there are enough for all ranks, else on JAX's CPU devices, and report by ``tell``.
 
-    ``ids``: the prompt's token ids. ``tell(kind, data)`` gets each new token, as "token", and the progress. Raise ValueError if
-    JAX has too few devices.
+    ``ids``: the prompt's token ids. ``tell`` gets the messages of ``GenerateWatch``. Raise ValueError if JAX has too few devices
+    or the weights cannot be used.
     """
     jax.config.update("jax_num_cpu_devices", settings.ranks)
     dtypes = [settings.dtype, *(settings.config.get(name) for name in ("param_dtype", "compute_dtype", "dtype", "torch_dtype"))]

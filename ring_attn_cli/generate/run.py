@@ -17,9 +17,9 @@ from .text import Text, harmless
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "safetensors")}
 WARM = 3
-"""New tokens before the speed is measured: the first waits for the prompt, the next two compile and capture the decode step."""
+"""New tokens before the speed is measured: the first waits for the prompt, the next two may compile the decode step."""
 PATIENCE = 1800.0
-"""Seconds without a message after which the run fails. A chunk of a long prompt, or compiling a large model, can take minutes."""
+"""Seconds without a message after which a run in PyTorch fails. A chunk of a long prompt, or compiling, can take minutes."""
 
 
 def run(settings: GenerateSettings) -> None:
@@ -44,7 +44,7 @@ def run(settings: GenerateSettings) -> None:
 
 
 class GenerateWatch:
-    """A context manager that shows a progress bar for the prompt, then the text as it arrives, then the speed."""
+    """A context manager that shows a progress bar for the prompt, the text as it arrives and, without an error, the speed."""
 
     def __init__(self, text: Text, console: Console) -> None:
         self._text, self._console = text, console
@@ -89,7 +89,7 @@ class GenerateWatch:
 def speed(began: float, came: Sequence[float]) -> str:
     """Return the speed in words: seconds from ``began`` to the first token, and tokens/s after the first ``WARM`` tokens.
 
-    ``came``: the arrival time of each token, in seconds.
+    With ``WARM`` tokens or fewer, leave out the tokens/s. ``came``: the arrival time of each token, in seconds.
     """
     words = f"{len(came):,} tokens, the first after {came[0] - began:,.2f} s"
     if len(came) <= WARM:

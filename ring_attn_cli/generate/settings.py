@@ -18,7 +18,7 @@ from ..processes import check_count
 class GenerateSettings:
     """The options of ``ring-attn generate``. Raise ValueError if one of them is invalid.
 
-    The prompt's text and ``tokenizer`` are checked later, by the functions that read them.
+    The prompt's text, ``tokenizer`` and the weights are checked later, by the functions that read them.
 
     ``weights``: the folder of the weights. ``prompt``: the file of the prompt. ``text``: the prompt itself. ``new``: largest
     number of new tokens. ``stop``: stop token ids; None means ``eos_token_id`` of a Hugging Face config.json, if there is one.

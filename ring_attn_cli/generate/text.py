@@ -35,7 +35,7 @@ class Text:
         self._shown = 0
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that it completes, or "" if the last character still lacks bytes."""
+        """Add a token and return the text that it completes, or "" if it completes none, as while a character lacks bytes."""
         if self._tokenizer is None:
             return self._bytes.decode(bytes([token])) if token < BYTES else ""
         self._new.append(token)

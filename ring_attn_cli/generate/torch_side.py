@@ -15,7 +15,7 @@ from .settings import GenerateSettings
 
 
 def work(report: Report, rank: int, settings: GenerateSettings, ids: list[int], store: str) -> None:
-    """Generate as one rank, in a process that ``ring-attn generate`` started; rank 0 reports for all.
+    """Generate as one rank, in a process that ``ring-attn generate`` started; rank 0 reports progress and tokens.
 
     ``ids``: the prompt's token ids. ``store``: path of the file through which the ranks find each other.
     """
