@@ -1,7 +1,7 @@
 """The data of a plan's drawings: sequences cut into cells, the ranks that hold each cell, and the pairs they compute.
 
-A cell is a block of tokens. A cell of a matrix is filled if any pair in it is computed. If several ranks share a block,
-neighbouring cells show different ranks.
+A cell is a block of tokens. A cell of a matrix is filled if any pair in it is computed. A cell shows one rank; ranks that share
+blocks take turns from cell to cell.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _INK, _QUIET, _LATER, _PADDING, _HATCH = "#24292F", "#6E7781", "#E6E9ED", "#FAFAFA", "#C4CAD1"
 _WIDTH, _LEFT, _RIGHT, _STRIP, _GAP = 12.0, 0.78, 0.3, 0.36, 0.26
 _INSET = 0.07
-"""Width of the strips along a matrix's edges that show the ranks holding its tokens, as a fraction of the matrix's side."""
+"""Width of a matrix's margin, with a strip that shows the ranks holding its tokens, as a fraction of the matrix's side."""
 
 _CELLS = 64
 """Most cells along one side of a matrix."""
@@ -40,7 +40,7 @@ def check(path: Path) -> None:
 
 
 def save(plan: RingPlan, path: str | Path) -> None:
-    """Write the picture of ``plan`` to ``path``, as PNG or SVG by its suffix. Equal plans give equal files.
+    """Write the picture of ``plan`` to ``path``, as PNG or SVG by its suffix.
 
     Raise ValueError if the suffix is not .png or .svg, or if the file cannot be written.
     """
@@ -55,7 +55,10 @@ def save(plan: RingPlan, path: str | Path) -> None:
 
 
 def draw(plan: RingPlan) -> Figure:
-    """Return a figure of the tokens in the colours of their ranks and, below, one matrix per step and the work of each rank."""
+    """Return a figure of the tokens in the colours of their ranks, a matrix for each step, and the work of each rank.
+
+    Only the first ``STEPS`` steps have a matrix.
+    """
     from matplotlib.figure import Figure
 
     shown = plan.shifts[:STEPS]
@@ -212,7 +215,7 @@ def _visible(plan: RingPlan, queries: Axis, keys: Axis, a: int, b: int) -> bool:
 
 
 def _holders(axis: Axis) -> list[int]:
-    """Return each cell's code, as in ``_take``: 3 + 2 rank for the rank that holds the cell, or 0 for padding."""
+    """Return each cell's code, as in ``_take``: 3 + 2 rank for a rank that holds tokens of the cell, or 0 for padding."""
     return [3 + 2 * (axis.ranks(cell)[0] % 16) if axis.cells[cell] else 0 for cell in range(len(axis.cells))]
 
 

@@ -33,7 +33,7 @@ class MemoryOptions(NamedTuple):
 def answer(options: MemoryOptions) -> RenderableType:
     """Return for rich the tokens that fit and a table of the memory that they take.
 
-    Raise ValueError if the model is unknown, if a size is invalid, or if no tokens fit.
+    Raise ValueError if the model is unknown, if an option is invalid or, without ``tokens``, if 1,024 tokens per GPU do not fit.
     """
     from rich.console import Group
     from rich.text import Text
@@ -60,7 +60,10 @@ def answer(options: MemoryOptions) -> RenderableType:
 
 
 def config_of(model: str) -> TransformerConfig:
-    """Return the config of a model: ``model`` is its name, or the path of a config.json, ours or Hugging Face's."""
+    """Return the config of a model: ``model`` is its name or, if it ends in .json, a path.
+
+    The file is in our format or in Hugging Face's. Raise ValueError if the name is unknown or the file is invalid.
+    """
     from ring_attn_core.files import read_json
     from ring_attn_core.model.config import TransformerConfig
     from ring_attn_core.model.llama import config_of

@@ -22,10 +22,7 @@ KINDS = {
 """For each kind of answer, the reason why it takes no other options, and the names of the options that it takes."""
 
 MOST_TOKENS, MOST_SEGMENTS = 2**24, 10_000
-"""Largest numbers of tokens, and of documents or tree segments, that ``--documents`` and ``--tree`` accept.
-
-Dealing them to ranks and drawing the plan then takes at most half a minute.
-"""
+"""Largest numbers of tokens, and of documents or tree segments, that ``--documents`` and ``--tree`` accept."""
 
 
 def check_used(context: typer.Context, kind: str) -> None:
@@ -38,7 +35,7 @@ def check_used(context: typer.Context, kind: str) -> None:
 
 
 def read_words(text: str, option: str) -> list[str]:
-    """Return the words, separated by commas or spaces, of ``text`` or of the file that it names.
+    """Return the words, separated by commas or white space, of the file at the path ``text``, or else of ``text``.
 
     Raise ValueError if the file is not text.
     """
@@ -52,7 +49,7 @@ def read_words(text: str, option: str) -> list[str]:
 def check_drawn(option: str, tokens: int, segments: int) -> None:
     """Raise ValueError, naming ``option``, if there are more than MOST_TOKENS tokens or MOST_SEGMENTS segments.
 
-    More would take longer than half a minute to deal to ranks and to draw.
+    More would take long to deal to ranks and to draw.
     """
     if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
         raise ValueError(

@@ -86,7 +86,7 @@ def runs_of(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int,
 def read_documents(text: str) -> tuple[int, ...]:
     """Parse ``--documents``: lengths with commas or spaces between them, or the path of a file that holds such lengths.
 
-    Raise ValueError unless there is at least one length and each is an int of at least 1.
+    Raise ValueError if lengths are missing, if one is not an int of at least 1, or if there are too many (``check_drawn``).
     """
     words = read_words(text, "--documents")
     try:

@@ -47,9 +47,10 @@ def tokens(text: str) -> int:
 
 
 def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tuple[str, int]:
-    """Return the query and key heads, as ``32/8``, and the head dimension; those of ``model`` if it is not None.
+    """Return the query and key heads, as ``32/8``, and the head dimension.
 
-    Raise ValueError if the model is unknown, or if ``heads`` or ``head_dim`` is passed beside it.
+    They are those of ``model`` or, if it is None, ``heads`` and ``head_dim``, by default ``32/8`` and 128. Raise ValueError if
+    the model is unknown, or if ``heads`` or ``head_dim`` is passed beside it.
     """
     if model is None:
         return "32/8" if heads is None else heads, 128 if head_dim is None else head_dim
@@ -62,7 +63,10 @@ def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tupl
 
 
 def answer(prediction: PredictOptions) -> RenderableType:
-    """Return the predicted times as a table for rich. Raise ValueError if the machine is unknown or an option is invalid."""
+    """Return for rich a table of the predicted times, or the reason why it cannot be made.
+
+    Raise ValueError if the machine is unknown or an option is invalid.
+    """
     from rich.console import Group
     from rich.text import Text
 
@@ -107,7 +111,10 @@ def machine_of(text: str) -> Machine:
 
 
 def problem_of(prediction: PredictOptions, machine: Machine) -> Problem:
-    """Return the problem to predict: one batch row in bfloat16. Raise ValueError if an option is invalid."""
+    """Return the problem to predict: one batch row in bfloat16.
+
+    Raise ValueError if an option cannot be read, or if a number of GPUs is out of its range. ``Problem.check`` checks the rest.
+    """
     from ring_attn_core import layouts, masks
     from ring_attn_core.problem.options import Options
     from ring_attn_core.problem.problem import Problem
@@ -160,7 +167,7 @@ def _table(problem: Problem) -> RenderableType:
 
 
 def sent(problem: Problem, strategy: Strategy) -> list[str]:
-    """Return [forward, backward]: the GiB sent by the rank that sends most, as texts such as "0.25"."""
+    """Return [forward, backward]: the GiB sent by the one of the sampled ranks that sends most, as texts such as "0.25"."""
     from dataclasses import replace
 
     from ring_attn_core.problem.traffic import traffic

@@ -35,7 +35,7 @@ def rank_cell(rank: int) -> tuple[str, str]:
 
 
 def _strips(plan: RingPlan, width: int) -> list[Text]:
-    """Return a text line that shows the rank of each position, or two for cross-attention: of queries and of keys."""
+    """Return a text line that shows a rank for each cell of tokens, or two for cross-attention: of queries and of keys."""
     from rich.text import Text
 
     lines = []
@@ -52,7 +52,7 @@ def _strips(plan: RingPlan, width: int) -> list[Text]:
 def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
     """Return one matrix per step (at most ``STEPS``), with queries down and keys across, and a legend.
 
-    A row has four matrices: fewer if each would have less than 10 cells a side, more if each still has at least 32.
+    A row has four matrices: fewer if each would have less than 10 columns of text, more if each still has at least 32.
     """
     from rich.table import Table
     from rich.text import Text
@@ -83,7 +83,7 @@ def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
 
 
 def _table(plan: RingPlan, width: int) -> Table:
-    """Return the table of each rank's positions and of the number of pairs it computes, also by step if the width allows."""
+    """Return the table of each rank's positions and number of pairs, in all and, if the width allows, at the first steps."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -21,8 +21,8 @@ def read_tree(text: str) -> Tree:
     """Parse ``--tree``: segments in depth-first order with commas or spaces between them, or the path of a file that holds them.
 
     A segment is ``length`` or ``parent:length``; a suffix such as ``x16`` repeats it. Without parents, the first segment is the
-    prompt and the later ones are its completions. Raise ValueError if a segment has another form, if the segments are not one or
-    several trees in depth-first order, or if there are too many (``check_drawn``).
+    prompt and the later ones are its completions. Raise ValueError if segments are missing or too many (``check_drawn``), if
+    one has another form, or if they are not one or several trees in depth-first order.
     """
     words, parents, lengths = read_words(text, "--tree"), [], []
     found = [re.fullmatch(r"(?:(-?\d+):)?(\d+)(?:x([1-9]\d*))?", word, re.ASCII) for word in words]

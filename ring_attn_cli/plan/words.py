@@ -17,9 +17,9 @@ def title(plan: RingPlan) -> str:
 
 
 def mask_in_words(band: Band) -> str:
-    """Describe a mask, as ``full attention``, ``causal mask`` or ``window of 1,024 before and 0 after``.
+    """Describe a mask, such as ``full attention``, ``causal mask with offset 3`` or ``window of 1,024 before and 0 after``.
 
-    Any other band is described by its inequality.
+    A band of another form is described by its inequality.
     """
     if band == Band():
         return "full attention"

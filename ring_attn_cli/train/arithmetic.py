@@ -36,11 +36,11 @@ def peak(device: str) -> float | None:
 
 
 def flops_per_token(parameters: int, length: int, config: TransformerConfig, frozen: int = 0) -> float:
-    """Return the FLOPs of forward and backward per token: ``6 N + 3.5 x 2 x length x heads x head_dim x layers``.
+    """Return the FLOPs of forward and backward per token: ``6 N - 2 frozen + 7 length x heads x head_dim x layers``.
 
-    Each of the N weights takes 2 FLOPs in the forward and 4 in the backward; the backward of each ``frozen`` one takes 2. Causal
-    attention takes 2 x length x heads x head_dim FLOPs in the forward, for q . k and p . v over half of the pairs, and 2.5 times
-    as many in the backward, which recomputes the scores. Recomputation by activation checkpointing does not count.
+    Each of the N ``parameters`` takes 2 FLOPs in the forward and 4 in the backward; a ``frozen`` one takes 2 in the backward.
+    Causal attention takes 2 x length x heads x head_dim FLOPs in the forward, for q . k and p . v over half of the pairs, and 2.5
+    times as many in the backward, which recomputes the scores. Recomputation by activation checkpointing does not count.
     """
     return 6 * parameters - 2 * frozen + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
 

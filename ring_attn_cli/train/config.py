@@ -77,7 +77,7 @@ class RingConfig:
 
     ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``weights``: "whole"
     on each rank, or "sharded" over all ranks, together with their gradients and moments; in JAX only arrays with a dimension that
-    the number of devices divides. ``chunk``: number of tokens whose logits are in memory at a time.
+    the number of devices divides. ``chunk``: number of tokens whose logits a rank holds at a time.
     """
 
     ranks: int = 4
@@ -124,8 +124,8 @@ class Config:
 
     ``out``: the run's folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, in place of a model made
     from the table ``model``. ``lora``: adapters to train while the weights from ``init_from`` stay frozen. ``save_every``: steps
-    between checkpoints, of which the last ``keep`` stay. Raise ValueError if a number is out of its range or values do not fit
-    together.
+    between checkpoints, of which the last ``keep`` stay. Raise ValueError if a number that must be positive is not, or if values
+    do not fit together.
     """
 
     out: str = "train-output"
@@ -214,8 +214,8 @@ class Config:
 def read(path: Path | None, *, out: str | None = None, steps: int | None = None, ranks: int | None = None) -> Config:
     """Read the config from a TOML file, or take the defaults if ``path`` is None.
 
-    ``out``, ``steps`` and ``ranks`` override the file. Raise ValueError if the file is missing or not TOML, or if a value is
-    invalid. Raise it too if a key is unknown; the message names the nearest known key.
+    ``out``, ``steps`` and ``ranks`` override the file. Raise ValueError if the file is missing, a folder or not TOML, if a key is
+    unknown, if a value has another type than its key, or if ``Config`` rejects it.
     """
     values: dict[str, Any] = {}
     if path is not None:

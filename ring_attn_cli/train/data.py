@@ -1,4 +1,4 @@
-"""The checks of a run's data and initial weights, made before any process starts."""
+"""The checks of a run's data and initial weights, made before the ranks train."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class DatasetArguments(TypedDict):
-    """The arguments of ``SequenceShardedDataset`` that the config sets."""
+    """The arguments of ``SequenceShardedDataset`` that both frameworks take from the config alike."""
 
     folder: str
     length: int
@@ -49,10 +49,10 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
 
 
 def check(config: Config) -> str:
-    """Check the data, passkeys, ``init_from`` and ``lora`` of a run, and write the token cache, once for all ranks.
+    """Check the data, passkeys, ``init_from`` and ``lora`` of a run, and write the token cache, if the data need one.
 
     Return a text about documents that are both training data and held out: the name of one and the number of the others, or "" if
-    there are not any. Raise ValueError if the run cannot start.
+    there are not any. Raise ValueError if one of the checked settings is invalid.
     """
     from ring_attn_core.data.batches import documents_of
     from ring_attn_core.data.index import Index

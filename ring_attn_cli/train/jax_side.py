@@ -1,4 +1,4 @@
-"""A training run in JAX: one program on all devices of one or several processes. Imported only if JAX is used."""
+"""A training run in JAX: one program on devices of one or several processes. Imported only if JAX is used."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ MOST_BYTES = 4096
 
 
 def run(config: Config, tell: Tell) -> None:
-    """Train on accelerators if there are enough for all ranks, else on JAX's CPU devices. ``tell`` gets each line of the log."""
+    """Train on accelerators if there are enough for all ranks, else on JAX's CPU devices.
+
+    ``tell`` gets each line of the log, in process 0 only.
+    """
     if "float64" in [config.model.get(name) for name in DTYPES]:
         jax.config.update("jax_enable_x64", True)
     side = JaxSide(config, mesh_of(config))
@@ -92,7 +95,7 @@ def of_first(words: str) -> str:
 
 
 class Batch(NamedTuple):
-    """Arrays [microbatch, rows, tokens, ...] in layout order. ``layout``: a balanced one [microbatch, ...], else None."""
+    """Arrays [microbatch, rows, tokens, ...] in layout order. ``layout``: the balanced layouts, by microbatch, or None."""
 
     ids: Any
     labels: Any
@@ -117,7 +120,7 @@ class StaticArguments(NamedTuple):
 class JaxTrainer:
     """The model and the optimizer of a run in JAX over a mesh, with the computations of training and evaluation.
 
-    A step donates all arrays of model and optimizer, so that XLA writes the new ones in their place: the old ones are deleted.
+    A step donates all arrays of model and optimizer, so that XLA can write the new ones in their place. The old ones are deleted.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -135,7 +138,7 @@ class JaxTrainer:
         self._step = jax.jit(_step, static_argnames=("graph", "how"), donate_argnames="state", compiler_options=options)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with PyTorch's initial weights. Add adapters if ``lora`` is set."""
+        """Load the model of ``init_from``, or make one with the weights of ``first_weights``. Add adapters if ``lora`` is set."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
@@ -211,7 +214,7 @@ class JaxSide(JaxTrainer):
         self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
 
     def resume(self) -> ResumePoint | None:
-        """Load the newest checkpoint. Free the initial weights and moments before, so that the devices hold one copy of each."""
+        """Load the newest checkpoint, if there is one. Delete the initial weights and moments before, to save memory."""
         if self._checkpoints.steps():
             for x in jax.tree.leaves(nnx.state((self._model, self._optimizer))):
                 x.delete()

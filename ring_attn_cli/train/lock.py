@@ -17,7 +17,9 @@ LOCK = ".lock"
 
 @contextmanager
 def held(config: Config, first: bool = True, of_first: Callable[[str], str] = str) -> Iterator[None]:
-    """Lock the folder of a run until the block ends. Raise ValueError in all processes of the run if another run holds the lock.
+    """Lock the folder of a run until the block ends.
+
+    Raise ValueError in all processes of the run if another run holds the lock, or if the lock file cannot be written.
 
     ``first``: True in the one process that locks. ``of_first``: a function that returns the first process's text in all processes
     of the run; the default is for a run in one process. The system releases the lock when the process ends, even if it is killed.

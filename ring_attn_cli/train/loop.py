@@ -23,7 +23,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 def train(config: Config, side: Side, tell: Tell) -> None:
-    """Train to the last step from the newest checkpoint, evaluate and save as configured, and log.
+    """Train to the last step from the newest checkpoint, if there is one; evaluate and save as configured, and log.
 
     The process with ``side.first`` writes the log, and passes each line to ``tell``. Raise ValueError if the checkpoint belongs
     to other data.
@@ -93,8 +93,8 @@ def accuracy(config: Config, side: Side, length: int) -> float:
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
     """Return the mean loss in nats on held-out files as a line of the log: ``loss`` overall, ``by_position`` for each bucket.
 
-    A label belongs to the first bucket whose end in ``ends`` exceeds the number of tokens before it in its document; ``labels``
-    counts the labels of each bucket. A bucket without labels has the loss None.
+    A token's label belongs to the first bucket whose end in ``ends`` exceeds the number of tokens before the token in its
+    document; ``labels`` counts the labels of each bucket. A bucket without labels has the loss None.
     """
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)
@@ -109,7 +109,7 @@ def evaluation(config: Config, side: Side) -> dict[str, Any]:
 def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
     """Return the speed of a step: tokens/s and model TFLOP/s of all devices, MFU, and the peak memory of one device.
 
-    MFU is the share of the devices' peak TFLOP/s, None if that is unknown. The memory is in bytes.
+    MFU is the share of the devices' peak TFLOP/s, None if that is unknown. The memory is ``RunDevices.memory``, in bytes.
     """
     machine = side.machine()
     frozen = side.parameters - side.trained
@@ -122,8 +122,8 @@ def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
 class Log:
     """A writer of ``log.jsonl``, which also writes the numbers as events of TensorBoard, and shows each line by ``tell``.
 
-    ``begin``: the step of the checkpoint that the run resumes, or 0. Lines after it are dropped: the other lines are written to a
-    new file, which is renamed over the log.
+    ``begin``: the step of the checkpoint that the run resumes, or 0. Lines of later steps, and with 0 all lines, are dropped: the
+    other lines are written to a new file, which is renamed over the log.
     """
 
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:
@@ -135,7 +135,7 @@ class Log:
         self._path, self._tell, self._events = path, tell, Events(path.parent, begin)
 
     def __call__(self, kind: str, **values: object) -> None:
-        """Append ``kind`` and ``values`` to the file as a line of JSON, write them as an event, and pass them to ``tell``."""
+        """Append ``kind`` and ``values`` to the file as a line of JSON. Pass the line to TensorBoard's events and to ``tell``."""
         line = {"kind": kind, **values}
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
@@ -144,7 +144,10 @@ class Log:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log up to the first that is not JSON, such as one cut short by a kill, or []."""
+    """Return the lines of a log up to the first that is not JSON, such as one cut short by a kill.
+
+    Return [] if there is not any log.
+    """
     if not path.exists():
         return []
     found = []

@@ -18,7 +18,7 @@ from .watch import TrainWatch
 
 NEEDS = {"torch": ("torch", "safetensors"), "jax": ("jax", "flax", "optax", "orbax.checkpoint", "safetensors")}
 PATIENCE = 1800.0
-"""Seconds without a message from any rank after which a run fails. A step, or compiling a large model, can take minutes."""
+"""Seconds without a message after which a run in PyTorch fails, except under torchrun. A step can take minutes."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Program:
     def of(cls, coordinator: str | None, process: str | None) -> Program:
         """Parse ``--coordinator`` and ``--process``, which is an index and the number of processes, such as "0/4".
 
-        ``coordinator`` must be "auto" without ``process``, and HOST:PORT with it. Raise ValueError otherwise.
+        ``coordinator`` must be "auto" without ``process``, and HOST:PORT with it. Raise ValueError otherwise, or if the index is
+        not below the number.
         """
         if coordinator == "auto" and process is None:
             return cls(coordinator)
@@ -53,7 +54,7 @@ class Program:
 
 
 def run(config: Config, framework: str, program: Program | None = None) -> None:
-    """Train, or resume the run in ``config.out``; write log, picture, checkpoints and weights there.
+    """Train, or resume the run in ``config.out``; write log, checkpoints and weights there, and with matplotlib a picture.
 
     ``framework``: "torch" or "jax". Raise ValueError if the framework is unknown, if the run cannot start, or if another run uses
     the folder. Raise :class:`processes.Failure` if a process fails, and ModuleNotFoundError if a package is missing.
@@ -79,7 +80,7 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
 
 
 def _is_first(framework: str, program: Program | None) -> bool:
-    """Return True if this process prints for the run. With coordinator "auto" its index is not known yet, and each one prints."""
+    """Return True if this process prints for the run. With coordinator "auto", each process prints."""
     if framework == "torch":
         from . import torch_side
 

@@ -1,7 +1,7 @@
 """Learning-rate schedules by the names and arguments that optax and torch.optim.lr_scheduler give them.
 
-A training run computes its rates once, here, in float64, so that PyTorch and JAX take the same steps. A test compares each
-schedule with the original. A schedule is data: its arguments, and a function of the arguments and of the step, from 0.
+The rates of a training run are computed here, in float64, for PyTorch and for JAX. A test compares each schedule with the
+original. A schedule is data: its arguments, and a function of the arguments and of the step, from 0.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ SCHEDULES: dict[str, Schedule] = {
         ),
     ]
 }
-"""The schedules by name: those of optax, then those of torch."""
+"""The supported schedules by name, first of optax, then of torch."""
 
 
 def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Callable[[int], float]:
@@ -226,7 +226,7 @@ def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Ca
     Each table has a ``name`` and the schedule's arguments. All but the last also have ``until``, the step at which the next
     schedule begins. Each schedule counts its own steps from 0, as in ``optax.join_schedules`` and torch's ``SequentialLR``.
     ``peak``: the run's learning rate, the default of each schedule's rate. Raise ValueError if a name or an argument is unknown,
-    missing or out of its range.
+    missing or out of its range, or if arguments do not fit together.
     """
     parts: list[tuple[int, Callable[[int], float]]] = []
     begin = 0

@@ -18,7 +18,10 @@ class TrainStep(NamedTuple):
 
 
 class RunDevices(NamedTuple):
-    """The devices of a run: name of one, their number, and the peak memory of one so far, in bytes."""
+    """The devices of a run: name of one, their number, and the peak memory of one so far, in bytes.
+
+    On CPUs the memory is that of this process, as the system counts it.
+    """
 
     device: str
     devices: int
@@ -46,11 +49,11 @@ class Side(Protocol):
     def save(self, step: int, data: str) -> None: ...
 
     def finish(self) -> None:
-        """Wait for the checkpoint in progress and save the weights; with LoRA, save and merge the adapters before that."""
+        """Wait for the checkpoint in progress and save the weights; with LoRA, first save and merge the adapters."""
         ...
 
     def shard(self, ids: list[list[int]], labels: list[list[int]]) -> Any:
-        """Return the microbatch of the global rows ``ids`` and ``labels``, each of them one document."""
+        """Return the microbatch of the global rows ``ids`` and ``labels``; each row is one document."""
         ...
 
     def step(self, number: int, microbatches: list[Any]) -> TrainStep:

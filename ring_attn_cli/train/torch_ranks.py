@@ -47,7 +47,7 @@ def join_launched(device: torch.device) -> None:
 
     With ``--max-restarts``, torchrun keeps one store for all restarts, where a restarted process may find the addresses of ended
     processes and wait for them. So the number of the restart becomes a prefix of the store's keys. Each host counts its own
-    restarts: raise ValueError if a run with ``--max-restarts`` has processes on several hosts.
+    restarts: raise ValueError if such a store serves several hosts.
     """
     timeout = timedelta(minutes=30)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -65,7 +65,7 @@ def join_launched(device: torch.device) -> None:
 
 @contextmanager
 def reported_errors(report: Report) -> Iterator[None]:
-    """Report a ValueError of this ``with``, which is equal on every rank, as a message of the kind "mistake"."""
+    """Report a ValueError of this ``with`` as a message of the kind "mistake" and suppress it; it must come on every rank."""
     try:
         yield
     except ValueError as error:

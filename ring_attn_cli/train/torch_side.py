@@ -45,7 +45,7 @@ from .torch_ranks import CPU, device_of, join_launched, member, reported_errors
 
 
 def work(report: Report, rank: int, config: Config, store: str) -> None:
-    """Train as one rank, in a process that ``ring-attn train`` started; rank 0 reports for all.
+    """Train as one rank, in a process that ``ring-attn train`` started; rank 0 reports the log.
 
     ``store``: path of the file through which the ranks find each other.
     """
@@ -60,7 +60,8 @@ def work(report: Report, rank: int, config: Config, store: str) -> None:
 def launched(config: Config, tell: Tell) -> None:
     """Train as one rank, in a process that torchrun started. ``tell`` gets each line of the log on rank 0.
 
-    Raise ValueError if the number of processes does not fit the GPUs or the config.
+    Raise ValueError if the number of processes does not fit the GPUs or the config, if another run uses the folder, or if the run
+    cannot start.
     """
     rank = get_node_local_rank(0)
     if torch.cuda.is_available() and torch.cuda.device_count() <= rank:
@@ -91,7 +92,7 @@ def of_first(words: str, group: dist.ProcessGroup | None = None) -> str:
 
 
 def is_first() -> bool:
-    """Return True in the first of torchrun's processes on this machine."""
+    """Return True in the first of torchrun's processes on this machine, and without torchrun."""
     return get_node_local_rank(0) == 0
 
 
@@ -147,7 +148,7 @@ class TorchTrainer:
         self._rates = rates(of, config.steps)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with JAX's initial weights. Add adapters if ``lora`` is set."""
+        """Load the model of ``init_from``, or make one with the weights of ``first_weights``. Add adapters if ``lora`` is set."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}
@@ -225,7 +226,7 @@ class TorchTrainer:
         return RunDevices("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
-        """Return the last hidden states [rows, local, dim] of a shard. Apply dropout only if ``step`` is passed.
+        """Return the last hidden states [rows, local, dim] of a shard. Apply the model's dropout only if ``step`` is passed.
 
         The dropout seed is the run's seed plus ``step``. The dropout offset is the index of this rank's first row among all rows
         of the step. So no two rows of a step share a dropout mask.

@@ -12,13 +12,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from .config import Config
 
 EVERY = 10.0
-"""Seconds between two printed steps if the output is not a terminal."""
+"""Least seconds between two printed steps if the output is not a terminal."""
 
 
 class TrainWatch:
     """A context manager that shows a progress bar with the latest step's numbers, and a line for each evaluation.
 
-    If the output is not a terminal, print a line for a step every ``EVERY`` seconds instead of the bar.
+    If the output is not a terminal, print a line for a step at most every ``EVERY`` seconds.
     """
 
     def __init__(self, config: Config, console: Console) -> None:
