@@ -1,4 +1,4 @@
-"""Error reporting of the commands: one line on stderr, without a traceback."""
+"""Error reporting of the commands: the message on stderr, and an exit status."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def missing_in_words(package: str | None) -> str:
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Turn a ValueError, OSError, MemoryError or missing package into one line on stderr and exit status 2.
+    """Print a ValueError, OSError, MemoryError or missing package on stderr without a traceback, and exit with status 2.
 
-    A :class:`processes.Failure`, an error of a started process, becomes one line and status 1. If the reader of the output closes
-    the pipe early, as ``head`` does, print nothing and exit with status 1.
+    For a :class:`processes.Failure`, print its message, with the end of the process's log, and exit with status 1. If the reader
+    of the output closes the pipe early, as ``head`` does, print nothing and exit with status 1.
     """
     import typer  # main.py reports a missing typer
 

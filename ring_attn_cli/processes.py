@@ -1,4 +1,4 @@
-"""Groups of spawned processes that report over pipes, for every command that starts processes.
+"""Groups of spawned processes that report over pipes, for the commands that start processes.
 
 A process exits when its parent does. If a process fails, the parent raises an error that shows the last 20 lines of its log.
 """
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 MOST = 1024
-"""Most ranks that a command starts on one machine. A larger number is probably a typing error, and would fill the memory."""
+"""Most ranks that a command starts on one machine. A larger number is probably a typing error."""
 Report = Callable[[str, Any], None]
 """A function ``report(kind, data)`` that sends a message to the parent process."""
 
@@ -101,8 +101,8 @@ class Crews:
 
     In the main thread, SIGTERM raises :class:`Terminated` inside the context.
 
-    A process imports a module and calls its ``work(report, *arguments)``. The parent does not import that module, nor the
-    framework that the module uses. A process's stdout and stderr go to a log, which is shown if the process fails.
+    A process imports a module and calls its ``work(report, *arguments)``. This class does not import that module in the
+    parent. A process's stdout and stderr go to a log, whose end is shown if the process fails.
     """
 
     def __init__(self, patience: float) -> None:
@@ -160,7 +160,7 @@ class Crews:
         return [message for pipe in wait(list(self._members), timeout) for message in self._receive(pipe)]  # type: ignore[arg-type]
 
     def logs(self) -> dict[str, str]:
-        """Return the last 200 printed lines of each running process, by its label, such as "PyTorch, process 0"."""
+        """Return the last 200 printed lines of each unfinished process, by a label such as "PyTorch, process 0"."""
         return {member.label: member.last_words(200) for member in self._members.values()}
 
     def _receive(self, pipe: Connection) -> Iterator[Message]:
@@ -239,7 +239,7 @@ def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent process ends: if it is killed, its ranks would go on and write checkpoints beside a new run."""
+    """Exit when the parent process ends. Ranks of a killed parent would go on and write checkpoints beside a new run."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
