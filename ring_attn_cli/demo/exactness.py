@@ -38,7 +38,7 @@ CLOSE = 1e-6
 class DemoInputs(NamedTuple):
     """q and dout [1 s h d], k and v [1 s g d] and dlse [1 s h]: float32 global sequences in natural order.
 
-    ``dout`` and ``dlse`` are the cotangents of out and lse; h and g are the numbers of query heads and key heads.
+    ``dout`` and ``dlse`` are the cotangents of out and lse; s tokens, h query heads, g key heads, head dim d.
     """
 
     q: np.ndarray

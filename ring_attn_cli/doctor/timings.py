@@ -41,9 +41,9 @@ class Timings:
     backward, send or copy, 0 on a CPU. ``memory``: the rank's memory in bytes. ``noise``: the greatest relative difference
     between repeated measurements.
 
-    ``contention``: how much longer attention takes during a hop, as a share of the hop's time. ``peer``: (bytes, seconds) of
-    copies from the next rank's memory by the copy engine, all ranks at once; empty if they were not measured, and then
-    ``no_peer`` says why. ``host_pull``, ``host_push``: the host's seconds for a step, forward and backward.
+    ``contention``: how much longer attention takes during a send, as a share of the send's time. ``peer``: (bytes, seconds) of
+    copies from the next rank's memory by the copy engine, all ranks at once; empty if they were not measured. ``no_peer``: the
+    reason if GPUs cannot share memory. ``host_pull``, ``host_push``: the host's seconds for a step, forward and backward.
     """
 
     device: str
