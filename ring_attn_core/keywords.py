@@ -1,4 +1,4 @@
-"""A decorator for public functions: the TypeError for an unknown keyword suggests the equivalent or closest known one."""
+"""A decorator for public functions: the TypeError for an unknown keyword suggests a known one that is equivalent or close."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ ELSEWHERE = {
     "softmax_scale": "scale",
     "logits_soft_cap": "softcap",
 }
-"""Keywords of other libraries' attention functions, each with the equivalent argument of this library."""
+"""Keywords of other libraries' attention functions, each with the argument of this library to pass instead."""
 
 
 def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function`` so that an unknown keyword raises a TypeError that suggests the equivalent or closest known keyword."""
+    """Wrap ``function`` so that an unknown keyword raises a TypeError, which suggests an equivalent or close keyword if any."""
     known = list(inspect.signature(function).parameters)
 
     @wraps(function)

@@ -6,7 +6,7 @@ With 16 tokens over 4 ranks:
     striped      rank 0:  0  4  8 12    rank 1:  1  5  9 13    rank 2:  2  6 10 14    rank 3:  3  7 11 15
     zigzag       rank 0:  0  1 14 15    rank 1:  2  3 12 13    rank 2:  4  5 10 11    rank 3:  6  7  8  9
 
-Under a causal mask contiguous gives the last rank almost twice the mean work; striped and zigzag balance it. Striped is
+Under a causal mask contiguous gives the last rank up to twice the mean work; striped and zigzag balance it. Striped is
 from Brandon et al., "Striped Attention" (arXiv:2311.09431); zigzag is the order of Llama 3 training (arXiv:2407.21783,
 section 3.3.2).
 
@@ -76,7 +76,10 @@ def check_length(length: object) -> None:
 
 
 def check_rank(rank: object, ranks: int) -> None:
-    """Raise ValueError if ``rank`` is not an integer from 0 to ``ranks - 1``. For a traced rank only the type is checked."""
+    """Raise ValueError if ``ranks`` is invalid or ``rank`` is not an integer from 0 to ``ranks - 1``.
+
+    For a traced rank only the type is checked.
+    """
     check_ranks(ranks)
     if not is_integer(rank):
         raise ValueError(f"rank must be an int, 0 to {ranks - 1}, got {in_words(rank)}")
@@ -103,7 +106,8 @@ def gathered_length(shape: tuple[int, ...], layout: Any, ranks: int, length: obj
 
     ``shape``: the shape of a shard, [batch, tokens, ...]. ``layout``: a name, a BalancedLayout or a TracedLayout.
 
-    Raise ValueError if ``shape`` has fewer than 2 dimensions, or if its token dimension is not the shard size for ``length``.
+    Raise ValueError if ``shape`` has fewer than 2 dimensions, its token dimension is not the shard size, or another argument is
+    invalid.
     """
     if len(shape) < 2:
         raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")

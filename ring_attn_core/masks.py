@@ -42,7 +42,7 @@ def sliding_window(before: int, after: int = 0, offset: int = 0) -> Band:
     """Return the mask in which a query sees keys ``q_pos + offset - before`` to ``q_pos + offset + after``.
 
     All three count token positions; a query sees at most ``before + after + 1`` keys. A Hugging Face window of ``w`` is
-    ``before = w - 1``. Raise ValueError if ``before`` or ``after`` is negative.
+    ``before = w - 1``. Raise ValueError if an argument is not an int, or ``before`` or ``after`` is negative.
     """
     before, after, offset = _integer("before", before), _integer("after", after), _integer("offset", offset)
     if before < 0 or after < 0:
@@ -68,7 +68,7 @@ def check_mask(mask: Any) -> None:
 
 
 def with_numbers(band: Band) -> Band:
-    """Return ``band`` with NumPy integers converted to Python ints."""
+    """Return ``band`` with NumPy numbers converted to Python numbers."""
     if type(band.lo) in (int, NoneType) and type(band.hi) in (int, NoneType):
         return band
     return Band(as_number(band.lo), as_number(band.hi))

@@ -32,7 +32,7 @@ class Array:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A host TMA descriptor of a contiguous array, read in blocks of shape ``block``; TMA reads 0 outside of the array.
+    """A host TMA descriptor of an array that kernels access in blocks of shape ``block``; TMA reads 0 outside of the array.
 
     ``pitch``: elements per row of the array, if the array has more columns than ``shape`` says. ``gluon``: the kernel is in
     Gluon, whose descriptor type includes the shared-memory layout: ``swizzled`` or row-major.
@@ -70,7 +70,7 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number passed at launch; if ``divided``, Triton specializes the kernel on whether 16 divides the number."""
+    """A number passed at launch; if ``divided``, Triton specializes the kernel on whether 16 divides an int32 number."""
 
     value: int | float
     type: str

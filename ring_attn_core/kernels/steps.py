@@ -27,7 +27,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
 
 
 def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
-    """Yield each different launch in the backward of a ring of ``steps`` steps, without the launches of the forward."""
+    """Yield the launches in the backward of a ring of ``steps`` steps, without those of the forward; some occur repeatedly."""
     yield portable.delta(call, call.dtype)
     if "extents" in call.array_names:
         yield extent_bounds(call)
@@ -95,10 +95,10 @@ def dkv(call: RingCall, first: bool, last: bool) -> Launch:
 
 @lru_cache(maxsize=4096)
 def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
-    """Return the launches that compute the inputs that a Hopper kernel needs under extents, such as the tiles that it visits.
+    """Return the launches that compute a Hopper kernel's inputs from extents or key extents, such as the tiles to visit.
 
     ``kernel``: "forward", "backward" (all gradients in one pass), "dq" or "dkv". The result is empty if the call has neither
-    extents nor key extents, or if a portable kernel runs instead.
+    extents nor key extents, or if a portable kernel runs instead. It does not include ``extent_bounds``.
     """
     if not call.by_extents or not _takes(call, "forward" if kernel == "forward" else "backward"):
         return ()

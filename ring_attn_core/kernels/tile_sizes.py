@@ -1,4 +1,4 @@
-"""Tile sizes and tile ranges as pure functions, with the measured reason beside each number.
+"""Tile sizes and tile ranges as pure functions, with measured reasons beside most numbers.
 
 No tile is tuned at run time. Each function chooses tiles by the properties of a call in the third column:
 
@@ -9,9 +9,9 @@ No tile is tuned at run time. Each function chooses tiles by the properties of a
     wide_tiles         two-pass backward     widths, keys                                           hopper/wide_launches.py
     blockwise_tiles    backend "blockwise"   batch * query heads, tokens of a run                   attend/tiles.py
 
-widths: padded head dimensions of q, k and of v; features: softcap and the optional arrays. The last column names the caller;
-attend/tiles.py is in both packages. ``hopper_passes`` chooses between one pass and two. In one pass a tile has
-``HOPPER_BACKWARD_KEYS`` keys, and as many queries as ``queries`` of hopper/launches.py returns.
+widths: padded head dimensions of q, k and of v; features: softcap and the optional arrays. The last column names the caller,
+which for ``decode_tiles`` also defines it; attend/tiles.py is in both packages. ``hopper_passes`` chooses between one pass and
+two. In one pass a tile has ``HOPPER_BACKWARD_KEYS`` keys, and as many queries as ``queries`` of hopper/launches.py returns.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
         8         785 /  785 /  867    769 /  753 / 1048
         32       3308 / 3444 / 5063   3347 / 3775 / 4576
 
-    Calls with very many heads get shorter query tiles, so that a tile has at most 16 Mi scores.
+    While the tiles of all heads have more than 16 Mi scores, the query tile is halved, down to 64 queries.
     """
     known = isinstance(score_rows, int)  # False for a symbolic batch of jax.export, which may be of any size
     block = 256 if known and score_rows <= 16 else 128

@@ -1,9 +1,9 @@
 """The folder of a run's checkpoints: find complete checkpoints, complete a new one, and delete old ones.
 
 A save writes into ``.step-000000100.<random>.saving`` (``CheckpointFolder.begin``). ``commit`` renames this folder to
-``step-000000100`` and then writes ``run.json`` into it. A checkpoint without ``run.json`` is incomplete: readers ignore it, and
-the next save deletes it. So a process killed during a rename leaves no checkpoint that looks complete, even if renames are not
-atomic, as on an object store.
+``step-000000100`` and then writes ``run.json`` into it. A checkpoint without ``run.json``, or another of its marks, is
+incomplete: readers ignore it, and the next save deletes it. So a process killed during a rename leaves no checkpoint that looks
+complete, even if renames are not atomic, as on an object store.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .progress import check_next
 from .weight_files import to_disk
 
 RUN = "run.json"
-"""The file that completes a checkpoint. It holds the progress of the run, and the size and digest of each other file."""
+"""The file that completes a checkpoint. It holds the progress of the run, and the sizes and digests of saved files."""
 
 LAG = 10.0
 """Seconds to wait for a file that another machine has written, because NFS may show it late."""
@@ -152,7 +152,7 @@ def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[
 
 
 def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int = 0, parts: int = 1) -> None:
-    """Raise ValueError if a file of a checkpoint is missing, unexpected or changed; the message names it.
+    """Raise ValueError, naming the file, if a checkpoint's file is missing, unexpected or changed, or its run.json is invalid.
 
     ``where``: the checkpoint's folder. ``run``: the contents of its run.json. Compare all sizes, and every ``parts``-th digest
     from the ``part``-th on, so that ranks share the reading. A file that was not saved is unexpected if its name ends in

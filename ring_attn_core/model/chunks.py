@@ -52,7 +52,7 @@ def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, red
 
 
 def check_dtypes(logits: str, labels: str) -> None:
-    """Raise ValueError if labels are not integers, or logits (or hidden states) are not floating. Arguments are dtype names."""
+    """Raise ValueError if the dtype of labels is not an integer one, or that of logits (or hidden states) is not in DTYPES."""
     if not labels.startswith(("int", "uint")):
         raise ValueError(f"labels must have an integer dtype, the id of the next token of each, got {labels}: convert them")
     if logits not in DTYPES:

@@ -38,7 +38,7 @@ class AttentionFields:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Return the field values by name, as the constructor of the layer or model takes them."""
+        """Return the values of all fields by name."""
         return {x.name: getattr(self, x.name) for x in fields(self)}
 
 
@@ -46,9 +46,9 @@ class AttentionFields:
 class AttentionConfig(AttentionFields):
     """The config of a RingAttention: all arguments except ``rngs`` and those that choose the ring and how attention runs on it.
 
-    If ``kv_heads`` is None, it becomes ``heads``; ``head_dim`` becomes ``dim / heads``, and ``rotary`` becomes
-    ``Rotary(rotary_base)``, or stays None without a base. ``param_dtype``: the name of a dtype. Raise ValueError if sizes do not
-    fit or a number is outside its range.
+    ``kv_heads=None`` becomes ``heads``, ``head_dim=None`` becomes ``dim / heads``, and ``rotary=None`` becomes
+    ``Rotary(rotary_base)`` unless ``rotary_base`` is None too. ``param_dtype``: the name of a dtype. Raise ValueError if sizes do
+    not fit or a value is invalid.
     """
 
     dim: int
@@ -89,7 +89,7 @@ class TransformerConfig(AttentionFields):
     and ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names of dtypes; a ``compute_dtype`` of None means
     ``param_dtype``. ``mlp_chunk``: number of a rank's tokens that the MLP processes at a time, None for all. ``published``:
     metadata of a published model; it affects neither the computation nor comparisons of configs. Raise ValueError if sizes do
-    not fit or a number is outside its range.
+    not fit or a value is invalid.
     """
 
     vocab: int
@@ -165,6 +165,7 @@ class TransformerConfig(AttentionFields):
 def hidden_size(dim: int) -> int:
     """Return 8/3 of ``dim``, rounded up to a multiple of 64: the default hidden size of a gated MLP.
 
-    The three matrices of such an MLP have about as many weights as the two of an MLP of hidden size 4 ``dim`` without a gate.
+    Before rounding, the three matrices of such an MLP have as many weights as the two of an MLP of hidden size 4 ``dim`` without
+    a gate.
     """
     return -(-8 * dim // (3 * 64)) * 64

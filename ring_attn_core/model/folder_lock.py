@@ -20,7 +20,7 @@ LOCK = ".lock"
 class FolderLock:
     """A lock on a folder, held until ``forget`` is called or the object is deleted.
 
-    The constructor raises ValueError if another process holds the lock.
+    The constructor raises ValueError if the system says that the lock is held.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -1,6 +1,6 @@
 """A call of ``generate`` as one record: its checked options, the chunks of its prompts, and the size of its cache.
 
-The prompts and options must be equal on all ranks; ``Generation.fingerprint`` returns them for a comparison.
+The prompts and options must be equal on all ranks; ranks compare the results of ``Generation.fingerprint``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Generation:
 
     @classmethod
     def of(cls, config: TransformerConfig, dtype: str, prompts: Any, new: Any, **options: Any) -> Generation:
-        """Check the arguments of a call and return its record. Raise ValueError if an argument is invalid.
+        """Check the arguments of a call and return its record. Raise ValueError if an argument or a layer's mask is invalid.
 
         ``dtype``: the model's compute dtype. ``options``: temperature, top_k, top_p, seed, stop, chunk, cache_dtype.
         """
@@ -193,7 +193,7 @@ def bucket(tokens: int) -> int:
 
 
 def local_tokens(layout: str, ranks: int, lengths: Sequence[int]) -> int:
-    """Return a rank's number of tokens, padding included, of a chunk. ``lengths``: tokens of each prompt in the chunk."""
+    """Return how many tokens of a chunk each rank holds, padding included. ``lengths``: tokens of each prompt in the chunk."""
     return padded_local(layout, ranks, max(lengths))
 
 
@@ -202,7 +202,10 @@ def _rounded(slots: int) -> int:
 
 
 def _most(new: Any, prompts: int) -> tuple[int, ...]:
-    """Return the largest number of new tokens of each prompt. Raise ValueError if ``new`` is not an int or one int per prompt."""
+    """Return the largest number of new tokens of each prompt.
+
+    Raise ValueError if ``new`` is not an int from 1 to MOST, or one such int per prompt.
+    """
     new = _plain(new)
     several = isinstance(new, list | tuple)
     each = list(new) if several else [new] * prompts
@@ -235,7 +238,7 @@ def _plain(x: Any) -> Any:
 
 
 def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the prompts (lists, tuples or arrays of ints) as tuples. Raise ValueError if they are anything else."""
+    """Return the prompts (lists, tuples or arrays of ints) as tuples. Raise ValueError if they are anything else, or empty."""
     some = [prompts] if isinstance(prompts, str | bytes) else prompts if isinstance(prompts, list | tuple) else []
     if any(isinstance(row, str | bytes) for row in some):
         raise ValueError(

@@ -1,6 +1,6 @@
 """Conversion between Hugging Face configs of Llama, Mistral, Qwen2 and Qwen3 and the equivalent TransformerConfig.
 
-A Hugging Face config is a dict, as in config.json. A setting that this package does not support raises an error that names it.
+A Hugging Face config is a dict, as in config.json. Keys that this file does not name are ignored.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ FIXED = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""Keys of a Hugging Face config that must have these values if present; the layers of this package support no others."""
+"""Keys of a Hugging Face config that must be missing, null or these values; the layers of this package support no others."""
 
 
 PUBLISHED = "max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"
@@ -153,7 +153,7 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
     """Return the Hugging Face config of a model equivalent to ``config``.
 
-    ``length``: max_position_embeddings; None: the config's value, or 131072. Raise ValueError if no architecture fits.
+    ``length``: max_position_embeddings; None: the published value, or LENGTH. Raise ValueError if no architecture fits.
     """
     windows = _checked_windows(config)
     if length is not None:
@@ -216,7 +216,7 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
     """Return the number of tokens before a query that each layer sees, None for all. Return None if no layer has a window.
 
-    ``window``: the config's window in tokens, the query included. ``first``: for Qwen, the first layer with a window.
+    ``window``: the config's window in tokens, the query included. ``first``: first layer with one, without layer_types.
     """
     depth = theirs["num_hidden_layers"]
     if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):

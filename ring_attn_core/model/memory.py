@@ -32,7 +32,8 @@ class Training:
     ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: tokens of one GPU in all batch rows.
     ``activations``: one of ``ACTIVATIONS`` in ``activations.py``. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss
     process at once; None: all. ``reserve``: bytes of a GPU for memory other than tensors (CUDA's context, NCCL's buffers,
-    workspaces, gaps between tensors). Raise ValueError if a count is below 1 or ``activations`` is unknown.
+    workspaces, gaps between tensors). Raise ValueError if a count is not an int of at least 1, or ``activations`` is
+    unknown.
     """
 
     gpus: int
@@ -174,7 +175,7 @@ OF_MLP = ("MLP", "MLP's input", "sum")
 
 
 def _weights(config: TransformerConfig, training: Training) -> tuple[Term, ...]:
-    """Return the memory terms that do not depend on the number of tokens."""
+    """Return the terms of weights, moments and gradients, and the reserve."""
     w, c, shared = BYTES[config.param_dtype], compute_bytes(config), -(-weights(config) // training.gpus)
     block, ends = block_weights(config), _ends(config)
     return (

@@ -13,8 +13,8 @@ class Published:
     """Fields of a Hugging Face config that programs using a model read, under Hugging Face's names; None: not set.
 
     ``max_position_embeddings``: the longest sequence, in tokens, that programs should allow. ``bos_token_id``,
-    ``eos_token_id`` (one or several), ``pad_token_id``: special ids. Raise ValueError if a value is not an int, or
-    ``max_position_embeddings`` is below 1.
+    ``eos_token_id`` (one or several), ``pad_token_id``: special ids. Raise ValueError if a value is neither an int nor
+    None, or ``max_position_embeddings`` is below 1.
     """
 
     max_position_embeddings: int | None = None

@@ -79,7 +79,7 @@ def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_plain(name: str, x: Any, arrays: str) -> None:
-    """Raise ValueError if ``x`` is not a number, str, bool, None, mask, Run or numpy array.
+    """Raise ValueError if ``x`` is not an int, float, str, bool, None, mask, Run or numpy array without Python objects.
 
     ``arrays``: a name, for the message, of the arrays that the caller also accepts.
     """
@@ -137,7 +137,7 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Return a text for each named value whose replicas differ: its name, and each content with the owners that hold it.
+    """Return a text for each named value whose replicas differ: its name, and contents that differ, with their owners.
 
     If replicas differ in kind, or a table lacks the value, the text lists kinds instead of contents.
     """
@@ -193,5 +193,5 @@ def _more(count: int, before: str) -> str:
 
 
 def _is_numpy(x: Any) -> bool:
-    """Return whether ``x`` is an array or a scalar of numpy, without importing numpy."""
+    """Return whether ``x`` looks like an array or a scalar of numpy, by its attributes, without importing numpy."""
     return hasattr(x, "tobytes") and hasattr(getattr(x, "dtype", None), "hasobject")

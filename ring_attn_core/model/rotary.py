@@ -66,7 +66,7 @@ class NTK:
 
 @dataclass(frozen=True)
 class YaRN:
-    """YaRN (Peng et al., arXiv:2309.00071): divides low frequencies by ``factor``, and scales the scores up.
+    """YaRN (Peng et al., arXiv:2309.00071): divides low frequencies by ``factor``, and scales the scores.
 
     ``original``: tokens of the context that the model was trained for. Pairs that rotate at least ``fast`` times within these
     tokens keep their frequency. The frequency of pairs that rotate at most ``slow`` times is divided by ``factor``. Between these
@@ -153,7 +153,7 @@ def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
 
     ``rotary_base=b`` is short for ``rotary=Rotary(b)``.
 
-    Raise ValueError if ``rotary`` is not a Rotary, or if ``base`` contradicts it.
+    Raise ValueError if ``rotary`` is not a Rotary, or ``base`` is invalid or contradicts it. The default base contradicts none.
     """
     if rotary is None:
         return None if base is None else Rotary(base)
@@ -167,7 +167,7 @@ def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
 def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int) -> tuple[Rotary | None, ...] | None:
     """Return the rotary embedding of each layer, or None if ``rotaries`` is None. A number means ``Rotary(number)``.
 
-    Raise ValueError if there is not one value for each layer, or a value is not a rotary embedding.
+    Raise ValueError if there is not one value for each layer, or a value is not a Rotary, a base or None.
     """
     if rotaries is None:
         return None

@@ -1,4 +1,4 @@
-"""The launches of Hopper's kernels: pure functions from ``RingCall`` to ``Launch``."""
+"""The launches of the Hopper forward and of the one-pass Hopper backward, made by pure functions."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
 from .supports import TileColumns, columns, in_parts
 
 L2_SHARE = 8 * 2**20
-"""Upper bound of the bytes of k and v of the key heads processed at a time, so that both stay in the L2 cache.
+"""Upper bound of the bytes of k and v of the key heads processed at a time, at least one head, to keep them in the L2 cache.
 
 TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tokens, 32/8 heads of 128 627 / 630 / 627 / 623 /
 625, 32/32 heads of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 heads of 128 513 / 535 / 530 / 537 / 528.
@@ -21,12 +21,12 @@ TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tok
 PROGRAMS = 132
 """Largest number of programs of a forward or a pass of dq: one for each multiprocessor of an H100 SXM or an H200.
 
-If a GPU has fewer, or other kernels occupy some, then programs that start late find no tile left.
+If a GPU has fewer, or other kernels occupy some, then programs that start late may find no tile left.
 """
 
 
 KV_HEADS_TOGETHER = 8
-"""The most key heads that the backward processes at a time; fewer if these already have ``KEY_TILES_TOGETHER`` key tiles."""
+"""The most key heads that the backward processes at a time; fewer if fewer have ``KEY_TILES_TOGETHER`` key tiles together."""
 KEY_TILES_TOGETHER = 1024
 """The backward processes just enough key heads at a time to have this many key tiles of 128 keys, if KV_HEADS_TOGETHER allows.
 
@@ -40,7 +40,7 @@ TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens
 
 
 def forward(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of the Hopper forward; arrays and outputs are those of ``portable``, the portable forward's launch."""
+    """Return the launch of the Hopper forward, with the outputs of ``portable``, the launch of the portable forward."""
     d, e = _widths(call)
     tiles = tiles_of_forward(call)
     of_portable = dict(portable.constants)
@@ -132,7 +132,7 @@ def parts(
 
 
 def heads_together(call: RingCall) -> int:
-    """Return the number of query heads processed at a time: those of the key heads whose k and v fit into L2_SHARE, or of one."""
+    """Return the number of query heads processed at a time: those of as many key heads (at least one) as fit into L2_SHARE."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
@@ -142,7 +142,7 @@ SUM_ROWS = 32
 SUM_COLUMNS = 256
 """SUM_ROWS and SUM_COLUMNS: shape of the float32 dq sums of one query tile; one TMA operation adds to all of them."""
 TURN_SPACING = 8
-"""Number of 32-bit words from one query tile's turn counter (of the key tiles that have added to its dq) to the next tile's."""
+"""Distance, in 32-bit words, of the turn counters of consecutive query tiles (``sums_of_dq``)."""
 
 
 @lru_cache(maxsize=4096)

@@ -2,12 +2,12 @@
 
     ticket -> query tile          ``together`` heads at a time, and of these heads the last query tiles first: under a causal
                                   mask they have the most keys
-    walk of a run of keys         first the tiles that need a mask, then the others from the last to the first
+    walk of a run of keys         first the tiles that need a mask, then the others (``tile_at``, ``next_place``)
 
 The producer takes tickets and announces each query tile in shared memory; the consumers read the announcement.
 
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], alibi_slopes f32 [H]
-Units      local indices of a run; tokens count within a shard
+Units      local indices of a run; tokens count within a shard; extents are token positions
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ NUMBERS = gl.constexpr(8)
 class RunOfKeys(NamedTuple):
     """A run of keys, with the part of it that each query of a warpgroup sees.
 
-    ``pair``: index of the run's ``runs.Row``, from which ``q_start``, ``k_start`` and ``stride`` come. ``begin``, ``end``: the
-    interval of keys that each query sees. ``tiles``: the ``rows.Tiles`` to visit. ``slope``: ALiBi slope of the head, in base 2.
+    ``pair``: index of the run's ``runs.Row``, from which ``q_start``, ``k_start`` and ``stride`` come. ``begin``, ``end``: keys
+    that band and extent let each query see. ``tiles``: the ``rows.Tiles`` to visit. ``slope``: the head's ALiBi slope, in base 2.
     """
 
     pair: Any
@@ -122,7 +122,7 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the index of the query tile at ``m0`` and a run of keys, int64, in the arrays of ``extent_lists``."""
+    """Return the int64 index of (query tile at ``m0``, run of keys) in ``key_tiles`` and ``intervals`` of extent_lists.py."""
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
     return tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS

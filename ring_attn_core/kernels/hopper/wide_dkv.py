@@ -344,7 +344,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def cleaned(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
-    """Return a k or v tile as left operand, with IN_REGISTERS in registers; if ZERO_MASKED, first zero its unused keys."""
+    """Return a k or v tile as left operand, with IN_REGISTERS in registers; if ZERO_MASKED, first apply ``hide_unseen``."""
     tile = tile_of(tiles, 0, TAIL)
     if sizes.ZERO_MASKED:
         hide_unseen(tile.main, args, work, sizes)

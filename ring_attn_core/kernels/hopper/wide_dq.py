@@ -343,7 +343,7 @@ def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP:
 
 @gluon.jit
 def zero_fully_masked(dq, lse2, TAIL: gl.constexpr):
-    """Return dq with 0 in the rows of infinite lse2, the fully masked queries, whose q and dout may hold NaN."""
+    """Return dq with 0 in the rows of infinite lse2: fully masked queries without a sink, whose q and dout may hold NaN."""
     MAIN: gl.constexpr = dq.main.type.layout
     main = gl.where(column(lse2, MAIN) < float("inf"), dq.main, 0.0)
     tail = dq.tail

@@ -17,7 +17,7 @@ BLOCK_K = 64
 
 @lru_cache(maxsize=4096)
 def dq(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of the pass of dq; arrays and outputs are those of ``portable``, the launch of the portable dq."""
+    """Return the launch of the pass of dq, with the outputs of ``portable``, the launch of the portable dq."""
     tiles = tiles_of(call)
     of_portable = dict(portable.constants)
     constants = {
@@ -51,7 +51,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of the pass of dk and dv; arrays and outputs are those of ``portable``, the portable dkv's launch."""
+    """Return the launch of the pass of dk and dv, with the outputs of ``portable``, the launch of the portable dkv."""
     tiles = tiles_of(call)
     of_portable = dict(portable.constants)
     constants = {

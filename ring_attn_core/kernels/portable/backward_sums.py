@@ -1,7 +1,7 @@
 """Inputs of the backward, in Triton: lse2 and delta of each query, and the bounds of each query tile's extents.
 
-    lse2_i  = log2(e) (lse_i + rest_i)          +inf if the query is fully masked: its probabilities become 0
-    delta_i = out_i . dout_i - dlse_i           0 if the query is fully masked
+    lse2_i  = log2(e) (lse_i + rest_i)          +inf if lse_i is -inf (no visible key, no sink): then p_ij = 0
+    delta_i = out_i . dout_i - dlse_i           0 if lse_i is -inf
     factor_i = 2^-r_i                           only with rest_i, rounding error of lse_i; r_i: rounding error of lse2_i
     bounds  = least first, greatest end, greatest first, least end       of the extents of a tile's queries, token positions
 

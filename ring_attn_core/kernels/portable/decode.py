@@ -4,13 +4,13 @@
     lse_i = log sum_j exp(s_ij)           natural log; -inf if the query sees no token
     out_i = sum_j exp(s_ij - lse_i) v_j   0 if the query sees no token
 
-One query gives a GPU one row of work per head, and a cache of a million slots takes a millisecond to read. Therefore the slots
-are cut into splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads of a kv head, for all queries, are the
-rows of one tile, so k and v are read once; more than 64 rows (32 in float32) take more tiles, each of which reads k and v.
+One query gives a GPU one row of work per head, so few programs would have to read a long cache. Therefore the slots are cut
+into splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads of a kv head, for all queries, are the rows
+of one tile, so k and v are read once; more than 64 rows (32 in float32) take more tiles, each of which reads k and v.
 ``merge_pairs`` then merges the splits, or the results of ranks, in a fixed order: two runs give the same bits.
 
-The position of a slot, loaded with the keys, decides its visibility. The program does not read a slot that no query of the tile
-sees, because it may be empty and hold NaN. If a split begins or ends with such slots, the program skips them, SCAN at a time.
+The position of a slot, loaded with the keys, decides its visibility. The program reads only slots whose position a query of the
+tile may see: an empty slot, at position -1, may hold NaN. Unseen slots at the ends of a split are skipped, SCAN at a time.
 
 Shapes     q_BNHD, k_BTGD, v_BTGE, q_positions int32 [B, N], k_positions int32 [B, T], tree_mask uint8 [B, N, N], depths int32
            [B, N] (the position of each node of a tree in the sequence that it continues), alibi_slopes f32 [H], k_scale,
@@ -20,9 +20,9 @@ Program    of ``decode`` one (kv head, tile of rows, split, batch row), kv heads
            memory run together. Row m of a kv head is query m // (H / G) and the head m % (H / G) of the group.
            of ``merge_pairs`` one row of [B, N, H]
 Precision  products in q's dtype, sums and softmax in f32, in base 2. One-byte keys and values become float16, which holds them
-           exactly and takes one instruction (bfloat16 takes four). Queries in bfloat16 become float16 too, divided by a power
-           of two for each row. The scales are applied to scores and sums. Probabilities in float16 are multiplied by LIFT,
-           because otherwise the many small probabilities of a long cache would become 0
+           exactly and takes one instruction from sm_89 on (bfloat16 four). Queries in bfloat16 then become float16, divided by
+           a power of two for each row. The scales are applied to scores and sums. Probabilities in float16 are multiplied by
+           LIFT, because otherwise the many small probabilities of a long cache would become 0
 """
 
 from __future__ import annotations

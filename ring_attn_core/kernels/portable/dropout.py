@@ -4,11 +4,11 @@
     words            = philox2x32((of_q, of_k), stream)             two words for the eight probabilities of a counter
     of_q, of_k       = q_pos // 16 * 8 + q_pos % 8, k_pos // 16 * 4 + k_pos % 8 // 2
     word             = words[q_pos // 8 % 2] rotated left by k_pos // 8 % 2 * 2 + k_pos % 2 bytes
-    kept if the upper 16 bits of word >= threshold                  threshold: ``dropout_rate`` times 2^16
+    kept if the upper 16 bits of word >= threshold                  threshold: ``dropout_rate`` times 2^16, rounded
 
 Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
            -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS
-Program    of ``philox_keys``: BLOCK batch rows and heads
+Program    of ``philox_keys``: one for BLOCK pairs (batch row, head)
 Units      positions are token positions of the global sequence; ``threshold`` is in the upper half of a word
 """
 

@@ -35,7 +35,7 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys that extents allow.
+    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys that it visits.
 
     The output ``key_tiles`` is int32 [batch, q tiles, k_runs, 4]: first, last, whole_first and whole_last of a ``rows.Tiles``.
     """
@@ -71,7 +71,7 @@ def key_bounds(call: RingCall, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch:
-    """Return the launch that lists, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys that key extents allow.
+    """Return the launch that lists, for each tile of ``block_q`` queries, the ``block_k``-key tiles to visit under key extents.
 
     The output ``intervals`` is int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]: counts, then first and end (exclusive) of
     each interval of key tiles. ``whole``: list tiles that need no mask in intervals of their own; else all count as masked.
@@ -92,7 +92,7 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 
 @lru_cache(maxsize=4096)
 def key_ranges(call: RingCall) -> Launch:
-    """Return the launch that finds the keys that each query sees in each run of keys.
+    """Return the launch that finds the keys of each run that band and extent let each query see.
 
     The output ``key_ranges`` is int32 [batch, k_runs, 2, queries]: begin and end (exclusive), as local indices of the run.
     """

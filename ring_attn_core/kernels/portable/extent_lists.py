@@ -3,7 +3,7 @@
     key_tiles      int32 [B, q tiles, k_runs, 4]    first, last, whole_first, whole_last: the ``rows.Tiles`` of a query tile
     query_tiles    int32 [B, k tiles, q_runs, 4]    first, last, count, 0: the query tiles that a key tile visits; if there are
                                                     gaps among first .. last - 1, count is less than last - first
-    key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys of a run that each query sees
+    key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys that band and extent show a query
     not_finite     int32 [B, G, spans]              1 if one of 64 keys, or values, is infinite or NaN
 
 Key extents leave gaps among the key tiles of a query tile, so the list of key tiles consists of intervals:
@@ -17,7 +17,7 @@ first tile to its last replaces them, and all of its tiles need a mask.
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py); spans in
            whole blocks of MASK_BLOCK keys, as in loads.py
 Program    one (q tile, run of keys, batch row) or (k tile, run of queries, batch row); ``not_finite``: (span, head, batch row)
-Units      local indices of tiles in their run
+Units      local indices in a run, of tiles or (key_ranges) of keys; bounds and key_bounds are token positions
 """
 
 from __future__ import annotations
@@ -136,9 +136,9 @@ def intervals(
 
 @triton.jit
 def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
-    """Return whether each key tile is visible to some query and belongs to ``part``: 0 needs a mask, 1 needs none.
+    """Return whether each key tile may be visible to some query and belongs to ``part``: 0 needs a mask, 1 needs none.
 
-    ``first``, ``last``: positions of a tile's first and last query. Without WHOLE, every visible key tile belongs to part 0.
+    ``first``, ``last``: positions of a tile's first and last query. Without WHOLE, all such tiles belong to part 0.
     """
     inside = (tile >= tiles.first) & (tile < tiles.last)
     at = bounds + tile * 4
@@ -168,7 +168,7 @@ def query_tiles(
     rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the query tiles that a key tile visits: those in the band whose extents may contain one of the keys."""
+    """Compute and store the query tiles that a key tile visits: those in the band whose bounds or intervals meet the key tile."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)

@@ -1,4 +1,4 @@
-"""The launches of the portable kernels: pure functions from ``RingCall`` or ``DecodeCall`` to ``Launch``."""
+"""The launches of the portable kernels, made by pure functions; those under extents are in extent_launches.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
 
 LEAST_FOLDED = 1e-20
-"""Scales above this bound are folded into the exponential's multiply-add; dividing by them in float32 does not overflow."""
+"""Scales above this bound may be folded into the exponential's multiply-add: Hopper's kernels divide ALiBi slopes by them."""
 
 SCAN = 2048
 """Number of slots of a cache that a program of ``decode`` tests at once when it skips slots that no query sees."""
@@ -100,7 +100,7 @@ def unpack_key_mask(batch: int, kv_local: int) -> Launch:
 
     Outputs: ``key_mask`` f32 [batch, tokens], +inf for a visible key, else -inf; ``key_mask_spans`` int32 [batch, spans].
 
-    A span is ``MASK_SPAN`` keys. Its number is 1 if the key mask hides any of these keys, else 0: kernels then skip the mask.
+    A span is ``MASK_SPAN`` keys; its flag is 0 if all are visible: kernels then skip the mask. Keys beyond the shard are hidden.
     """
     arguments = {
         "key_mask_bits_ptr": Array("key_mask_bits", "uint8"),
@@ -296,7 +296,7 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
 
 
 def _count(value: int) -> Scalar:
-    """Return a scalar on which the kernel is not specialized, because it changes at each step of a growing cache."""
+    """Return a scalar on which the kernel is not specialized, because calls of decoding often differ in such numbers."""
     return Scalar(value, "i32", divided=False)
 
 

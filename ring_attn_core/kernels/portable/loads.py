@@ -1,7 +1,7 @@
 """Loads and products of tiles of q, k, v and dout, the key mask, and the zeroing of unused keys, in Triton.
 
     key_mask_BT[b, t]       +inf if the key mask leaves key t visible, else -inf: the upper bound of its scores
-    key_mask_spans[b, n]    1 if the key mask hides some of the keys 64 n .. 64 n + 63, else 0
+    key_mask_spans[b, n]    0 if the key mask leaves all keys 64 n .. 64 n + 63 visible, else 1; keys from T on are hidden
 
 Shapes     a tile [rows, columns] of an array [batch, tokens, heads, columns]; key_mask_bits uint8 [B, ceil(T / 8)] -> key_mask_BT
            f32, key_mask_spans int32 [B, spans], in whole blocks of MASK_BLOCK keys

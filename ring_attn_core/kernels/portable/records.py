@@ -1,7 +1,7 @@
-"""The records in which a portable kernel passes its parameters to its helpers.
+"""Records in which the portable kernels pass parameters and tiles to their helpers.
 
-Kernels have flat parameters, because a launch passes them by name; their helpers take these records. A field is a number on the
-device, a pointer, a constant, or None if the call does not have the array or feature.
+Kernels have flat parameters, because a launch passes them by name; their helpers take these records. A field of an array or
+feature that the call does not have is None.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class KernelConstants(NamedTuple):
 class KernelArguments(NamedTuple):
     """The arguments of a kernel that its helpers read; an argument that the call does not have is None.
 
-    ``k``, ``v``: pointers or TMA descriptors. ``extents``, ``key_extents``, ``alibi_slopes``: the call's public arguments.
+    ``k``, ``v``: pointers or TMA descriptors. ``extents``, ``key_extents``, ``alibi_slopes``: pointers to these arrays.
     ``key_mask``, ``key_mask_spans``: from ``loads.unpack_key_mask``. ``dropout``: from ``dropout.philox_keys``. ``inner``,
     ``softcap``: see ``scores.scores``. ``threshold``: random words below it drop a probability. ``rescale``: factor of the kept
     probabilities. ``S``, ``T``: tokens of the q and the k/v shard.

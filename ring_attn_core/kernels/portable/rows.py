@@ -124,7 +124,7 @@ def some_query_sees(n0, run, tile, args, sizes: tl.constexpr):
 
 @triton.jit
 def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
-    """Return whether every query of a tile may see every key of the key tile from key ``n0`` on, by the key extents."""
+    """Return whether key extents let all queries of a tile see all keys of the key tile at ``n0``; False for a partial tile."""
     begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
     return tl.min(((begin <= tile.m0) & (end >= tile.m0 + sizes.BLOCK_Q)).to(tl.int32), 0) > 0
 
