@@ -254,7 +254,7 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
         8         785 /  785 /  867    769 /  753 / 1048
         32       3308 / 3444 / 5063   3347 / 3775 / 4576
 
-    While the tiles of all heads have more than 16 Mi scores, the query tile is halved, down to 64 queries.
+    While a tile has more than 16 Mi scores, over all batch rows and heads, its queries are halved, down to 64.
     """
     known = isinstance(score_rows, int)  # False for a symbolic batch of jax.export, which may be of any size
     block = 256 if known and score_rows <= 16 else 128

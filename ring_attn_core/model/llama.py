@@ -216,7 +216,7 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
     """Return the number of tokens before a query that each layer sees, None for all. Return None if no layer has a window.
 
-    ``window``: the config's window in tokens, the query included. ``first``: first layer with one, without layer_types.
+    ``window``: window in tokens, the query included. ``first``: the first layer with a window, if ``layer_types`` is missing.
     """
     depth = theirs["num_hidden_layers"]
     if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):

@@ -26,7 +26,7 @@ If a GPU has fewer, or other kernels occupy some, then programs that start late 
 
 
 KV_HEADS_TOGETHER = 8
-"""The most key heads that the backward processes at a time; fewer if fewer have ``KEY_TILES_TOGETHER`` key tiles together."""
+"""Upper bound of the number of key heads that the backward processes at a time; see ``KEY_TILES_TOGETHER``."""
 KEY_TILES_TOGETHER = 1024
 """The backward processes just enough key heads at a time to have this many key tiles of 128 keys, if KV_HEADS_TOGETHER allows.
 

@@ -9,8 +9,8 @@ into splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads
 of one tile, so k and v are read once; more than 64 rows (32 in float32) take more tiles, each of which reads k and v.
 ``merge_pairs`` then merges the splits, or the results of ranks, in a fixed order: two runs give the same bits.
 
-The position of a slot, loaded with the keys, decides its visibility. The program reads only slots whose position a query of the
-tile may see: an empty slot, at position -1, may hold NaN. Unseen slots at the ends of a split are skipped, SCAN at a time.
+The position of a slot, loaded with the keys, decides its visibility. The program loads k and v only of slots whose position a
+query of the tile may see: an empty slot, at -1, may hold NaN. Unseen slots at the ends of a split are skipped, SCAN at a time.
 
 Shapes     q_BNHD, k_BTGD, v_BTGE, q_positions int32 [B, N], k_positions int32 [B, T], tree_mask uint8 [B, N, N], depths int32
            [B, N] (the position of each node of a tree in the sequence that it continues), alibi_slopes f32 [H], k_scale,

@@ -117,8 +117,8 @@ def keep_halves(word, threshold):
 
 @triton.jit
 def keep_quarters(word, threshold):
-    """Return the mask, bool [..., 2, 2], drawn by each word rotated by 0, 2, 1 and 3 bytes.
+    """Return the mask, bool [..., 2, 2], drawn at [..., a, b] by each word rotated by 2 a + b bytes.
 
-    The four draws belong to keys k, k + 8, k + 1 and k + 9, where k is the first key of the word's counter.
+    This draw belongs to key k + 8 a + b, where k is the first key of the word's counter.
     """
     return tl.join(keep_halves(word, threshold), keep_halves((word << 8) | (word >> 24), threshold))

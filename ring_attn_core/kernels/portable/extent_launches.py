@@ -1,4 +1,4 @@
-"""The launches that compute the tiles that a kernel visits under extents or key extents (kernels in ``extent_lists.py``)."""
+"""The launches that compute inputs of kernels from extents or key extents, by extent_lists.py and backward_sums.py."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 
 @lru_cache(maxsize=4096)
 def key_ranges(call: RingCall) -> Launch:
-    """Return the launch that finds the keys of each run that band and extent let each query see.
+    """Return the launch that finds, for each query and each run of keys, the keys that band and extent let the query see.
 
     The output ``key_ranges`` is int32 [batch, k_runs, 2, queries]: begin and end (exclusive), as local indices of the run.
     """

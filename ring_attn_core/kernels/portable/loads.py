@@ -94,7 +94,7 @@ def keep_seen(tile, visible, BY_BITS: tl.constexpr):
 def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK_K: tl.constexpr):
     """Unpack the bits of the key mask to upper bounds of scores, and flag spans of SPAN keys that contain hidden keys.
 
-    Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked before each launch, because a minimum with the bound
+    Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked beforehand, because a minimum with the bound
     takes one instruction per score and turns a hidden key's NaN into -inf too. Testing bits made the forward slower by half.
     """
     tiles = tl.cdiv(T, BLOCK_K)
