@@ -18,7 +18,7 @@ def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]]
     """Decorate a method that takes one ``record``, a dataclass, so that it takes the record's fields as arguments instead.
 
     ``inspect`` and ``help`` show the fields with their defaults, and type checkers derive them from the dataclass. A TypeError
-    for a missing or unknown argument names the method.
+    for a missing or unknown argument names the method that was decorated last with this ``record``.
     """
     constructor: Any = record.__init__  # type: ignore[misc]
 

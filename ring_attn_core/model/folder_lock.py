@@ -68,7 +68,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def locked(folder: Path) -> FolderLock:
-    """Lock the folder and return the lock. Raise ValueError if this process or another one holds a lock on it."""
+    """Lock the folder and return the lock. Raise ValueError if it is known to be locked, by this process or another."""
     key = os.getpid(), folder
     lock = _held.get(key)
     if lock is not None and lock.is_held:
