@@ -1,6 +1,6 @@
 """The framework-neutral part of ring-attn: runs, bands, layouts, plans and kernels.
 
-It imports only the standard library, except that ``kernels`` imports triton, and ``reference`` and ``data`` numpy, on first use.
+It imports only the standard library. Other packages (numpy, triton, jinja2, pyarrow, tokenizers) are imported on first use.
 """
 
 from .layouts import LAYOUTS

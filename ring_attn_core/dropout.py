@@ -1,4 +1,4 @@
-"""The dropout mask of the attention probabilities: a pure function of the global (seed, batch, head, q_pos, k_pos).
+"""The dropout mask of the attention probabilities: a pure function of the rate and the global (seed, batch, head, q_pos, k_pos).
 
 The mask comes from the counter-based generator Philox (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011,
 section 3.3). Nothing is stored, and the mask is the same for every layout, ring, framework and backend:
@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 SPAN = 16
-"""Length of the aligned spans of token positions: 0 to 15, 16 to 31, ... A Philox counter serves one span of queries and keys."""
+"""Length of the aligned spans of token positions: 0 to 15, 16 to 31, ... Positions with a common Philox counter lie in one."""
 
 ROUNDS = 7
 KEY_ROUNDS = 10

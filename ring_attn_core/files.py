@@ -33,7 +33,7 @@ class Identity(NamedTuple):
     modified: int
     """Time of the last modification in nanoseconds; a program can set it back."""
     changed: int
-    """Time of the last change of the inode in nanoseconds. No program can set it back; rename, link and chmod change it too."""
+    """Time of the last change of the inode in nanoseconds, also by rename, link and chmod; on Windows the time of creation."""
 
 
 def identity(place: str | Path | int) -> Identity:

@@ -120,7 +120,7 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
     """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
 
-    A float8 cache takes any dtype but float8. ``tokens``: (number of requests, number of new tokens of each request). ``shapes``,
+    A float8 cache takes any other dtype. ``tokens``: (number of requests, number of new tokens of each request). ``shapes``,
     ``dtypes``: those of k, then of v.
     """
     sizes = spec.sizes
@@ -172,7 +172,7 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
     """Return the number of earlier positions that a query of a call sees: ``window``, or if None, the cache's window.
 
     The result is None if both are None: a query then sees all earlier positions. Raise ValueError if ``window`` is not an int of
-    at least 0, or exceeds the cache's window: keys beyond it are overwritten.
+    at least 0, or exceeds the cache's window: keys beyond it may be overwritten.
     """
     if window is None:
         return spec.window
@@ -199,10 +199,10 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
 
 
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
-    """Return the spec with enough pages added for ``tokens`` more tokens of each request.
+    """Return the spec with pages added for ``tokens`` more tokens of each request, shared evenly by the ranks.
 
-    Each rank needs slots for the largest of ``counts`` [requests][ranks] plus ``tokens / ranks``. Raise ValueError if the cache
-    has no page, or ``tokens`` is not an int of at least 0.
+    Each rank gets slots for the largest of ``counts`` [requests][ranks] plus ``tokens / ranks``, rounded up to pages. Raise
+    ValueError if the cache has no page, or ``tokens`` is not an int of at least 0.
     """
     if spec.page is None:
         raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")

@@ -26,7 +26,7 @@ class HostState:
 
     @property
     def empty(self) -> bool:
-        """True if all requests are empty."""
+        """True if all requests are known to be empty."""
         return not any(self.lengths)
 
     def appended(self, rows: Iterable[int], tokens: int) -> None:
@@ -39,7 +39,7 @@ class HostState:
             self._grow(row, tokens)
 
     def written(self, rows: Iterable[int], tokens: Sequence[int]) -> None:
-        """Increase ``reached`` to the lengths that the requests ``rows`` will have after a step.
+        """Increase ``reached`` to at least the lengths that the requests ``rows`` may have after a step.
 
         ``tokens``: number of tokens that the step writes for each of these requests. Call this method before the step.
         ``reached`` keeps the increase if the step fails.

@@ -53,10 +53,10 @@ class CacheSizes:
 class CacheSpec:
     """The static description of a cache: ``batch`` requests with ``slots`` slots each on every rank. A slot holds one token.
 
-    ``window``: the number of earlier positions that a query sees; None: all. A slot is reused only after its token has left the
-    window. ``room``: with a window, the largest number of tokens that a step adds or a rollback removes. ``page``: the number of
-    slots by which a rank's shard grows; None: the shard does not grow. ``scaled``: True if the caller passes the scales of a
-    float8 cache.
+    ``window``: the number of earlier positions that a query sees; None: all. A slot is reused after its token has left the
+    window. ``room``: with a window, the largest number of tokens that a step adds or a rollback removes; a prefill of empty
+    requests may add more. ``page``: a rank's shard grows by multiples of this number of slots; None: the shard does not grow.
+    ``scaled``: True if the caller passes the scales of a float8 cache.
     """
 
     sizes: CacheSizes

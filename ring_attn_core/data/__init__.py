@@ -1,1 +1,1 @@
-"""Batches of packed documents from a folder of text or token arrays; each rank reads only its part."""
+"""Batches of packed documents from a folder of texts, rows or token arrays; also prefix trees, rollouts and dense masks."""

@@ -1,4 +1,4 @@
-"""The balanced layout of prefix trees: it gives all ranks equally much to compute, and keeps subtrees on one rank if it can.
+"""The balanced layout of prefix trees: it gives all ranks about equal work, and keeps subtrees on one rank if it can.
 
 Prompts of 6, 4 and 8 tokens (A, D, G), each with two completions, over 4 ranks of 8 tokens:
 
@@ -30,7 +30,7 @@ from ..runs import Run
 from .trees import Tree, trees_of
 
 MOST_UNEVEN = 1.01
-"""The limit of a rank's largest cost divided by the mean cost; beyond it subtrees are divided into segments."""
+"""The limit of the ranks' largest cost divided by their mean cost; beyond it each segment is tried as an item."""
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -43,9 +43,9 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
     ``parents``, ``lengths``: as in :func:`tree_extents`, for one row or for each row of a batch. The costs of all rows are added.
     ``length``: number of tokens of a row, padding included; None: the tokens of the longest row.
 
-    The result depends on the arguments alone, so each rank can compute it. On a CPU it takes 0.4 ms for 8 ranks and 17 segments,
-    and 10 ms for 64 ranks, 1,025 segments and a million tokens. Raise ValueError if the trees are invalid, or have more than
-    ``length`` tokens.
+    The result depends on the arguments alone, so each rank can compute it. On one CPU it took 0.4 ms for 8 ranks and 17 segments,
+    and 10 ms for 64 ranks, 1,025 segments and a million tokens. Raise ValueError if an argument is invalid, or a row has more
+    than ``length`` tokens.
     """
     check_ranks(ranks)
     trees = trees_of(parents, lengths)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def documents_of(settings: DatasetSettings) -> TokenizedDocuments:
     """Return the documents of the folder, which holds texts, files of rows, or token arrays.
 
-    Raise ValueError on all ranks if the folder holds several kinds of files or no file, if a file has no tokens, or if a setting
+    Raise ValueError if the folder holds several kinds of files or no file, if a file has no tokens or is invalid, or if a setting
     does not fit the kind of files.
     """
     files = records.without_descriptions(found(settings))
@@ -65,7 +65,7 @@ def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
 
 
 class BatchArrays(NamedTuple):
-    """One batch as numpy arrays: the tokens of one rank, or of all ranks if ``DatasetSettings.rank`` is None."""
+    """One batch as numpy arrays: the tokens of one rank, or of all ranks in turn if ``DatasetSettings.rank`` is None."""
 
     ids: np.ndarray
     """int32 [batch, tokens]: token ids; 0 in padding."""
@@ -88,12 +88,12 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.yielded = 0
-        """Batch numbers: the next iteration begins at ``start``; ``yielded`` is the number of the last yielded batch plus 1."""
+        """Batch numbers: the next iteration begins at ``start``; ``yielded`` is the last yielded plus 1, or ``start`` before."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches ``start + offset``, ``start + offset + every``, ... of all epochs; without end if ``epochs`` is None.
 
-        Raise ValueError before the first batch if a file has vanished or changed.
+        Raise ValueError before the first batch if a file has vanished or changed, as ``Reader.check`` finds.
         """
         self.reader.check()
         start = self.start
@@ -133,6 +133,6 @@ class Batches:
     def resume(self, state: object) -> None:
         """Start the next iteration at the batch where ``state`` was taken.
 
-        Raise ValueError if ``state`` belongs to other data or settings.
+        Raise ValueError if ``state`` is not a state, or belongs to other documents or to settings that give other batches.
         """
         self.start = self.yielded = batches_of(state, (self._digest, self._former), self.index, self.settings)

@@ -1,18 +1,18 @@
-"""A cache of tokenised texts: each text is tokenised once, into a file that all ranks read.
+"""A cache of tokenised texts: files of token ids that all ranks read.
 
 The cache is a folder, by default ``.ring-attn`` in the folder of the data, with two files for each version of the texts:
 
     <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is the
                        hash of ids, names and lengths, so equal contents share a file
-    <key>.json         the index: where each document lies in the tokens. The key is a hash of the tokenizer's file, ``end``, the
-                       column of rows, the chat template, and the names, sizes and times of the files, so a second start reads
-                       no file. If a file's time of change (ctime) differs from the index, because it was copied or its size and
-                       time were set back, the file is read and compared
+    <key>.json         the index: where each document lies in the tokens. The key is a hash of the tokenizer's file, ``end``,
+                       ``column``, ``chat``, the chat template, and the names, sizes and times of the files, so a second start
+                       reads no text. If a file's time of change (ctime) differs from the index, because it was copied or its
+                       size and time were set back, the file is read and compared
 
 Both are written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
 an index are always complete. If several processes start at once, one locks the folder and tokenises while the others wait; the
-system releases the lock if that process dies. On a file system without locks each process tokenises, and all write equal files.
-Files of older versions of the texts may be deleted when no run reads them.
+system releases the lock if that process dies. On Windows or a file system without locks each process tokenises, and all write
+equal files. Files of older versions of the texts may be deleted when no run reads them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TOKENIZER = "tokenizer.json"
 def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
     """Return the documents of text files or files of rows from the cache. Tokenise and write them first if the cache lacks them.
 
-    Raise ValueError if a text is not UTF-8 or the cache cannot be written.
+    Raise ValueError if a file, the tokenizer or its chat template is invalid, or the cache cannot be written.
     """
     folder = Path(settings.folder) / ".ring-attn" if settings.cache is None else Path(settings.cache)
     tokenizer = _tokenizer_text(settings)

@@ -1,4 +1,4 @@
-"""Chats as texts: a tokenizer's chat template writes the messages of a row as one text and marks the assistant's parts.
+"""Chats as texts: a tokenizer's chat template writes the messages of a row as one text, in which the assistant's parts are found.
 
 A template is a program in Jinja. jinja2, imported on first use, runs it in its sandbox. The template sees ``messages``,
 ``tools``, ``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers, but no ``strftime_now``: the
@@ -119,9 +119,9 @@ class ChatTemplate:
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
         """Return (text, spans) of a chat. The spans are those of the assistant's parts, in order; None without ``parts=True``.
 
-        Raise ValueError if the chat is not a list of messages, or if its tools or tool calls are invalid. Raise it also if the
-        template refuses the chat or leaves out its tools or tool calls, or if the assistant's parts cannot be located.
-        ``where``: file and row, the first words of the error.
+        Raise ValueError if the chat, its tools or its tool calls are invalid, or if the template is invalid, refuses the chat or
+        leaves out its tools or tool calls. Raise it also if the assistant's parts cannot be located.
+        ``where``: file and row, with which errors about the chat begin.
         """
         chat = _checked(row, where)
         written = self._write(chat, where)
@@ -161,10 +161,10 @@ class ChatTemplate:
                 )
 
     def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
-        """Return, for each message of the assistant, the span that it adds to ``text``, the text of the whole chat.
+        """Return, for each message of the assistant, the span that it adds to ``text``, the whole chat, after its prompt.
 
-        Render the chat up to the message twice, without the message and with it. Raise ValueError unless the shorter result is a
-        prefix of the longer, and the longer a prefix of ``text``.
+        Render the chat up to the message twice: without it but with the generation prompt, and with it. Raise ValueError unless
+        the first result is a prefix of the second, and the second a prefix of ``text``.
         """
         spans = []
         for i, message in enumerate(chat.messages):

@@ -13,8 +13,8 @@ With 5 tokens (rows are queries, columns keys, # is visible):
     #####        ..###                    #...#                       #...#
 
 A mask is the intersection of intervals if and only if it equals the intersection of its *hulls*: the tightest interval around
-the keys that each query sees, and around the queries that see each key. So only the hulls are tried. Keys that no query sees and
-queries that see no key have an empty hull.
+the keys that each query sees, and around the queries that see each key. So no other intervals are tried. Keys that no query sees
+and queries that see no key have an empty hull.
 
 ``Hulls.parts`` tries a band, extents, each of these with a key mask, key extents, and extents with key extents. A band's limits
 are the least and the greatest lag (query - key) of the visible pairs, or one of the two, or neither. A candidate permits every
@@ -30,7 +30,7 @@ from ..masks import full
 from ..runs import Band
 
 BLOCK = 2**24
-"""Number of (query, key) pairs that are tested at once: a block of queries with all keys."""
+"""Largest number of (query, key) pairs in a block of queries with all keys, unless one query has more."""
 
 
 NEITHER = (

@@ -50,7 +50,7 @@ class Document(NamedTuple):
 
 
 class TokenizedDocuments(NamedTuple):
-    """All documents of a folder, in order of file name, then of row number."""
+    """The documents of a folder's matching files, in order of file name, then of row number."""
 
     documents: tuple[Document, ...]
     digest: str
@@ -64,7 +64,7 @@ class TokenizedDocuments(NamedTuple):
 def found(settings: DatasetSettings) -> list[File]:
     """Return the files that match the pattern, in order of name, without hidden files.
 
-    Raise ValueError if ``settings.folder`` is not a folder, no file in it matches, a file is empty or cannot be read, or the
+    Raise ValueError if ``settings.folder`` is not a folder, no file in it matches, a file is empty or not a regular file, or the
     cache lies in the folder and is not hidden.
     """
     folder = Path(settings.folder)

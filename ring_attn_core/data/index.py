@@ -1,6 +1,6 @@
 """The index: the tokens of each batch, the part that a rank reads, and the state for resuming a run.
 
-A batch has a number, counted from the beginning of the first epoch. Its contents depend on the number, the documents and the
+A batch has a number, counted from the beginning of the first epoch. Its tokens depend on the number, the documents and the
 settings in ``_decides``, not on the ranks or the layout. So each process can make any batch, and the position of a run is one
 number. A run may resume with other ranks, layout and workers.
 """
@@ -41,7 +41,7 @@ def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardS
     ``spans``: the document spans of the row. ``runs``: the rank's runs of positions in the row.
 
     The label of a token is the next token. With stride 1, one more token is therefore read after the part, unless the part ends
-    the document span. With another stride, labels are read separately, because they are tokens of other ranks.
+    the document span. With another stride, labels are read separately.
     """
     spans, slot = tuple(spans), 0
     for run in runs:
@@ -60,7 +60,7 @@ class Index:
     """The batches of all epochs, each given as spans of documents."""
 
     def __init__(self, lengths: Sequence[int], settings: DatasetSettings) -> None:
-        """Count the batches. ``lengths``: tokens of each document. Raise ValueError if they do not fill one batch."""
+        """Count the batches. ``lengths``: tokens of each document. Raise ValueError if they give no batch."""
         self._lengths, self._settings = lengths, settings
         self._epoch: tuple[int, PackedRows, Sequence[int]] | None = None
         tokens, batch = sum(lengths), settings.rows * settings.length
@@ -100,7 +100,9 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
 
 
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
-    """Return the batch count stored in ``state``. Raise ValueError if the state belongs to other data or settings.
+    """Return the batch count stored in ``state``.
+
+    Raise ValueError if it is not a state of this format, or belongs to other documents or other settings in ``_decides``.
 
     ``data``: the digest of this dataset's documents, then the digest that an older release computed of them, or None if the two
     are equal. A state may hold either of them.
@@ -146,7 +148,7 @@ def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
 
 
 def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
-    """Return the digest of the documents and the settings that, with the number of a batch, determine its contents."""
+    """Return by name the documents' digest and the settings that, with the number of a batch, determine its tokens."""
     of = settings
     same = {
         "length": int(of.length),

@@ -1,4 +1,4 @@
-"""The check that each token of a shard is at a position that its extent allows. It finds most calls with a wrong layout.
+"""The check that each token of a shard is at a position that its extent allows. It finds calls with a wrong layout.
 
 A query sees keys of its own document, so under a causal mask the extent of a query begins at or before the query. Documents of 3
 and 5 tokens, dealt to 2 ranks in a balanced layout, and taken for zigzag:
@@ -8,7 +8,7 @@ and 5 tokens, dealt to 2 ranks in a balanced layout, and taken for zigzag:
     zigzag says       0  1  6  7         zigzag says       2  3  4  5        an extent begins at 3, its query would be at 2
 
 Positions that are exchanged within documents go unnoticed. In a prefix tree the key extent of a token begins at the token, so
-every exchange is noticed.
+some rank notices every exchange.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A reader of documents' tokens that detects changed files and counts the bytes that a rank reads.
 
-The reader reads only the tokens and labels of this rank's shard, and in a striped layout the tokens between them. numpy is
-imported on first use.
+Besides sampled blocks, the reader reads only the tokens and labels of its shard, and in a striped layout the tokens between them.
+numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Reader:
     def __init__(self, documents: tuple[Document, ...]) -> None:
         self._documents = documents
         self.bytes_read = 0
-        """Number of bytes of the returned tokens, without the tokens that a stride skips."""
+        """Number of bytes of the tokens read, without the tokens that a stride skips and without sampled blocks."""
         self._begin()
 
     def _begin(self) -> None:
@@ -65,7 +65,10 @@ class Reader:
         self._begin()
 
     def check(self) -> None:
-        """Raise ValueError if any file has vanished or changed. Each rank checks all files, so all ranks raise the error."""
+        """Raise ValueError if a file has vanished, or its size or modification time has changed.
+
+        The modification time of a file of the cache is not compared. Each rank checks all files, not only those that it reads.
+        """
         for path, document in {document.path: document for document in self._documents}.items():
             try:
                 _check_unwritten(document, identity(path))

@@ -17,7 +17,7 @@ from .tool_calls import TOOLS, ChatRow
 LINES, PARQUET, ARROW = ".jsonl", ".parquet", ".arrow"
 SUFFIXES = LINES, PARQUET, ARROW
 BESIDE = "dataset_info.json", "state.json", "dataset_dict.json"
-"""Files that ``Dataset.save_to_disk`` writes beside the rows."""
+"""Metadata files that ``save_to_disk`` of Hugging Face's datasets writes beside the rows."""
 ROWS = 1024
 """Number of rows of a Parquet file that are read at a time."""
 

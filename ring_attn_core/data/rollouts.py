@@ -7,8 +7,8 @@ Two completions of the prompt a b c, in two rollouts "a b c d e" and "a b c f"; 
     weights    1 1 1 1 0    1 1 1 0           weights   2 2   1 1 0   1 0        the sum of both rollouts
 
 The label of c differs between the two. So c is stored as the first token of each completion instead of the last token of the
-prompt. Two tokens share a slot if they, their prefixes and their labels are equal. The last token of a rollout has no label, so
-its label need not be equal. numpy is imported on first use.
+prompt. Two tokens can share a slot if they, their prefixes and their labels are equal. The last token of a rollout has no label,
+so its label need not be equal. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int)
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
     """Assign each rollout to a row. Return the row and the slots of each rollout, and all rows.
 
-    A rollout goes to the row to which it adds the fewest tokens, if the row then holds at most ``length`` tokens, else to a new
-    row. The first row wins a tie.
+    Of the rows that would then hold at most ``length`` tokens, a rollout goes to the one to which it adds the fewest, or to a new
+    row if there is none. The first row wins a tie.
     """
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)

@@ -15,7 +15,7 @@ CALLS = "tool_calls"
 
 
 class ChatRow(NamedTuple):
-    """A chat as it stands in its row, unchecked: a list of messages, and the value of the column ``TOOLS`` or None."""
+    """A chat: its messages, and its tools or None. As :func:`records.chats` reads it from a row, neither is checked."""
 
     messages: Any
     tools: Any

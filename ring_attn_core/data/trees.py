@@ -113,7 +113,7 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
 
 
 def longest_path(trees: Iterable[Tree]) -> int:
-    """Return the number of tokens on the longest path from a root. A window of that size hides no ancestor."""
+    """Return the number of tokens on the longest path from a root. A window of that many tokens of the path hides no ancestor."""
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
 
 
@@ -158,8 +158,8 @@ def trees_of(parents: Any, lengths: Any) -> tuple[Tree, ...]:
 
     ``parents``, ``lengths``: lists with one integer for each segment of a row, in depth-first order, or lists of such lists for
     several rows. A parent is the index of a segment in the row, or -1 for a root. A length is a number of tokens. Raise
-    ValueError if a parent comes after its child, segments are not in depth-first order, a segment is empty, or ``parents`` and
-    ``lengths`` have different sizes.
+    ValueError if the lists are of another form or of different sizes, segments are not in depth-first order, a segment or a row
+    is empty, or a row has more than MOST_TOKENS tokens.
     """
     rows = _rows("parents", parents), _rows("lengths", lengths)
     if len(rows[0]) != len(rows[1]):
@@ -204,7 +204,7 @@ def _check(row: str, tree: Tree) -> None:
 
 
 def _rows(name: str, values: Any) -> list[tuple[int, ...]]:
-    """Return ``values`` as rows of integers. Raise ValueError if they are neither integers nor lists of integers."""
+    """Return ``values`` as rows of integers. Raise ValueError if they are neither a list of integers nor a list of such lists."""
     outer = _listed(values)
     nested = [_listed(x) for x in outer or ()]
     rows = nested if nested and all(x is not None for x in nested) else [outer]

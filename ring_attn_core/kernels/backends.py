@@ -40,7 +40,7 @@ class Candidate:
 
 
 def _balanced(problem: Problem) -> str | None:
-    """Return why the Triton kernels cannot run a problem in a balanced layout; None if they can, or for any other layout.
+    """Return the reason in a problem's balanced layout why the Triton kernels cannot run it; None without such a reason.
 
     The kernels take each shard of a balanced layout as one run of tokens.
     """

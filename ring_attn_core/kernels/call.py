@@ -17,7 +17,7 @@ from .launch import Argument, Array, Scalar
 from .tile_sizes import TileConfig, choose_tiles, padded
 
 BEYOND = 2**30
-"""A position beyond the end of every sequence. Extents are clipped to it, so that the kernels' arithmetic fits int32."""
+"""A position that stands for the end of any sequence. Extents are clipped to it, so that the kernels' arithmetic fits int32."""
 
 
 @hashed_once
@@ -83,9 +83,10 @@ class RingCall:
 
     @property
     def numbers(self) -> dict[str, Argument | None]:
-        """Return the scalar arguments of the kernels that compute scores, by parameter; None for features that the call lacks.
+        """Return the scalar arguments of the kernels that compute scores, by parameter.
 
-        ``inner`` multiplies q . k. The product is the score in base 2, or with softcap the argument of tanh.
+        ``softcap`` is None without softcap, ``threshold`` without dropout. ``inner`` multiplies q . k. The product is the score in
+        base 2, or with softcap the argument of tanh.
         """
         cap, log2e = self.softcap, math.log2(math.e)
         return {

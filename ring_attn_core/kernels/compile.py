@@ -75,8 +75,8 @@ def kernel_function(name: str) -> Any:
 def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch for a GPU of compute capability ``capability``, such as 90, and return Triton's compiled kernel.
 
-    The host needs no GPU. Launches that differ only in array sizes share the result. Errors of Triton are cached and raised
-    again; after OSError and MemoryError the next call compiles again. One thread compiles at a time, and the others wait.
+    The host needs no GPU. Launches with equal types, constants and divisibility share the result. Errors of Triton are cached and
+    raised again; after OSError and MemoryError the next call compiles again. One thread compiles at a time, and the others wait.
     """
     of = launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages
     with _one_at_a_time:
@@ -231,7 +231,7 @@ def triton_version() -> str:
 
 @cache
 def interpreted() -> bool:
-    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 when Triton was first imported)."""
+    """Return whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1 when this function is first called)."""
     from triton import knobs
 
     return knobs.runtime.interpret

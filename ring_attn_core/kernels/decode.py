@@ -13,7 +13,7 @@ NATIVE_FP8 = 89
 """The first compute capability with instructions that convert float8_e4m3fn."""
 
 LEAST_SLOTS = 256
-"""Smallest number of cache slots (tokens) in a split; with fewer, starting a program takes longer than its loads."""
+"""Smallest mean number of cache slots (tokens) in several splits; with fewer, starting a program takes longer than its loads."""
 
 MOST_ROWS = 64
 """Largest number of rows in a query tile; a row is one query of one query head."""
@@ -77,9 +77,9 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
     """Return the tiles of ``decode`` for ``rows`` query rows and heads padded to ``width``.
 
     A tile has at least 16 rows, the fewest that a matrix product takes. The bytes in flight decide the speed: to read at full
-    speed, a GPU needs some 50 KB in flight on every multiprocessor (4.2 TB/s x 1.5 us / 132). A tile of 64 slots, with k and v of
-    128 two-byte elements each, is 32 KiB. Triton loads positions one loop iteration before the k and v that depend on them, so 4
-    stages keep one tile in flight, and 6 stages keep two.
+    speed, an H200 needs some 50 KB in flight on each multiprocessor (4.2 TB/s x 1.5 us / 132). A tile of 64 slots, with k and v
+    of 128 two-byte elements each, is 32 KiB. Triton loads positions one loop iteration before the k and v that depend on them, so
+    4 stages keep one tile in flight, and 6 stages keep two.
 
     With 16 rows the fastest on an H200 (``benchmarks.decode --part tiles``) is four programs per multiprocessor with one tile in
     flight each, 3 % ahead of three programs with two. In FP8 two warps are faster than four by a third. With more rows the
@@ -110,7 +110,7 @@ def residents(call: DecodeCall) -> int:
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
     """Return the number of splits of a cache of ``tiles`` key tiles that takes the least time.
 
-    A split has at least ``least`` tiles, unless the cache has fewer. ``programs``: programs per split; ``at_once``: programs that
+    There are at most ``tiles / least`` splits, but at least one. ``programs``: programs per split; ``at_once``: programs that
     the GPU runs at the same time. All programs read equally much at the same rate, so they run in waves. A wave takes about 3 us
     per tile, plus about 10 us (4 tiles) to start and end its programs. Among equal times this function takes the fewest splits,
     because splits are merged afterwards. Without programs the result is 1.

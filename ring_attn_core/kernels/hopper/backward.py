@@ -16,11 +16,11 @@ Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumu
            tile: how many key tiles have added to it (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
 Order      key tiles add to a query tile in ascending order, each when its turn comes, so two runs give the same bits. Programs
            start in the same order, so none waits for a later one. All programs walk from the last queries to the first, so each
-           follows the one before, and only the adder warps ever wait
-Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds). For each visited tile the scout stores
-           one word per query with the keys that it sees, and the tile's first query; every score is masked
+           follows the one before, and only the adder warps wait for turns
+Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds), or with key extents by its intervals.
+           With extents the scout stores a word per query with the keys that it sees; every score is masked
 ALiBi      the scout subtracts the queries' part of the bias from lse2; the keys' part is one number per key
-Dropout    the sign of p holds the mask for dv and ds, which costs 20 %; with a mask of bools, which ptxas packs, it costs 30 %
+Dropout    the sign of p holds the mask for dv and ds, which costs 20 % (heads of 128); a mask of bools, which ptxas packs, 30 %
 Tiles      BLOCK_Q and the stages come from launches.backward
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 

@@ -36,8 +36,8 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 def hide_unseen(tile, args, work, sizes: gl.constexpr):
     """Zero the keys or values in ``tile`` that no query sees, because 0 times NaN is NaN.
 
-    With extents or key extents, set every element that is not finite to 0, visible or not. A query that sees such an element has
-    NaN in out. The query's gradients are all NaN without extents, but not all NaN with extents.
+    With extents or key extents, set every element that is not finite to 0, visible or not. A query that sees a NaN has NaN in
+    out. Its gradients are all NaN without extents, but not with them.
     """
     LINES: gl.constexpr = rows_by_lines(tile.shape[1], gl.num_warps())
     j = work.n0 + gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES))

@@ -1,6 +1,6 @@
-"""All barriers between the warps of Hopper's kernels, and the numbers that warps pass through shared memory.
+"""The barriers between the warps of Hopper's kernels, and the numbers that warps pass through shared memory.
 
-An mbarrier signals that a buffer is full. TMA arrives with the bytes, or the producer arrives once. The phase flips at each use.
+An mbarrier signals a full buffer; its phase flips at each use. TMA or the producer arrives. own_full (backward): TMA -> producer.
 
     forward    q_full [groups]       a group's q                         producer, TMA -> that consumer
                k_full, v_full        a stage of keys, of values          producer, TMA -> consumers
@@ -24,7 +24,7 @@ in the table has arrived. ``groups``: consuming warpgroups, 2 or 3 in the forwar
     wide dkv   Q_READ, DOUT_READ     as in the backward
                P_FULL                p of a step is in shared memory     the first warpgroup arrives, the second syncs     256
                P_READ                the second warpgroup has read p     the second arrives, the first syncs               256
-    wide dq    K_FREE, V_FREE, VALUES_CLEAN    as in the forward, but VALUES_CLEAN concerns keys
+    wide dq    all of the forward    as in the forward, but VALUES_CLEAN concerns keys
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def release(number, GROUPS: gl.constexpr, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def acquire(number, GROUPS: gl.constexpr):
-    """Wait, as the producer, until all consumers have released a buffer."""
+    """Wait, as the producer, until GROUPS consumer warpgroups have released a buffer."""
     sync(number, with_one_warp(GROUPS), 1)
 
 

@@ -3,7 +3,7 @@
     q of every group | k of step 0 | k of step 1, v of step 0 | k of step 2, v of step 1 | ... | v of the last step
 
 The producer loads tiles in the order in which consumers use them, each as soon as its stage is free (barriers.py). With the keys
-of a step it stores their key mask.
+of a step it stores their key mask, if the call has one.
 
 Shapes     q_BSHD, k_BTGD as ``Parts`` of TMA descriptors, v_BTGE as a TMA descriptor, key_mask_BT f32, key_mask_spans int32
            (portable/loads.py), extents and not_finite int32 (portable/extent_lists.py)
