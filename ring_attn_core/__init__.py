@@ -1,4 +1,4 @@
-"""The framework-neutral part of ring-attn: runs, bands, layouts, plans and kernels.
+"""The framework-neutral part of ring-attn, such as runs, bands, layouts, plans and kernels.
 
 It imports only the standard library. Other packages (numpy, triton, jinja2, pyarrow, tokenizers) are imported on first use.
 """

@@ -111,7 +111,7 @@ def rescale(rate: float) -> float:
 def check_seed(seed: Any, first_batch: Any, first_head: Any) -> None:
     """Raise ValueError if ``seed`` does not fit a signed 64-bit integer, or an index is not in 0 .. 2^32 - 1.
 
-    ``first_batch``, ``first_head``: global index of the first local batch row and head. Arrays are not checked.
+    ``first_batch``, ``first_head``: global index of the first local batch row and head. Only ints are checked, no arrays.
     """
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed must fit in 64 bits with a sign, got {seed}: take it modulo 2**63")

@@ -25,7 +25,7 @@ KINDS = {
 
 
 class Identity(NamedTuple):
-    """The fields of ``stat`` that change when a file is replaced or modified."""
+    """The fields of ``stat`` by which a replaced or modified file is recognized."""
 
     device: int
     inode: int

@@ -1,4 +1,4 @@
-"""The host's record of the number of tokens in a cache, updated at each step without reading the device."""
+"""The host's record of the number of tokens in a cache, updated at each step mostly without reading the device."""
 
 from __future__ import annotations
 

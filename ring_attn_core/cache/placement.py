@@ -27,7 +27,7 @@ from ..runs import Run
 
 
 def place(counts: Sequence[int], tokens: int) -> list[int]:
-    """Return the rank of each of a request's next ``tokens`` tokens. ``counts``: number of its tokens on each rank so far."""
+    """Return the rank of each of a request's next ``tokens`` tokens. ``counts``: number of the request's tokens on each rank."""
     held, ranks = list(counts), []
     for _ in range(tokens):
         rank = held.index(min(held))

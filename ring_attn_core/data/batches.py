@@ -88,7 +88,7 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.yielded = 0
-        """Batch numbers: the next iteration begins at ``start``; ``yielded`` is the last yielded plus 1, or ``start`` before."""
+        """Batch numbers: ``start`` is the first of the next iteration, ``yielded`` the one after the last that was yielded."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches ``start + offset``, ``start + offset + every``, ... of all epochs; without end if ``epochs`` is None.

@@ -97,7 +97,7 @@ def _key(files: Sequence[File], settings: DatasetSettings, text: bytes | None, t
 
 
 def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
-    """Return the cached documents of ``files``; None if the cache is missing, damaged or made from other texts.
+    """Return the cached documents of ``files``; None if the cache is missing, looks damaged or is made from other texts.
 
     ``index``: the path of the index.
     """

@@ -161,7 +161,7 @@ class ChatTemplate:
                 )
 
     def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
-        """Return, for each message of the assistant, the span that it adds to ``text``, the whole chat, after its prompt.
+        """Return the span of ``text``, the whole chat, that each message of the assistant adds after the generation prompt.
 
         Render the chat up to the message twice: without it but with the generation prompt, and with it. Raise ValueError unless
         the first result is a prefix of the second, and the second a prefix of ``text``.

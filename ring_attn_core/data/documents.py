@@ -25,7 +25,7 @@ class File(NamedTuple):
     modified: int
     """Time of the last write, in nanoseconds."""
     changed: int
-    """Time of the last change of content or attributes (ctime), which programs cannot set back; in nanoseconds."""
+    """Time of the last change of content or attributes (ctime), on Windows of creation; in nanoseconds."""
 
 
 class Document(NamedTuple):
@@ -109,7 +109,7 @@ def _check_cache(folder: Path, settings: DatasetSettings) -> None:
 
 
 def unchanged(file: File) -> None:
-    """Raise ValueError if a file has changed since it was found."""
+    """Raise ValueError if a file has vanished or changed since it was found."""
     try:
         now = identity(file.path)
     except OSError as error:

@@ -5,8 +5,8 @@ Four documents of 5, 2, 8 and 4 tokens in rows of 6, with documents as letters; 
     row 0   A A A A A B     row 1   B C C C C C     row 2   C C C D D D     row 3   D . . . . .
 
 Padding comes only after the last token of an epoch. A document that is cut continues in the next row, which a shuffled epoch may
-put into another batch. So attention treats each *piece*, the span of a document in one row, as a separate
-document. The last token of a piece has no label.
+put into another batch. So attention treats each *piece*, the span of a document in one row, as a separate document. The last
+token of a piece has no label.
 """
 
 from __future__ import annotations

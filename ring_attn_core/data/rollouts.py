@@ -71,7 +71,7 @@ class Rollouts:
 class _Row:
     """A row to which rollouts are added in lexicographic order.
 
-    In this order each rollout shares its longest prefix with the rollout before it.
+    In this order no earlier rollout shares a longer prefix with a rollout than the one just before it.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ BEYOND = 2**30
 class RingCall:
     """The parameters that all launches of one call of ring attention share; ``array_names`` names the call's optional arrays.
 
-    ``seq_local``, ``kv_local``: queries and keys per step; if a strategy joins the shards of several ranks, those of all. A shard
+    ``seq_local``, ``kv_local``: queries and keys per step, those of all shards that a strategy joins. A shard
     consists of ``q_runs`` or ``k_runs`` equally long runs (arithmetic progressions of token positions). ``packed``: keys travel,
     and k and v are one array [batch, tokens, kv_heads, head_dim + v_dim] with float32 gradients; else k and v are two arrays.
     ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
@@ -85,8 +85,8 @@ class RingCall:
     def numbers(self) -> dict[str, Argument | None]:
         """Return the scalar arguments of the kernels that compute scores, by parameter.
 
-        ``softcap`` is None without softcap, ``threshold`` without dropout. ``inner`` multiplies q . k. The product is the score in
-        base 2, or with softcap the argument of tanh.
+        ``softcap`` is None without softcap, ``threshold`` without dropout. ``inner`` multiplies q . k. The product is the score
+        in base 2, or with softcap the argument of tanh.
         """
         cap, log2e = self.softcap, math.log2(math.e)
         return {

@@ -13,7 +13,7 @@ NATIVE_FP8 = 89
 """The first compute capability with instructions that convert float8_e4m3fn."""
 
 LEAST_SLOTS = 256
-"""Smallest mean number of cache slots (tokens) in several splits; with fewer, starting a program takes longer than its loads."""
+"""Least slots (tokens) per split, on average, if a cache is split; with fewer, starting a program takes longer than its loads."""
 
 MOST_ROWS = 64
 """Largest number of rows in a query tile; a row is one query of one query head."""

@@ -54,7 +54,7 @@ def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Store the gradients ``x`` in WIDTH columns of ``to``, from COLUMN on. Unless FIRST, first add ``before``, of earlier steps.
+    """Store the gradients ``x`` in WIDTH columns of ``to``, from COLUMN on; unless FIRST, add ``before``, those of earlier steps.
 
     Results in 16 bits pass through the shared-memory ``tile``.
     """

@@ -46,7 +46,7 @@ class KeyWork(NamedTuple):
 
 @gluon.jit
 def query_tiles(rows_ptr, q_run, k_run, k_tile, sizes: gl.constexpr):
-    """Return the query tiles of a run that meet the band of a key tile, as ``rows.Tiles``."""
+    """Return the query tiles of a run that meet the band of a key tile, as a ``Tiles`` of portable/rows.py."""
     row = load_row(rows_ptr, q_run * sizes.K_RUNS + k_run)
     n0 = k_tile * sizes.BLOCK_K
     tiles = tiles_in_band(n0, gl.minimum(n0 + sizes.BLOCK_K, row.k_len), -row.hi, -row.lo, row.q_len, sizes.BLOCK_Q)

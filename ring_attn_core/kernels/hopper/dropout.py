@@ -57,7 +57,7 @@ The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other
 def keep_mask_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
     """Return the dropout mask, bool [64, WIDTH keys]; True keeps a probability.
 
-    ``stream``: Philox key. ``i``: local indices of the queries, from ``m0`` on. ``n0``: first key. Others: ``keep_mask_of_keys``.
+    ``i``: local indices of the queries, from ``m0`` on. ``n0``: first key. For the others see ``keep_mask_of_keys``.
     """
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
