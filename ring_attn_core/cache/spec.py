@@ -120,7 +120,7 @@ class CacheSpec:
 
     @property
     def capacity(self) -> int | None:
-        """The largest number of tokens of a request; None with a window, because a request may then grow without limit."""
+        """The largest number of tokens of a request, if shared evenly by the ranks; None with a window, which sets no limit."""
         return None if self.window is not None else self.ranks * self.slots
 
     @property
