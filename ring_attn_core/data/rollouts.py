@@ -174,8 +174,8 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int)
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
     """Assign each rollout to a row. Return the row and the slots of each rollout, and all rows.
 
-    Of the rows that would then hold at most ``length`` tokens, a rollout goes to the one to which it adds the fewest, or to a new
-    row if there is none. The first row wins a tie.
+    Among the rows that it fits into, a rollout goes to the one to which it adds the fewest tokens. If it fits into no row, it
+    goes to a new one. The first row wins a tie.
     """
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)
