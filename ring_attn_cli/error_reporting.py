@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from .processes import Failure
 
 HINT = 'ring-attn: {} is not installed: run pip install "ring-attn[{}]"'
-EXTRAS = {"pyarrow": "data", "tokenizers": "data"}
+EXTRAS = {"pyarrow": "data", "tokenizers": "data", "jinja2": "data", "transformers": "transformers"}
 """The pip extras of packages that the extra ``demo`` does not bring."""
 
 

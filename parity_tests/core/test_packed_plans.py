@@ -36,6 +36,7 @@ def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layout
     assert {"contiguous", "striped"} <= {line[0] for line in lines if line}
     (tmp_path / "lengths").write_text("4 12 3\n8, 5\n")
     assert plan("--documents", str(tmp_path / "lengths"), "--ranks", "4").output == done.output
+    assert plan("--documents", ",".join(["4"] * 200), "--ranks", "4").exit_code == 0, "a list that is too long for a file's name"
     drawn = plan("--documents", "4,12,3,8,5", "--ranks", "4", "--layout", "contiguous").output.split("\n")
     assert "ranks     " + "".join(str(rank) * 8 for rank in range(4)) in drawn
 

@@ -86,6 +86,13 @@ def test_the_table_of_the_docs_has_every_key_with_its_default():
         ("[passkey]\nlengths = 3", "passkey.lengths must be a list of integers, got 3"),
         ("[optimizer]\nlearning_rate = 'x'", "optimizer.learning_rate must be a number, got 'x'"),
         ("[optimizer]\nclip = 0", "optimizer.clip must be more than 0, got 0.0"),
+        ("[optimizer]\nlearning_rate = inf", "optimizer.learning_rate must be more than 0 and finite, got inf"),
+        ("[optimizer]\nwarmup = -5", "optimizer.warmup must be at least 0 and finite, got -5"),
+        ("[optimizer]\nbeta1 = 1.5", "optimizer.beta1 must be at least 0 and below 1, got 1.5"),
+        ("[optimizer]\ndecay = nan", "optimizer.decay must be at least 0 and finite, got nan"),
+        ("[ring]\nactivations = 'foo'", "activations must be one of keep, recompute, offload, got 'foo'"),
+        ("[ring]\nstrategy = 'foo'", "unknown strategy 'foo': choose one of auto, ring"),
+        ("[ring]\nbackend = 'foo'", "unknown backend 'foo': choose \"auto\" or one of hopper"),
         ("steps = 0", "steps must be at least 1, got 0"),
         ("seed = 2147483647", "seed + steps must be at most 2147483647"),
         (f"steps = 1{30 * '0'}", f"steps must be at most 2147483647, got 1{30 * '0'}: pass a smaller one"),
@@ -186,7 +193,7 @@ def test_operations_and_peaks_are_those_of_the_formula():
     names = {"NVIDIA H100 80GB HBM3": 989.4, "NVIDIA H100 PCIe": 756.5, "NVIDIA H200": 989.4, "NVIDIA A100-SXM4-80GB": 312.0}
     names |= {"NVIDIA L40S": 362.0, "NVIDIA L4": 121.0, "NVIDIA A10": 125.0, "NVIDIA B200": 2250.0}
     assert {name: arithmetic.peak(name) for name in names} == names
-    assert arithmetic.peak("cpu") is None
+    assert {arithmetic.peak(name) for name in ("cpu", "NVIDIA L40", "NVIDIA A10G", "NVIDIA RTX A1000", "NVIDIA GB200")} == {None}
 
 
 def test_buckets_end_at_halves_of_the_length():

@@ -70,7 +70,7 @@ def run(model: str, seconds: float, console: Console, json_file: Path | None, ta
     Before a model is tried, raise ValueError if an argument is invalid or a file cannot be written.
     """
     check_installed(["torch", "transformers"])
-    if seconds <= 0:
+    if not seconds > 0:
         raise ValueError(f"--seconds must be above 0, got {seconds:g}")
     for file in (json_file, table_file):
         if file is not None:

@@ -41,7 +41,11 @@ def read_words(text: str, option: str) -> list[str]:
     """
     path = Path(text)
     try:
-        return (path.read_text("utf-8") if path.is_file() else text).replace(",", " ").split()
+        is_file = path.is_file()
+    except OSError:  # the numbers are longer than the name of a file may be
+        is_file = False
+    try:
+        return (path.read_text("utf-8") if is_file else text).replace(",", " ").split()
     except UnicodeDecodeError as error:
         raise ValueError(f"{option} takes a file of numbers in UTF-8, and {path} is not text: name another") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 PEAKS = {
     "H200": 989.4,
     "H100 PCIe": 756.5,
+    "H100 NVL": 835.5,
     "H100": 989.4,
     "GH200": 989.4,
     "B200": 2250.0,
@@ -27,12 +29,13 @@ PEAKS = {
     "L4": 121.0,
     "A10": 125.0,
 }
-"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, by words that all occur in the device's name; the first match counts."""
+"""Dense bfloat16 TFLOP/s from NVIDIA's data sheets, for devices whose name has all these words; the first match counts."""
 
 
 def peak(device: str) -> float | None:
     """Return the bfloat16 TFLOP/s of a device by its name, or None if it is unknown."""
-    return next((tflops for name, tflops in PEAKS.items() if all(word in device for word in name.split())), None)
+    words = re.split(r"[ -]", device)
+    return next((tflops for name, tflops in PEAKS.items() if all(word in words for word in name.split())), None)
 
 
 def flops_per_token(parameters: int, length: int, config: TransformerConfig, frozen: int = 0) -> float:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
+import math
 import sysconfig
 import tomllib
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
-from difflib import get_close_matches
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 from ring_attn_core import layouts
 from ring_attn_core.data.settings import BALANCED
+from ring_attn_core.model.activations import check_activations
 from ring_attn_core.model.checks import LARGEST
 from ring_attn_core.model.lora import LoRA
+from ring_attn_core.problem.strategies import check_strategy
 
 from .schedules import schedule
+from .tables import check_keys, made
 
 if TYPE_CHECKING:
     from ring_attn_core.model.config import TransformerConfig
@@ -51,13 +53,29 @@ class Data:
     seed: int = 0
 
 
+ABOVE = "more than 0 and finite", lambda x: 0 < x < math.inf
+FROM = "at least 0 and finite", lambda x: 0 <= x < math.inf
+BELOW = "at least 0 and below 1", lambda x: 0 <= x < 1
+RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "learning_rate": ABOVE,
+    "last_rate": FROM,
+    "warmup": FROM,
+    "beta1": BELOW,
+    "beta2": BELOW,
+    "eps": ABOVE,
+    "decay": FROM,
+    "clip": ("more than 0", lambda x: x > 0),
+}
+"""The range of each number of ``Optimizer``, in words and as a test."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """The hyperparameters of AdamW.
 
     The learning rate grows over ``warmup`` steps, then decays as a cosine to ``last_rate`` times ``learning_rate``. ``clip``: the
     largest global norm of the gradients. ``schedule``: schedules of ``schedules.py``, one after another, that replace the warmup
-    and the cosine.
+    and the cosine. Raise ValueError if a number is out of its range.
     """
 
     learning_rate: float = 3e-3
@@ -70,6 +88,11 @@ class Optimizer:
     clip: float = 1.0
     schedule: tuple[Mapping[str, Any], ...] | None = None
 
+    def __post_init__(self) -> None:
+        for name, (words, fits) in RANGES.items():
+            if not fits(value := getattr(self, name)):
+                raise ValueError(f"optimizer.{name} must be {words}, got {value}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class RingConfig:
@@ -77,7 +100,8 @@ class RingConfig:
 
     ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``weights``: "whole"
     on each rank, or "sharded" over all ranks, together with their gradients and moments; in JAX only arrays with a dimension that
-    the number of devices divides. ``chunk``: number of tokens whose logits a rank holds at a time.
+    the number of devices divides. ``chunk``: number of tokens whose logits a rank holds at a time. Raise ValueError if a name is
+    unknown.
     """
 
     ranks: int = 4
@@ -88,6 +112,15 @@ class RingConfig:
     activations: str = "keep"
     weights: str = "whole"
     chunk: int = 4096
+
+    def __post_init__(self) -> None:
+        from ring_attn_core.kernels.backends import check_backend
+
+        check_backend(self.backend)
+        check_strategy(self.strategy)
+        check_activations(self.activations)
+        if self.weights not in WEIGHTS:
+            raise ValueError(f"ring.weights must be one of {', '.join(map(repr, WEIGHTS))}, got {self.weights!r}")
 
     @property
     def model_layout(self) -> str:
@@ -151,11 +184,6 @@ class Config:
         for name, value in whole.items():
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("learning_rate", "eps", "clip"):
-            if not getattr(self.optimizer, name) > 0:
-                raise ValueError(f"optimizer.{name} must be more than 0, got {getattr(self.optimizer, name)}")
-        if self.ring.weights not in WEIGHTS:
-            raise ValueError(f"ring.weights must be one of {', '.join(map(repr, WEIGHTS))}, got {self.ring.weights!r}")
         self._check_schedule()
         unit = self.ring.ranks * (1 if self.ring.layout == BALANCED else layouts.slots(self.ring.layout))
         if self.data.length % unit:
@@ -232,68 +260,3 @@ def read(path: Path | None, *, out: str | None = None, steps: int | None = None,
         if value is not None and isinstance(table, dict):
             table[name] = value
     return made(Config, values, "")
-
-
-def made(kind: type[Any], values: Mapping[str, Any], table: str) -> Any:
-    """Build a record of class ``kind`` from the ``values`` of the TOML table ``table``. Raise ValueError if they are invalid."""
-    hints = get_type_hints(kind)
-    check_keys(table, values, [x.name for x in fields(kind)])
-    return kind(**{name: _value(hints[name], value, f"{table}.{name}".lstrip(".")) for name, value in values.items()})
-
-
-def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
-    """Raise ValueError if a key of ``values`` is not in ``known``; the message names the nearest known key, if one is near."""
-    where = f"[{table}]" if table else "the top of the config"
-    for name in values:
-        if name not in known:
-            near = get_close_matches(name, known, 1, 0.4)
-            meant = f"did you mean {near[0]!r}? " if near else ""
-            raise ValueError(f"{where} has no key {name!r}: {meant}it has {', '.join(known)}")
-
-
-class ValueType(NamedTuple):
-    """A type of config values.
-
-    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: a function that converts such a value to
-    the value of the record's field. ``most``: the largest absolute value of an integer.
-    """
-
-    words: str
-    fits: Callable[[Any], bool]
-    held: Callable[[Any], Any]
-    most: float = LARGEST
-
-
-def _tables(x: Any) -> tuple[dict[str, Any], ...]:
-    return tuple(x) if isinstance(x, list) else (x,)
-
-
-def _are_tables(x: Any) -> bool:
-    return bool(x) and all(isinstance(each, dict) for each in _tables(x))
-
-
-FORMS: dict[str, ValueType] = {
-    "tuple[collections.abc.Mapping": ValueType("a table, or a list of tables", _are_tables, _tables),
-    "tuple[str": ValueType("a list of texts", lambda x: isinstance(x, list) and all(type(each) is str for each in x), tuple),
-    "Mapping": ValueType("a table", lambda x: isinstance(x, dict), dict),
-    "tuple": ValueType("a list of integers", lambda x: isinstance(x, list) and all(type(each) is int for each in x), tuple),
-    "float": ValueType("a number", lambda x: isinstance(x, int | float) and not isinstance(x, bool), float, sys.float_info.max),
-    "str": ValueType("a text", lambda x: isinstance(x, str), str),
-    "int": ValueType("an integer", lambda x: isinstance(x, int) and not isinstance(x, bool), int),
-}
-"""Value types by a part of a field's annotation; the first key that occurs in the annotation counts."""
-
-
-def _value(hint: Any, value: Any, name: str) -> Any:
-    record = next((each for each in (hint, *get_args(hint)) if hasattr(each, "__dataclass_fields__")), None)
-    if record is not None:
-        if not isinstance(value, dict):
-            raise ValueError(f"{name} must be a table, [{name}], got {value!r}")
-        return made(record, value, name)
-    form = next(form for kind, form in FORMS.items() if kind in str(hint))
-    if not form.fits(value):
-        raise ValueError(f"{name} must be {form.words}, got {value!r}")
-    for each in value if isinstance(value, list) else [value]:
-        if isinstance(each, int) and abs(each) > form.most:
-            raise ValueError(f"{name} must be at most {form.most:.10g}, got {each}: pass a smaller one")
-    return form.held(value)

@@ -280,14 +280,19 @@ def _new_to_hopper(problem: Problem) -> str | None:
     return _untried() if _hopper(problem) is None else None
 
 
+def check_backend(backend: str, framework: str = "torch") -> None:
+    """Raise ValueError if the backend's name is unknown. The message lists the names that ``framework`` has."""
+    names = [candidate.name for candidate in BACKENDS if framework == "torch" or candidate.name not in VENDORS]
+    if backend != "auto" and backend not in [candidate.name for candidate in BACKENDS]:
+        raise ValueError(f'unknown backend {backend!r}: choose "auto" or one of {", ".join(names)}')
+
+
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
     """Return ``backend`` if it can run the problem; for "auto", the first backend not in ``failed`` without a reason against it.
 
     A reason is an objection or a drawback. Raise ValueError if the name is unknown or the named backend has an objection.
     """
-    names = [candidate.name for candidate in BACKENDS if problem.framework == "torch" or candidate.name not in VENDORS]
-    if backend != "auto" and backend not in [candidate.name for candidate in BACKENDS]:
-        raise ValueError(f'unknown backend {backend!r}: choose "auto" or one of {", ".join(names)}')
+    check_backend(backend, problem.framework)
     objections = []
     for candidate in BACKENDS:
         if backend == candidate.name:
