@@ -51,9 +51,9 @@ def tree_attention_decode(
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Each rank attends to its own slots; then one all-gather carries out and lse, packed in one array of float32 (float64 for
-    float64), and every rank merges them in rank order, with the formula of :func:`merge` (Tree Attention, Shyam et al.,
-    arXiv:2408.04093). So all ranks get the same bits.
+    Each rank attends to its own slots; then, if there are several ranks, one all-gather carries out and lse, packed in one array
+    of float32 (float64 for float64), and every rank merges them in rank order, with the formula of :func:`merge` (Tree Attention,
+    Shyam et al., arXiv:2408.04093). So all ranks get the same bits.
 
     Arguments (those not listed mean the same as in ``ring_attention``):
         q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
@@ -77,9 +77,10 @@ def tree_attention_decode(
     Return ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
     float32 (float64 for float64). A query that sees no key has out 0 and lse -inf (or its sink).
 
-    Raise ValueError, the same on every rank and before anything is sent, if inputs do not fit or require a gradient, or if ranks
-    disagree on shapes (except the number of slots), dtypes or options. Ranks compare them only if some rank makes such a call
-    for the first time. Values are checked on a CPU only. After a first call a CUDA graph may capture the call.
+    Raise ValueError before any array is sent if inputs do not fit or require a gradient, or if ranks disagree on shapes (except
+    the number of slots), dtypes or options. A rank compares these at its first call with them. The error is the same on every
+    rank if all ranks make that first call, or all fail. Values are checked on a CPU only. After a first call a CUDA graph may
+    capture the call.
     """
     ring = ring_of(group)
     places = as_int32(q_positions), as_int32(k_positions)
@@ -116,7 +117,7 @@ def tree_attention_decode(
 
 
 def as_int32(positions: Any) -> Any:
-    """Convert integer positions to int32; clamp greater positions to 2^31 - 1. Return other objects unchanged."""
+    """Convert integer positions to int32; clamp positions above 2^31 - 1 to it. Return other objects unchanged."""
     if (
         not isinstance(positions, Tensor)
         or positions.dtype == torch.int32
@@ -140,7 +141,7 @@ def _attend(arrays: DecodeArrays, problem: Decode, ring: Group) -> tuple[Tensor,
 
 @lru_cache(maxsize=4096)
 def _checked(problem: Decode) -> Any:
-    """Check the problem. Return the DecodeCall of its kernels, or None if its backend is "blockwise"."""
+    """Check the problem. Return the DecodeCall of its kernels, or None if "blockwise" runs it."""
     problem.check()
     return runnable_decode(problem)
 

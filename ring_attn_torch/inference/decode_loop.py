@@ -22,12 +22,12 @@ Read = Callable[[], list[int]]
 class DecodeLoop:
     """The decode loop of ``generate``, whose step is a CUDA graph on GPUs.
 
-    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or its
-    maximum number of new tokens.
+    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or as
+    many new tokens as it may.
 
     On a CPU each step runs eagerly. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the
-    second is captured in a CUDA graph, which is replayed from then on. Rank 0 broadcasts its tokens, since ranks that round
-    differently could otherwise draw different tokens.
+    second is captured in a CUDA graph, which is replayed from then on. On several ranks, rank 0 broadcasts its tokens, since
+    ranks that round differently could otherwise draw different tokens.
     """
 
     def __init__(self, model: RingTransformer, cache: KVCache, generation: Generation) -> None:
@@ -40,7 +40,7 @@ class DecodeLoop:
         self._ends = torch.tensor(generation.ends, dtype=torch.int32, device=device)
         self._new = generation.new
         self.ahead = device.type == "cuda"
-        """True if the next step is launched before the host reads the newest tokens, so that both run at once."""
+        """True (on CUDA) if the next step is launched before the host reads the newest tokens, so that step and read overlap."""
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
         self._sent: list[Tensor] = []
@@ -48,7 +48,7 @@ class DecodeLoop:
     def begin(self, hidden: Tensor) -> None:
         """Draw the first new tokens from the prompts' last hidden states [requests, dim].
 
-        Each row of ``hidden`` is nonzero on one rank only.
+        Each row of ``hidden`` is nonzero on at most one rank.
         """
         self._take(logits_of(self._model, summed(hidden, self._cache)))
 
@@ -84,7 +84,7 @@ class DecodeLoop:
         return read
 
     def _begin_graph(self) -> None:
-        """Run the first step on a side stream, as torch.cuda.graph requires; capture the second and replay it."""
+        """Run the first step on a side stream, as torch.cuda.graph requires. Called again, capture the second and replay it."""
         if self._steps == 0:
             stream = torch.cuda.Stream(self.tokens.device)
             stream.wait_stream(torch.cuda.current_stream())

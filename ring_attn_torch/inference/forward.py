@@ -48,15 +48,15 @@ def decode_step(
     """Append a few tokens to every request in the cache. Return their logits and the cache.
 
     ``model``: a RingTransformer. ``ids``: the tokens, the same on every rank. ``cache``: made for ``model.config`` over the
-    model's ring, in its compute dtype or float8, without a window or with one as wide as the widest of the layers. ``valid``:
-    True for real tokens. The other tokens of a row, at any place, are not cached, and their logits are undefined. All ranks
-    compute the same logits, each with its part of the cache. Dropout and torch.autocast are off, and torch.compile does not
+    model's ring, in the model's compute dtype or float8, without a window or with one at least as wide as that of each layer.
+    ``valid``: True for real tokens. The other tokens of a row, at any place, are not cached, and their logits are undefined. All
+    ranks compute the same logits, each with its part of the cache. Dropout and torch.autocast are off, and torch.compile does not
     compile this function.
 
-    The logits equal those of the model on the whole sequence up to rounding, since sums are computed in another order. Raise
-    ValueError, the same on every rank and with the cache unchanged, if the cache does not fit the model, if a mask is neither
-    causal nor a window before the token, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a
-    GPU). After a first call a CUDA graph may capture the call: ``docs/cache.md``.
+    With a cache in the compute dtype, the logits equal those of the model on the whole sequence, up to rounding. Raise ValueError
+    and leave the cache unchanged if it does not fit the model or is full, if a mask is neither causal nor a window before the
+    token, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a GPU). After a first call a
+    CUDA graph may capture the call: ``docs/cache.md``.
     """
     return _as_it_stands(_decoded)(model, ids, cache, valid)
 
@@ -93,7 +93,8 @@ def prefill_prompts(
     tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
     a request without a true token. ``fresh``: True checks that all requests are empty.
 
-    Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and a request already has tokens.
+    Raise ValueError as :func:`decode_step` does, if a length is not in 0 .. the size of the chunk, or if a request already has
+    tokens and ``fresh`` is True or the model has ALiBi.
     """
     return _as_it_stands(_prompted)(model, ids, cache, lengths, fresh)
 
@@ -162,7 +163,7 @@ def _through(model: RingTransformer, ids: Tensor, step: DecodeStep, attend: Atte
 
 
 def _features(attention: RingAttention, q: Tensor) -> dict[str, Any]:
-    """Return a layer's attention options as keywords for ``prefill`` and ``tree_attention_decode``."""
+    """Return a layer's window, softcap, sinks and slopes as keywords for ``prefill`` and ``tree_attention_decode``."""
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,
@@ -195,14 +196,14 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise ValueError on all ranks if model, ids and cache do not fit each other, or if ids differ in shape between ranks."""
+    """Raise ValueError if model, ids and cache do not fit each other. Ranks compare a shape of ids at its first call."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))
 
 
 def _ring(model: RingTransformer, cache: Any) -> Group:
-    """Return the cache's ring; if ``cache`` is not a KVCache, the model's, so that its ranks share the error."""
+    """Return the cache's ring. If ``cache`` is not a KVCache, return the model's, or None if ``model`` has none."""
     if isinstance(cache, KVCache):
         return cache.ring
     return ring_of(model.ring.group) if isinstance(getattr(model, "config", None), TransformerConfig) else None

@@ -17,15 +17,15 @@ from ..ring.groups import Group, ranks_of, ring_of
 def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
     """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into (out, lse) over all keys.
 
-    The result is that of :func:`merge` on the list of all ranks' pairs, with the same bits on every rank. One all-gather carries
-    out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The lse is a natural
-    logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
+    The result is that of :func:`merge` on the list of all ranks' pairs, up to rounding, with the same bits on every rank. One
+    all-gather carries out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The
+    lse is a natural logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
 
     ``group``: the ring; None is the default group. The result is float64 if out or lse is float64, else float32.
 
     For inference: not differentiable. Raise ValueError, before any tensor is sent, if ``pair`` is not an (out, lse) of these
-    shapes or requires a gradient, or if shapes or dtypes differ between ranks. A rank compares them only at its first call with
-    these shapes and dtypes. The error is the same on every rank if all ranks make that first call, or all fail.
+    shapes in floating dtypes or requires a gradient, or if shapes or dtypes differ between ranks. A rank compares them at its
+    first call with these shapes and dtypes. The error is the same on every rank if all ranks make that first call, or all fail.
     """
     ring = ring_of(group)
 

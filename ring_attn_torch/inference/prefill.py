@@ -50,16 +50,16 @@ def prefill(
     ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
     chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt, up to
     the order of sums and, in a float8 cache, the rounding of earlier chunks. Each rank caches its own k and v. The chunk attends
-    to itself round the ring. Cached keys do not travel. Instead, unless ``step.fresh``, the chunk's q, which is small beside the
-    cache, is all-gathered, and every rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank of
-    its queries, which merges them in rank order.
+    to itself round the ring. Cached keys do not travel. Instead, unless ``step.fresh``, the chunk's q is all-gathered, and every
+    rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank of its queries, which merges them in
+    rank order.
 
     ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
     ``ring_attention``.
 
     Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
-    ``cache.append``. Raise ValueError, the same on every rank and before anything is sent, if the arguments do not fit. For
-    inference: not differentiable.
+    ``cache.append``. Raise ValueError before any array is sent if the arguments do not fit, or if ``alibi_slopes`` meet cached
+    tokens. For inference: not differentiable.
     """
     ring = cache.ring
     of_ring = OpCall(Options(), group_name(cache.group))
@@ -127,10 +127,7 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
 
 
 def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
-    """Send each rank the results of its queries in ``x`` [batch ranks*local ...]. Return the received [ranks batch local ...].
-
-    With a batch of 1 nothing is copied before the exchange.
-    """
+    """Send each rank the results of its queries in ``x`` [batch ranks*local ...]. Return the received [ranks batch local ...]."""
     of_rank = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(of_rank)
     dist.all_to_all_single(mine, of_rank, group=ring)
@@ -167,7 +164,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _merged(parts: State) -> State:
-    """Merge states that cover different keys, stacked along dimension 0 ([ranks b s h e]), in rank order."""
+    """Merge states that cover different keys, stacked along dimension 0 (out [n b s h e]), in the order of the stack."""
     out, lse, rest = parts
     top = lse.amax(0)
     top = top.masked_fill(top == -math.inf, 0)

@@ -1,6 +1,6 @@
 """The arrays of a cache, and the operations on its requests between steps, such as rollback, reset and fork.
 
-A slot without a token is *empty*: its position is -1, and decoding does not read it.
+A slot without a token is *empty*: its position is -1, and decoding ignores its content.
 """
 
 from __future__ import annotations
@@ -51,7 +51,10 @@ class Requests:
     group: dist.ProcessGroup | DeviceMesh | None = None
     host_state: HostState = field(init=False)
     version: int = field(init=False)
-    """A number unique to each state of each cache. A step with another version is refused."""
+    """A number, renewed by ``advance``, ``rollback``, ``reset``, ``evict``, ``fork``, and ``reserve`` if it grows.
+
+    A step that was made before the last of these is refused.
+    """
     scaled: set[int] = field(init=False)
     """The layers whose scales are set: all, unless a float8 cache chooses its scales in the first step that advances."""
 
@@ -75,8 +78,9 @@ class Requests:
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
         """Raise ValueError unless every request has room for ``tokens`` more tokens, or for a chunk of these in ``layout``.
 
-        ``tokens``: an int for all requests, or one int each. Return the cache. The check compares upper bounds of the lengths,
-        which the host state holds, and reads exact numbers from the device only if the bounds do not fit.
+        ``tokens``: an int for all requests, or one int each. Return the cache. A cache with a window has room for any number. The
+        check uses the numbers that the host state holds. It reads exact ones from the device only if these upper bounds do not
+        fit, or for a ``layout`` if the numbers per rank are unknown.
         """
         of = list(range(self.spec.batch))
         more = [tokens] * len(of) if isinstance(as_number(tokens), int) else tokens
@@ -91,8 +95,8 @@ class Requests:
     def reserve(self, tokens: int) -> Self:
         """Grow the cache by whole pages until every request has room for ``tokens`` more tokens.
 
-        This allocates new tensors of another size: capture a CUDA graph of a step again. Raise ValueError if the cache was not
-        made with ``page``.
+        If it grows, its tensors are new and larger: capture a CUDA graph of a step again. Raise ValueError if the cache was not
+        made with ``page``, or if ``tokens`` is not an int of at least 0.
         """
         self._ask()
         spec = checks.grown(self.spec, self.host_state.counts or [], tokens)
@@ -109,17 +113,17 @@ class Requests:
     def replayed(self, tokens: int | Sequence[int] = 1) -> Self:
         """Record on the host that a CUDA graph replayed a step and its ``advance``. Return self.
 
-        ``tokens``: new tokens of a request, one number for all requests or one for each.
+        ``tokens``: new tokens of each request, one number for all or one each.
         """
         for row, more in enumerate([tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens):  # type: ignore[arg-type]
             self.host_state.appended([row], more)
         return self
 
     def rollback(self, lengths: Lengths) -> Self:
-        """Truncate each request to its first ``lengths`` tokens, ints or int32 [batch], the same on every rank.
+        """Truncate each request to its first ``lengths`` tokens: integers, one for all requests or one each, equal on all ranks.
 
-        A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length so
-        far. Raise ValueError if a request goes further, unless ``lengths`` is a tensor and the cache is on a GPU.
+        A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length
+        since its reset. Raise ValueError if a request goes further, unless ``lengths`` is a tensor and the cache is on a GPU.
         """
         spec, device = self.spec, self.counts.device
         if isinstance(lengths, Tensor) and device.type != "cpu":
@@ -193,8 +197,8 @@ class Requests:
     def check_rows_room(self, tokens: Sequence[int], rows: Sequence[int], valid: Tensor | None = None) -> None:
         """Raise ValueError unless each request in ``rows`` has room for its number of new ``tokens``.
 
-        ``valid`` bool [rows, tokens]: only its True tokens count. With ``valid``, nothing is checked during the capture of a CUDA
-        graph: the caller that replays it must check.
+        A cache with a window has room for any number. ``valid`` bool [rows, tokens]: only its True tokens count. With ``valid``,
+        nothing is checked during the capture of a CUDA graph: the caller that replays it must check.
         """
         if valid is not None and capturing(valid):
             return

@@ -1,6 +1,7 @@
 """Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick.
 
-``sample`` checks its arguments and calls ``drawn``, as the decode loop does. ``ring_attn_core/sampling.py`` has the formula.
+``sample`` checks its arguments and calls ``drawn``, which the decode loop calls too. ``ring_attn_core/sampling.py`` has the
+formula.
 """
 
 from __future__ import annotations
@@ -40,12 +41,13 @@ def sample(
     the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
     after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
 
-    The tokens depend only on the logits and these arguments. So from equal logits all ranks and both frameworks draw the same
-    tokens, whatever else is in the batch, and ``RingTransformer.generate`` draws them too. Temperature 0, the default, needs
-    neither requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Not differentiable.
+    The token of a request depends only on its logits and these arguments, not on the rest of the batch. So from equal logits all
+    ranks, both frameworks and ``RingTransformer.generate`` draw the same tokens, except where rounding decides. Temperature 0,
+    the default, needs neither requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Not
+    differentiable.
 
-    Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
-    temperature 0, or if ``positions`` is missing at a temperature above 0.
+    Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` has no effect
+    because the temperature is 0, or if ``positions`` is missing at a temperature above 0.
     """
     sampling = Sampling(temperature, top_k, top_p, seed)
     check_drawn(logits, sampling, requests, positions)

@@ -1,4 +1,4 @@
-"""Keys and values in float8 e4m3: numbers divided by a scale per kv head and clamped to the largest float8 number."""
+"""Keys and values in float8 e4m3: numbers divided by a scale per layer and kv head, and clamped to -448 .. 448."""
 
 from __future__ import annotations
 

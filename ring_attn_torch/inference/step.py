@@ -22,8 +22,8 @@ class DecodeStep:
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
-    slot, new tokens included. Without a ``layout`` every rank computes the same ``tokens`` tokens. With a layout they are this
-    rank's shard of a chunk of ``length`` tokens; of request i only the first ``chunk[i]`` tokens are real.
+    slot, new tokens included. Without a ``layout`` every rank computes the same ``tokens`` tokens of each request. With a layout
+    they are this rank's shard of a chunk of ``length`` tokens; of request i only the first ``chunk[i]`` tokens are real.
     """
 
     positions: Tensor
@@ -32,7 +32,7 @@ class DecodeStep:
     layout: str | None
     length: int
     fresh: bool
-    """True if no request of the step has a token in the cache."""
+    """True in a prefill step whose requests have no tokens in the cache, as far as the host knows; else False."""
     rows: Tensor | None
     """The step's requests, as indices in the cache, int64 [requests]; None: all requests of the cache."""
     into: Tensor
@@ -43,13 +43,16 @@ class DecodeStep:
     lengths: Tensor
     """Lengths of the requests after the step, int32 [requests]."""
     chunk: Tensor
-    """Number of new tokens of each request, int32 [requests]."""
+    """Number of new tokens of each request, int32 [requests], including tokens for which there is no room."""
     counts: Tensor
     """Number of tokens that each rank has stored after the step, int32 [requests, ranks]; the next ``KVCache.counts``."""
     slots: Tensor
-    """Slots that this rank writes, int64 [requests, writes]. The last slot absorbs the tokens of other ranks."""
+    """Slots that this rank writes, int64 [requests, writes]. The last slot absorbs tokens that this rank does not cache."""
     source: Tensor | None
-    """Index, among the step's tokens, of the token written to each slot, int64 [requests, writes]; None for a single token."""
+    """Index, among the step's tokens, of the token written to each slot, int64 [requests, writes].
+
+    None in a step of one token without a layout.
+    """
     owner_slots: Tensor
     owners: Tensor
     """The rank of each of the newest tokens, int16 [requests, owners]. ``owner_slots`` int64: indices in ``KVCache.owners``."""
