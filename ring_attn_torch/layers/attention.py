@@ -37,8 +37,8 @@ class RingAttention(Projections):
 
     ``dim``: features of x. ``heads``: query heads, of ``head_dim`` features (None: dim / heads). ``kv_heads`` (None: heads) must
     divide heads. ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``group``: the
-    ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. Computation is
-    in x's dtype, whatever the dtype of the weights.
+    ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. The projections
+    compute in x's dtype, or autocast's, whatever the dtype of the weights.
 
     ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
     ``rotary_base`` is short for ``Rotary(base)``; None: no rotation. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
@@ -102,7 +102,7 @@ class RingAttention(Projections):
         the positions of its tokens. ``key_mask`` [b t], ``extents`` and the mask then refer to context tokens: if queries see the
         whole context, make the layer with ``mask=full()``, and usually with ``rotary_base=None``.
 
-        Raise ValueError if x or context has a wrong shape, or if ring_attention refuses an argument.
+        Raise ValueError if x or context has a wrong shape, or if the layer or ring_attention refuses an argument.
         """
         for name, value in (("context_positions", context_positions), ("context_length", context_length)):
             if value is not None and context is None:
@@ -133,7 +133,7 @@ class RingAttention(Projections):
         ``key_extents``: True if the call passes key extents. ``of_path``: True if no rotary angle counts positions of the packed
         row, because ``positions`` are passed or the layer has no rotary embedding.
 
-        Raise ValueError on every rank if ``tree_objection`` returns a reason why the layer cannot attend over the key extents.
+        Raise ValueError if ``tree_objection`` returns a reason why the layer cannot attend over the key extents.
         """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:

@@ -80,7 +80,7 @@ class ShardedRows(NamedTuple):
         return self.shard(mask).bool()
 
     def unshard(self, x: Tensor) -> Tensor:
-        """Undo ``shard`` by an all-to-all: gather all tokens of the rows that this rank passed. The gather is differentiable.
+        """Undo ``shard`` by an all-to-all: gather all tokens of the rows that this rank passed. Differentiable once.
 
         ``x`` [rows, tokens, features]: this rank's tokens of all ranks' rows. The result is [rows of this rank, length,
         features]. The backward is the reverse all-to-all: it sends the gradient of each token to the rank that computed the
@@ -136,6 +136,6 @@ def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -
 
 
 def _content(ids: Tensor, mask: Tensor | None) -> str:
-    """Return a digest of ids and mask. Equal digests on all ranks mean that all ranks passed the same rows."""
+    """Return a digest of ids and mask. Equal digests on all ranks mean that all ranks passed the same rows and masks."""
     arrays = [ids.long(), *([] if mask is None else [mask])]
     return blake2b(b"".join(x.cpu().numpy().tobytes() for x in arrays), digest_size=16).hexdigest()

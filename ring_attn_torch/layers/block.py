@@ -19,8 +19,8 @@ from .parts import LinearMap, RMSNorm
 class SwiGLU(nn.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: the maximum number of tokens computed at a time; the backward recomputes each chunk. None: all tokens at once, and
-    nothing is recomputed. ``bias``: ``gate``, ``up`` and ``down`` have biases.
+    ``chunk``: the maximum number of tokens computed at a time; if x has more, the backward recomputes each chunk. None: all
+    tokens at once, and nothing is recomputed. ``bias``: ``gate``, ``up`` and ``down`` have biases.
     """
 
     def __init__(self, dim: int, hidden: int, param_dtype: str = "float32", chunk: int | None = None, bias: bool = False) -> None:

@@ -16,11 +16,12 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
     """Compute ``function(x)`` for x [b s ...] in chunks of at most ``chunk`` tokens, recomputing each in the backward.
 
     Intermediate tensors of ``function`` exist for one chunk at a time, forward and backward. Gradients of weights accumulate over
-    chunks in the weights' dtype. If all tokens fit in one chunk, nothing is recomputed.
+    chunks in the weights' dtype. If all tokens fit in one chunk, nothing is recomputed. Under torch.compile the compiler decides
+    what is recomputed.
 
-    Inside an outer torch.utils.checkpoint, ``function`` runs as often as without chunks: once forward and once for the backward.
-    Autograd saves all chunks before ``function`` first runs. The outer checkpoint stops recomputing once it has restored its last
-    saved tensor, the last chunk. So only the inner checkpoints run ``function`` again.
+    Inside an outer torch.utils.checkpoint, without torch.compile, ``function`` runs as often as without chunks: once forward and
+    once for the backward. Autograd saves all chunks before ``function`` first runs. The outer checkpoint stops recomputing once
+    it has restored its last saved tensor, the last chunk. So only the inner checkpoints run ``function`` again.
     """
     from torch.utils.checkpoint import checkpoint  # takes a while to import
 

@@ -58,7 +58,8 @@ def visible_of(name: str, mask: Tensor) -> Tensor:
 def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
     """Return bool [1 or batch, queries, keys]: True where ``attn_mask`` of torch.nn.MultiheadAttention allows attention.
 
-    Raise ValueError if the number of dimensions is not 2 or 3, or if the mask differs between heads.
+    Raise ValueError if the shape or dtype does not fit, if an additive mask holds other values than 0 and -inf, or if the mask
+    differs between heads. Under torch.compile values are not checked.
     """
     if attn_mask.ndim not in (2, 3) or (attn_mask.ndim == 3 and attn_mask.shape[0] != batch * heads):
         raise ValueError(
@@ -76,11 +77,12 @@ def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents.
 
-    Try the tightest band around the visible keys, then the tightest interval of keys per query. Try each with and without a key
-    mask that hides the keys that no query sees. If none of these equals ``visible``, no band, extents and key mask could.
-    ``is_causal``: the caller states that ``visible`` is causal; the result is then ``causal()``.
+    Try the tightest band around the visible keys, or one open on one or both sides, then the tightest interval of keys per query.
+    Try each with and without a key mask that hides the keys that no query sees. If none of these equals ``visible``, no band,
+    extents and key mask could. ``is_causal``: the caller states that ``visible`` is causal; the result is then ``causal()``.
 
-    Raise ValueError if nothing fits, if ``is_causal`` is wrong, or if torch.compile hides the values and ``is_causal`` is False.
+    Raise ValueError if nothing fits, or if ``is_causal`` is wrong. Under torch.compile, which hides the values, raise it if
+    ``is_causal`` is False, and check nothing if it is True.
     """
     _, queries, keys = visible.shape
     if is_causal:

@@ -37,10 +37,10 @@ class DilatedArguments(LayerArguments, PatternArguments, SparseConfig):
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    It has the weights and arguments of :class:`RingAttention`, and ``segments``, ``dilations`` and ``mixing`` of
-    :func:`dilated_attention`. In pattern i a token attends to every ``dilations[i]``-th token of its segment of ``segments[i]``
-    tokens (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the sequence and dilation 1, it equals
-    RingAttention. ``o_bias``, sinks, ALiBi and dropout are not supported.
+    It has the weights and arguments of :class:`RingAttention`, without ``layout``, ``o_bias``, sinks, ALiBi and dropout, and
+    ``segments``, ``dilations`` and ``mixing`` of :func:`dilated_attention`. In pattern i a token attends to every
+    ``dilations[i]``-th token of its segment of ``segments[i]`` tokens (LongNet, arXiv:2307.02486). Shards are contiguous. With
+    one segment that covers the sequence and dilation 1, it computes the same as RingAttention, up to rounding.
 
     A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
     or patterns do not fit, or if a number is outside its range.

@@ -28,19 +28,20 @@ class DilatedAttention(MultiheadBase):
 
     Constructor, forward and state dict are torch's. The additional arguments ``segments``, ``dilations``, ``mixing``, ``group``,
     ``strategy``, ``backend`` and ``deterministic`` are as in :func:`dilated_attention`. With one segment that covers the sequence
-    and dilation 1, it computes the same as torch's module. A rank's gradients of the weights are partial: sum them over the ranks
-    with :func:`sum_gradients`.
+    and dilation 1, it computes the same as torch's module, up to rounding and the differences below. A rank's gradients of the
+    weights are partial: sum them over the ranks with :func:`sum_gradients`.
 
     Intended differences:
         - The call returns ``(out, None)``, also by default: the attention weights [tokens, tokens] are never materialized.
         - ``is_causal=True`` needs no ``attn_mask``. If one is passed too, it must be causal.
-        - The attention of a query that sees no key in any pattern is 0.
+        - The attention of a query that sees no key in any pattern is 0 without added keys.
         - The keys of ``add_bias_kv`` and ``add_zero_attn`` count once for every query, beside the keys of all patterns.
 
     Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout`` above 0; key and value of other lengths
-    than query; an ``attn_mask`` that differs between heads, holds numbers other than 0 and -inf, is traced by torch.compile, or
-    is not a causal mask or sliding window with optional keys hidden from all queries; nested tensors, DTensors, inputs of several
-    dtypes; patterns that do not fit; anything that dilated_attention refuses.
+    than query; an ``attn_mask`` that differs between heads, holds numbers other than 0 and -inf, or is not a causal mask or
+    sliding window with optional keys hidden from all queries; without ``is_causal``, an ``attn_mask`` that is traced by
+    torch.compile; nested tensors, DTensors; without autocast, inputs of another dtype than the weights; patterns that do not fit;
+    anything that dilated_attention refuses.
     """
 
     @takes(DilatedMultiheadArguments)
@@ -73,8 +74,7 @@ class DilatedAttention(MultiheadBase):
         are read on the host, so for long sequences pass ``is_causal=True`` alone. ``length``: the global number of tokens without
         padding; None: that of attn_mask, or all tokens of the shards.
 
-        Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
-        fit.
+        Raise ValueError before any array is sent if the class refuses an argument or shapes do not fit.
         """
         call_options = CallOptions(key_padding_mask, need_weights, attn_mask, is_causal, length, length)
         inputs, mask, options = self._taken((query, key, value), call_options)

@@ -37,10 +37,10 @@ class MultiheadAttention(MultiheadBase):
         - Dropout drops other probabilities than torch's does, and the same ones on any number of ranks.
 
     Raise ValueError, which names the argument, on: ``need_weights=True``; an additive mask with numbers other than 0 and -inf; an
-    ``attn_mask`` that differs between heads, is traced by torch.compile, or is neither a band nor one interval of keys per query
-    (it may also hide keys from all queries); ``is_causal=True`` beside an ``attn_mask`` that is not causal;
-    ``add_bias_kv`` with dropout while training; ``dropout=1``; nested tensors, DTensors, inputs of several dtypes; anything that
-    ring_attention refuses.
+    ``attn_mask`` that differs between heads, or is neither a band nor one interval of keys per query (it may also hide keys from
+    all queries); ``is_causal=True`` beside an ``attn_mask`` that is not causal; without ``is_causal``, an ``attn_mask`` that is
+    traced by torch.compile; ``add_bias_kv`` with dropout while training; ``dropout=1``; nested tensors, DTensors; without
+    autocast, inputs of another dtype than the weights; anything that ring_attention refuses.
     """
 
     @takes(RingMultiheadArguments)
@@ -76,8 +76,7 @@ class MultiheadAttention(MultiheadBase):
         ``dropout_seed``: as in ring_attention; None: drawn from torch's generator and, on several ranks, broadcast from the
         first. Dropout applies only if ``self.training`` is True and ``dropout`` is above 0.
 
-        Raise ValueError, the same on every rank and before anything is sent, if the class refuses an argument or shapes do not
-        fit.
+        Raise ValueError before any array is sent if the class refuses an argument or shapes do not fit.
         """
         call_options = CallOptions(key_padding_mask, need_weights, attn_mask, is_causal, length, kv_length)
         inputs, mask, options = self._taken((query, key, value), call_options)

@@ -27,7 +27,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class CallOptions(NamedTuple):
-    """The arguments of ``forward`` that change its result, besides query, key and value.
+    """The arguments of ``forward`` that are checked with query, key and value, or say what a query sees.
 
     ``length``, ``kv_length``: as in ring_attention.
     """
@@ -81,7 +81,7 @@ class MultiheadBase(nn.MultiheadAttention):
     def _taken(self, inputs: Tensors, call_options: CallOptions) -> tuple[Tensors, MaskArguments, Options]:
         """Check the inputs of a call. Return them batch-first, with the mask of this rank's shards and the call's options.
 
-        Raise ValueError, the same on every rank and before anything is sent, if an input does not fit.
+        Raise ValueError before any array is sent if an input does not fit.
         """
         query, key, _ = inputs
         with same_error(ring_of(self.ring.group)):
@@ -124,7 +124,7 @@ class MultiheadBase(nn.MultiheadAttention):
         """Return attn_mask and is_causal as mask arguments of this rank's shards, and the options.
 
         With an attn_mask, set the options' ``length`` and ``kv_length`` to its numbers of queries and of keys. Raise ValueError
-        if the mask is not global, or cannot be expressed by a band, or extents, and a key mask.
+        if the mask is not global, contradicts these options, or cannot be expressed by a band, or extents, and a key mask.
         """
         attn_mask = call_options.attn_mask
         if attn_mask is None:

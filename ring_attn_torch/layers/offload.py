@@ -1,8 +1,9 @@
 """Offloading of tensors to host memory between forward and backward.
 
-The copy of a tensor to the host starts when its block saves it. The tensor's device memory is released, after the copy, when the
-next block saves its tensors. The tensors of block i are copied back during the backward of block i + 1. On CUDA the host memory
-is pinned, and the copies run on a side stream. Other devices use no side stream.
+The copy of a tensor to the host starts when its block saves it. The device tensor is dropped, after the copy, when three newer
+tensors have been saved: in the next block, if a block saves its input and one (out, lse). The tensors of block i are copied back
+during the backward of block i + 1. On CUDA the host memory is pinned, and the copies run on a side stream. Other devices use no
+side stream.
 
     forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
     copies      0 -> host    1 -> host    2 -> host                      1 -> device  0 -> device
@@ -84,13 +85,13 @@ class OffloadedBlock:
         self.pages: WeakSet[Page] = WeakSet()
 
     def fetch(self) -> None:
-        """Start to copy all pages back to the device."""
+        """Start to copy all pages that have left the device back to it."""
         for page in list(self.pages):
             page.fetch()
 
 
 class Page:
-    """A tensor in host memory. During a copy the tensor is on the device too."""
+    """A tensor with a copy in host memory. ``leave`` drops the device tensor; ``fetch`` makes a new one from the copy."""
 
     def __init__(self, x: Tensor, block: OffloadedBlock) -> None:
         self._block, self._shape = block, x.shape
@@ -112,13 +113,13 @@ class Page:
             self._copy(x, _pieces(x), self._pieces)
 
     def leave(self) -> None:
-        """Release the tensor's device memory. Other work reuses the memory only after the copy."""
+        """Drop the device tensor. Its stream first waits for the copy, so that later work does not overwrite it."""
         self._settle()
         if self._here is not None:
             self._device, self._here = self._here.device, None
 
     def __call__(self) -> Tensor:
-        """Return the tensor on its device. Start to copy back the pages of the preceding block."""
+        """Return the tensor on its device. Start to copy back the pages of the preceding block, if there is one."""
         self.fetch()
         x = self._here
         assert x is not None

@@ -1,4 +1,4 @@
-"""The check that no extent begins after its query, made on all ranks of a RingTransformer with a causal mask."""
+"""The check that no nonempty extent begins after its query, made on all ranks of a RingTransformer with a causal mask."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .ring import LayerRing
 
 
 def agree_on_places(ids: Tensor, extents: Any, length: Any, layout: BalancedLayout | None, ring: LayerRing) -> None:
-    """Raise ValueError on all ranks if an extent begins after its query on any rank. The model's mask is causal.
+    """Raise ValueError on all ranks if a nonempty extent begins after its query on any rank. The model's mask is causal.
 
     ``ids`` [batch, tokens], ``extents``, ``length``, ``layout``: arguments of RingTransformer. On a CPU check every call. On
     other devices check only the first call with a batch of this shape, because the check waits for the device. Leave arrays of

@@ -53,7 +53,7 @@ class Projections(nn.Module):
         Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
         attention, q and k are normalized if ``qk_norm`` is set. If the layer has a rotary embedding, they are then rotated by
         ``positions`` and ``context_positions`` (None: the layout's); without a context, k is rotated by ``positions`` too. Raise
-        ValueError on all ranks if x, context or positions have a wrong shape.
+        ValueError if the shapes of x, context or positions do not fit, or if positions are not integers.
         """
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):

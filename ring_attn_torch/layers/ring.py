@@ -34,7 +34,8 @@ class LayerRing:
     def positions(self, tokens: int, device: torch.device | None = None, layout: BalancedLayout | None = None) -> Tensor:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
 
-        ``layout``: a layout in place of the field ``layout``; None: the field.
+        ``layout``: a balanced layout in place of the field ``layout``. It has its own number of tokens, and ``tokens`` is
+        ignored.
         """
         ring = ring_of(self.group)
         if isinstance(layout, BalancedLayout):

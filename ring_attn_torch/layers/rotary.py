@@ -33,7 +33,8 @@ class RotaryEmbedding(nn.Module):
     one for the largest multiple of 1024 up to the position, one for the remainder. At a million tokens the sum is off by at most
     1.5e-6 rad.
 
-    Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not one of these records.
+    Raise ValueError if head_dim is odd or too small for ``scaling``, base is at most 1, or ``scaling`` is not one of these
+    records.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:

@@ -37,7 +37,7 @@ class SummaryAttention(Projections):
     is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
     parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 with one summary per block, which is then the block's mean.
     With several summaries it is drawn from a normal distribution, since equal rows would stay equal. ``pooling="mean"`` has no
-    such parameter. The other arguments are RingAttention's, without ``o_bias``, sinks, ALiBi and dropout.
+    such parameter. The other arguments are RingAttention's, without ``layout``, ``mask``, ``o_bias``, sinks, ALiBi and dropout.
 
     A rank's gradients of the weights, ``pool`` included, are partial: sum them over the ranks with :func:`sum_gradients`. Raise
     ValueError if sizes do not fit or a number is outside its range.

@@ -75,7 +75,7 @@ class RingTransformer(nn.Module):
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
     positions. ``eps``: the epsilon of all norms, 1e-5 in Llama. The field ``config`` holds the model's sizes and options as one
-    record; :meth:`from_config` makes the same model from it.
+    record; :meth:`from_config` makes a model from it.
 
     ``auto_shard``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global logits of this
     rank's rows. Ranks may pass different numbers of rows; if all pass the same rows, they are computed once.
@@ -126,16 +126,16 @@ class RingTransformer(nn.Module):
         mask: Tensor | None = None,
         return_hidden: bool = False,
     ) -> Tensor:
-        """Return logits [b s vocab] in the compute dtype for token ids int [b s], this rank's shard in layout order.
+        """Return logits [b s vocab] in the compute dtype, or autocast's, for token ids int [b s], a rank's shard in layout order.
 
         ``return_hidden``: return the input of the head [b s dim] instead, for :func:`loss` with ``head=model.head_weight`` or
         :func:`gather_token` of the last token. ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``,
         ``longest_path``, ``layout``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a
         wrong shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
         With ``longest_path`` and ``key_extents`` raise ValueError on all ranks if the ranks' shards do not form the same trees.
-        Under a causal mask raise ValueError on all ranks if an extent begins after its query, for example because ``layout`` is
-        missing. On a GPU these two checks are made only at the first call with a batch of a given shape. A compiled model never
-        makes them.
+        Under a causal mask raise ValueError on all ranks if a nonempty extent begins after its query, for example because
+        ``layout`` is missing. On a GPU these two checks are made only at the first call with a batch of a given shape. A compiled
+        model never makes them.
 
         ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
         head h of layer i, both counted from 0, draws as head ``i * heads + h``, so layers drop independently.
@@ -216,18 +216,19 @@ class RingTransformer(nn.Module):
 
         ``temperature`` 0: the most probable token. Otherwise a token is drawn from ``softmax(logits / temperature)`` over the
         ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. Each of these three
-        arguments may be a list or a 1-D array with a value for each prompt. A draw depends only on the logits, ``seed``, the
-        prompt's index and the position: it is the same on any ring, in either framework, and beside any other prompts.
+        arguments may be a list or a 1-D array with a value for each prompt. A draw depends only on the prompt's logits, these
+        arguments, ``seed``, the prompt's index and the position. So, except where rounding decides, it is the same on any ring,
+        in either framework, and beside any other prompts.
 
         ``on_token(request, token)``: called on every rank for each new token, with the prompt's index. ``chunk``: the maximum
         number of tokens of a prompt in one prefill, None for all. It limits the memory of activations. ``progress(done, total)``:
-        called after each chunk with the numbers of prefilled and of all prompt tokens. ``cache_dtype``: the dtype of the
-        cache, "float8_e4m3fn", or None for the compute dtype. Dropout is off.
+        called after each chunk with the numbers of prefilled and of all prompt tokens. ``cache_dtype``: the name of the cache's
+        dtype, "float8_e4m3fn" or the compute dtype (None). Dropout is off.
 
-        Raise ValueError, the same on every rank and before anything is sent, on: empty prompts, text, ids outside the vocabulary,
-        numbers outside their range, ``top_k`` or ``top_p`` at temperature 0, masks that are neither causal nor a window before
-        the token, weights that are split over ranks (FSDP, tensor parallelism), a chunk shorter than a prompt if the model has
-        ALiBi, and arguments that differ between ranks.
+        Raise ValueError, the same on every rank and before any array is sent, if an argument is invalid or differs between ranks.
+        This includes empty prompts, text, ids outside the vocabulary, ``top_k`` or ``top_p`` without effect at temperature 0, and
+        a chunk shorter than a prompt if the model has ALiBi. Raise it too if masks are neither causal nor a window before the
+        token, or if weights are split over ranks (FSDP, tensor parallelism).
         """
         from ..inference.generate import generated
 
@@ -237,7 +238,7 @@ class RingTransformer(nn.Module):
 
 
 def check_ids(ids: Tensor, vocab: int, ring: LayerRing) -> None:
-    """Raise ValueError on all ranks of the ring if a token id is outside the vocabulary."""
+    """Raise ValueError if a token id is outside the vocabulary, and report the error to the other ranks of the ring."""
     strange = ids[(ids < 0) | (ids >= vocab)]
     if len(strange):
         with same_error(ring_of(ring.group)):
