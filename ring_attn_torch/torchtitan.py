@@ -88,13 +88,13 @@ class RingInnerAttention(ScaledDotProductAttention):
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return attention [batch, local, heads, head_dim] of this rank's queries. ``q``, ``k``, ``v``: this rank's shards.
+        """Return attention [batch, local, heads, v_dim] of this rank's queries. ``q``, ``k``, ``v``: this rank's shards.
 
         ``out_transform``: a function of (out, lse) whose result is returned instead, such as gpt-oss's, which applies sinks. lse
         is [batch, local, heads]. ``others``: score_mod and is_causal are checked, the rest is ignored.
 
         Raise ValueError if attention_masks are not ``Documents``, if score_mod is set, or if is_causal is False. Raise it too if
-        q is not a DTensor although there are several ranks.
+        q is not a DTensor although the default group has several ranks, or if ring_attention refuses an argument.
         """
         if attention_masks is not None and not isinstance(attention_masks, Documents):
             raise ValueError(
@@ -128,9 +128,10 @@ class RingDocuments(Base):
     """
 
     def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return the Trainer's (inputs, labels, other arguments) with the documents of ``positions`` as attention_masks.
+        """Return the Trainer's (inputs, labels, other arguments), with the documents of ``positions`` as attention_masks.
 
-        Raise ValueError if the load balancer is neither "headtail" nor None.
+        Without ``positions`` in the batch add nothing. Otherwise raise ValueError if there is a ``cp`` axis whose load balancer
+        is neither "headtail" nor None.
         """
         positions, parallelism = input_dict.get("positions"), self.config.parallelism
         inputs, labels, others = super().post_dataloading_process(input_dict, labels)
@@ -155,7 +156,7 @@ def cp_shard(
 
     ``shards`` holds the shard of each of ``inputs``, in order, then the shard of ``positions``. ``inputs``: global arrays [batch,
     length, ...], such as ids and labels, the same on every rank. ``positions``: [batch, length], 0 at the first token of each
-    document. Raise ValueError if the layout cannot split the length equally.
+    document. Raise ValueError if the layout is unknown or cannot split the length equally.
     """
     length, ranks = positions.shape[1], cp_mesh.size()
     parts = ranks * (2 if layout == "zigzag" else 1)

@@ -1,9 +1,9 @@
-"""Agreement: all ranks run the same problem or raise the same error, before any tensor is sent between them.
+"""Agreement: at a problem's first call all ranks run it or raise the same error, before any tensor is sent between them.
 
 The first call of a problem on a group exchanges verdicts. A verdict is a rank's problem, or the error that the rank raises. Each
-rank writes its verdict to the group's store and reads the verdicts of all ranks. Later calls of the problem only look it up in a
-set. Only ``check_every_call`` detects ranks that repeat different earlier problems. As for any collective, all ranks make the
-same calls in the same order. The number of a call is its store key.
+rank writes its verdict to the group's store and reads the verdicts of all ranks. Later calls of the problem only look it up. They
+do not detect ranks that repeat different earlier problems; ``check_every_call`` does. As for any collective, all ranks make the
+same calls in the same order. The number of a call is part of its store key.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _History:
     """One rank's record of a process group: the number of calls, the agreed problems, and the store keys to delete.
 
     ``era``: a number that distinguishes a group from a destroyed group of the same name on the same store. ``written``: the store
-    keys of this rank's verdicts, not deleted yet. ``checks``: how often ``check_every_call`` was entered. ``checked``: the
-    number of exchanges inside the current ``check_every_call``; None outside of one.
+    keys that this rank has written in calls and not deleted yet. ``checks``: how often ``check_every_call`` was entered.
+    ``checked``: the number of exchanges inside the current ``check_every_call``; None outside of one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -79,17 +79,17 @@ class _History:
 
 
 _checked_alone: dict[Problem | AgreedCall, None] = {}
-"""The problems and calls that this process has run without an exchange: as a ring of one rank, or in a CUDA graph capture."""
+"""The newest problems and calls that this process has run without an exchange: as a ring of one, or in a CUDA graph capture."""
 
 _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
 def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, value: Any = None) -> list[Any]:
-    """Check that all ranks of ``group`` run ``problem``. If they do not, raise the same error on all ranks.
+    """Check that all ranks of ``group`` run ``problem``, by an exchange of verdicts. If they do not, raise the same error on all.
 
-    The ranks exchange verdicts at the problem's first call; with ``again`` (equal on all ranks) at this call too. Return each
-    rank's ``value`` (JSON), an empty list without an exchange. Raise the error of the lowest failing rank. Raise ValueError if
-    the problems differ; the message says where. Raise RuntimeError, naming ranks that do not come within the group's timeout.
+    They exchange at the first call, in ``check_every_call``, for a call with ``each_time``, and with ``again``, equal on all
+    ranks. Return each rank's ``value`` (JSON), or [] without an exchange. Raise the error of the lowest failing rank, ValueError,
+    which says where, if the problems differ, or RuntimeError, naming ranks that do not come within the group's timeout.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or capturing(problem.device):
@@ -108,7 +108,7 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, valu
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:
-    """Write this rank's ``error`` to the group's store. Raise the error of the lowest failing rank, like all other ranks."""
+    """Report ``error`` to the other ranks, for their next exchange, and raise the error of the lowest failing rank."""
     if group is None or ranks_of(group) == 1 or capturing("cuda"):
         raise error
     history, verdict = history_of(group), {"error": type(error).__name__, "message": str(error)}
@@ -116,7 +116,7 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 
 
 class same_error:
-    """A context manager that reports an exception of this rank to the other ranks, so that all ranks raise the same one.
+    """A context manager that reports an exception of this rank to the other ranks.
 
     Another rank raises the exception at its next exchange, such as ``agree``, or at the end of its own ``same_error`` if it fails
     too. Under torch.compile nothing is reported. ``ring``: the group or its name.
@@ -137,7 +137,7 @@ class same_error:
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, then check that every rank of ``group`` makes the same ``call``. Raise errors as ``agree`` does.
 
-    Compare a call that every rank has made before only if ``call.each_time`` is True. Under torch.compile compare nothing.
+    Compare a call made before only if ``each_time`` is True or in ``check_every_call``. Under torch.compile compare nothing.
     """
     with same_error(group):
         check()
@@ -157,7 +157,7 @@ def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
 
 @contextmanager
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
-    """Compare each ``ring_attention`` call inside the ``with`` between all ranks of the group.
+    """Compare each call of ``ring_attention`` and other functions of the package inside the ``with`` between the group's ranks.
 
     Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it. So they
     do not notice if each repeats a different earlier call: with different masks results are wrong, after a skipped call all later
@@ -221,7 +221,7 @@ def _exchange(
     """Write this rank's verdict to the store. Return the verdict of each rank, or None for a rank that did not write in time.
 
     Once all ranks have written, delete the keys in ``written``, this rank's earlier verdicts. No rank needs them: each has read
-    them before it wrote. At most two keys per rank remain in the store, unless a rank missed a call or it cannot delete.
+    them before it wrote. At most two verdicts per rank remain in the store, unless a rank missed a call or it cannot delete.
     """
     store = store_of(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
@@ -247,8 +247,8 @@ def _plain(x: Any) -> Any:
 def _all_there(store: Any, keys: list[str], patience: timedelta) -> bool:
     """Wait until the store has all ``keys``. Return False if ``patience`` ends first.
 
-    Poll the store; the pause between two polls is an eighth of the time waited so far, at most LONGEST_NAP. ``store.wait`` would
-    block Ctrl-C and warn at every timeout.
+    Poll the store; the pause between two polls is 0.1 ms plus an eighth of the time waited so far, at most LONGEST_NAP.
+    ``store.wait`` would block Ctrl-C and warn at every timeout.
     """
     began = time.monotonic()
     for key in keys:

@@ -1,8 +1,9 @@
-"""Memory that every GPU of a host can reach, and the flags by which ranks signal each other in the order of their streams.
+"""Memory that the GPUs of all ranks can reach, and the flags by which ranks signal each other in the order of their streams.
 
 Symmetric memory of torch maps one buffer of each rank into all ranks of a group. A rank copies from and to another rank's buffer
 by the copy engine, without a kernel. A flag is a 32-bit number in a rank's buffer. Another rank's stream writes it, and the
-rank's own stream waits for it (``write_value``, ``wait_value`` of ``driver.py``), so the host never waits. Flags only grow.
+rank's own stream waits for it (``write_value``, ``wait_value`` of ``driver.py``), so the host does not wait. The values of a flag
+grow from write to write.
 
     buffer of a rank    flags | inbox: slots of gradients | slots of keys
 """
@@ -63,7 +64,7 @@ class Peers:
 
     ``keys``, ``gradients``: bytes of a slot. ``key_slots``: slots of keys in each buffer. ``number``: number of passes begun,
     equal on all ranks. ``running``: True if a pass has begun and not ended. The main stream is the caller's current stream; a
-    second stream runs copies.
+    second stream runs the copies to and from other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int, key_slots: int) -> None:
@@ -146,7 +147,7 @@ class Peers:
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def keep_alive(self, x: Tensor) -> None:
-        """Keep the memory of ``x`` until the second stream's work so far is done."""
+        """Let the allocator reuse the memory of ``x``, once freed, only after the second stream's work up to then."""
         x.record_stream(self.side)
 
     def read_flags(self) -> list[int]:
@@ -253,8 +254,9 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = weakref.
 def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dtype) -> Peers:
     """Return the group's buffers for a strategy, with slots that hold ``keys`` and their gradients in the dtype ``wide``.
 
-    A group's first call, and a call with larger keys, is a collective: the ranks allocate and map buffers. Raise ValueError, the
-    same on every rank, if the GPUs cannot read each other's memory. Raise NotImplementedError during CUDA graph capture.
+    The first call for a group and strategy, and a call with larger keys, is a collective: the ranks allocate and map buffers.
+    Raise ValueError, the same on every rank, if the GPUs cannot read each other's memory. Raise NotImplementedError during CUDA
+    graph capture.
     """
     if keys.kv.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
@@ -277,7 +279,7 @@ def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dt
 
 
 def free(group: dist.ProcessGroup, strategy: str) -> None:
-    """Free the group's buffers for a strategy. All ranks of the group call this."""
+    """Drop the group's buffers for a strategy, if it has any, once no rank uses them. All ranks of the group call this."""
     if (found := _made.get(group, {}).pop(strategy, None)) is not None:
         if found.device.type == "cuda":
             torch.cuda.synchronize(found.device)

@@ -3,7 +3,7 @@
 ``loop.py`` calls them in this order, in the forward and in the backward:
 
     spread               before the first step: move queries, keys and score, or return them unchanged
-    circulate            yield a ``Step`` for each shard of keys, this rank's own first, while the next one is in transfer
+    circulate            yield the steps, the one on this rank's own keys first, while the next keys are in transfer
     Step.arrived         in the backward: return the gradients that came with the keys
     Step.settle          return the state; the next step must not begin before the state is computed
     Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
@@ -49,7 +49,7 @@ class Step(Protocol):
     """A ``Row`` for each pair of runs, [q_runs][k_runs]: the part of ``keys`` that this rank may see."""
     last: bool
     shift: int
-    """Number of ranks that the keys have travelled, 0 for this rank's own."""
+    """Number of ranks from the keys' owner to this rank, 0 for its own keys; in ``strategies/needed.py`` 1 for all other keys."""
 
     def settle(self, state: T) -> T:
         """Return ``state``. The next step must not begin before ``state`` is computed, which eager execution ensures."""
@@ -58,7 +58,8 @@ class Step(Protocol):
     def arrived(self) -> Tensor | None:
         """Return the gradients of ``keys`` that arrive with the keys, summed over the ranks visited so far.
 
-        Return None at the first step, and if each rank sends its gradients straight to the rank that owns ``keys``.
+        Return None if no gradients came with the keys, as at the first step, and if each rank sends its gradients straight to the
+        rank that owns ``keys``.
         """
         ...
 

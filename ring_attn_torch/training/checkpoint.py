@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, written in the background. Each is complete or absent, and the newest few are kept.
+"""Checkpoints of a training run, written in the background if possible. Each is complete or ignored. The newest few are kept.
 
 A save writes to a temporary folder, renames it, and writes ``run.json`` last.
 """
@@ -94,9 +94,9 @@ class Checkpoints:
         """Copy the training state after ``step`` steps to host memory, and write it to the disk in the background.
 
         ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as a scheduler's
-        ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The state of each rank's CPU and GPU random
-        generators is saved too. The call first waits for the previous save. If ``group`` has several ranks, but not all of the
-        default group, the call writes, and returns when everything is written.
+        ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The state of each rank's random generators, of
+        the CPU and the current GPU, is saved too. The call first waits for the previous save. If ``group`` has several ranks, but
+        not all of the default group, the call writes, and returns when everything is written.
 
         Raise ValueError if ``step`` is not after the newest checkpoint, or if ``data`` or ``more`` is not JSON. Raise it too if
         another run saves in the folder, or if some ranks do not see the first rank's folder. Names, shapes and dtypes of the

@@ -25,7 +25,10 @@ SHARDS = "DCP_SHARDING_INFO"
 
 
 def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the model's tensors, not copied, as ``model.NAME``, and this rank's generator states as ``rng.RANK.DEVICE``."""
+    """Return the model's tensors, not copied, as ``model.NAME``, and this rank's generator states as ``rng.RANK.DEVICE``.
+
+    DEVICE: ``cpu``, and ``cuda`` for the current GPU.
+    """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
     found: dict[str, Any] = {f"model.{name}": x for name, x in get_model_state_dict(model).items()}
@@ -108,7 +111,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
     """Read the tensors of the checkpoint folder ``where`` into those of ``places``, by name, on all ranks of ``group``.
 
-    If reading fails on any rank, raise OSError on all of them.
+    If reading fails on any rank, raise OSError on all of them, except for KeyboardInterrupt and SystemExit.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load

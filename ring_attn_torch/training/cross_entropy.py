@@ -3,7 +3,8 @@
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
     dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
-A label outside the vocabulary makes the total and its gradient NaN: an error on one rank would leave the others waiting.
+A label outside the vocabulary makes the total NaN, and the gradients of its token and of the head. Nothing is raised: an error on
+one rank would leave the others waiting.
 
 Arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits passed by the caller holds all tokens, in the logits'
 dtype. Logits and softmax are computed in at least float32.
@@ -55,8 +56,8 @@ def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
     """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
 
-    Products are computed in hidden's dtype; under autocast float32 hidden states are first cast to autocast's dtype. The softmax,
-    and sums over tokens such as the head's gradient, are in at least float32.
+    The factors of products are in hidden's dtype; under autocast float32 hidden states are first cast to autocast's dtype. The
+    softmax, and sums over tokens such as the head's gradient, are in at least float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:
@@ -105,7 +106,7 @@ class _Last(torch.autograd.Function):
 
 
 class _SumOfLogits(torch.autograd.Function):
-    """The autograd function of ``sum_of_logits``. It saves logits and log-sum-exp; dlogits are in the dtype of the logits."""
+    """The autograd function of ``sum_of_logits``. Its backward computes dlogits, in the dtype of the logits, chunk by chunk."""
 
     @staticmethod
     def forward(

@@ -15,7 +15,7 @@ from .weights import named_parameters
 
 
 def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-    """Replace the gradients of ``module``'s parameters by their sum over the ranks of ``group``, in one all-reduce.
+    """Replace the gradients of ``module``'s trainable parameters by their sum over the ranks of ``group``, in one all-reduce.
 
     ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. The sum is computed in
     at least float32. A parameter without a gradient counts as zero, so that ranks whose tokens do not use it take part. The
@@ -30,7 +30,7 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
       ``group`` is one of the other axes of the mesh.
 
     Raise ValueError if ``group`` and the mesh of a parameter overlap in any other way, such as FSDP over a part of ``group``. The
-    error names the parameter. It is the same on every rank, and raised before anything is sent.
+    error names the parameter, and is raised before anything is sent.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}

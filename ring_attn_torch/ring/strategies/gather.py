@@ -1,4 +1,4 @@
-"""The strategy "gather": one all-gather fetches all keys, and one step computes on them.
+"""The strategy "gather": one all-gather of each array fetches all keys, and one step computes on them.
 
 The backward gathers the keys again. Each rank receives the gradients of its own keys from all ranks, in at least float32, and
 adds them in rank order. In memory each rank holds the keys of all ranks; in the backward it also holds the gradients of all keys

@@ -11,8 +11,7 @@ main stream of a rank, S its second one:
           GRADIENT_ROOM = (n, i) at the rank that fills the slot next, whose S waits for this flag before it copies
 
 (n, i) is the number n * ranks + i. BEGUN = n also says that the inbox is empty: a rank begins a pass after it has added all
-gradients of the pass before. The owner adds the gradients of its keys in the order of the shifts, so the bits are the same at
-every run.
+gradients of the pass before. The owner adds the gradients of its keys in the order of the shifts, the same at every run.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class OneWay:
 
 
 class LocalStep:
-    """The only ``Step`` of a ring in which no keys travel."""
+    """The only ``Step`` of a plan without hops: ``circulate`` moves no keys."""
 
     def __init__(self, keys: Keys, rows: Rows) -> None:
         self.keys, self.rows, self.last, self.shift = keys, rows, True, 0
@@ -62,14 +62,14 @@ class LocalStep:
         return state
 
     def arrived(self) -> None:
-        """Return None: no other rank adds to the gradients."""
+        """Return None: no step comes before."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Store the gradients. They are already on the rank that owns the keys."""
+        """Store the gradients for ``home``; nothing is sent."""
         self._dkv = dkv
 
     def home(self) -> Gradients:
-        """Return the gradients of this rank's own keys."""
+        """Return the gradients of ``keys``."""
         assert self._dkv is not None
         return self._dkv
 
@@ -91,7 +91,7 @@ class RingStep:
 
     @property
     def next_keys(self) -> Keys:
-        """Wait for the keys of the next step and return them."""
+        """Wait for the keys of the next step and return them; at the last step return its own."""
         return self.keys if self._next is None else Keys(*self._next.wait())
 
     def settle(self, state: T) -> T:

@@ -88,7 +88,7 @@ class HostSums:
 class TwoLevelStep(RingStep):
     """A ``Step`` of an inner ring. ``before``: the previous step of this inner ring.
 
-    The constructor of every step but the last starts to send the keys to the next rank inside the host.
+    The constructor of every step of the inner ring but the last starts to send the keys to the next rank inside the host.
     """
 
     def __init__(
