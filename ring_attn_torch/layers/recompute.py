@@ -1,7 +1,8 @@
 """Activation checkpointing of a block. It saves only the inputs and attention's (out, lse), so recomputing skips the ring.
 
-The block runs under torch.utils.checkpoint. In the first run a context manager of this module stores each (out, lse). In the
-recomputation a second one returns each (out, lse) to attention. Under torch.compile, selective checkpointing saves (out, lse).
+For float32 and float64, lse is saved with its rounding error. The block runs under torch.utils.checkpoint. In the first run a
+context manager of this module stores each (out, lse). In the recomputation a second one returns each (out, lse) to attention.
+Under torch.compile, selective checkpointing saves (out, lse).
 """
 
 from __future__ import annotations

@@ -93,15 +93,16 @@ class Checkpoints:
     ) -> None:
         """Copy the training state after ``step`` steps to host memory, and write it to the disk in the background.
 
-        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as a scheduler's
-        ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The state of each rank's random generators, of
-        the CPU and the current GPU, is saved too. The call first waits for the previous save. If ``group`` has several ranks, but
-        not all of the default group, the call writes, and returns when everything is written.
+        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: a dict of other JSON values, such as a
+        scheduler's ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The state of each rank's random
+        generators, of the CPU and the current GPU, is saved too. The call first waits for the previous save. If ``group`` has
+        several ranks, but not all of the default group, the call writes, and returns when everything is written.
 
-        Raise ValueError if ``step`` is not after the newest checkpoint, or if ``data`` or ``more`` is not JSON. Raise it too if
-        another run saves in the folder, or if some ranks do not see the first rank's folder. Names, shapes and dtypes of the
-        model must be equal on all ranks, else ValueError is raised; values are not compared (see ``check_ranks``). Raise OSError
-        if the previous save has failed, or if this call fails to write. The error is the same on every rank.
+        Raise ValueError if ``step`` is not after the newest checkpoint, or if ``data`` is not a str or ``more`` not a dict of
+        JSON values. Raise it too if another run saves in the folder, or if some ranks do not see the first rank's folder. Names,
+        shapes and dtypes of the model must be equal on all ranks, else ValueError is raised; values are not compared (see
+        ``check_ranks``). Raise OSError if the previous save has failed, or if this call fails to write. The error is the same on
+        every rank.
         """
         self.wait()
         optimizer = innermost(optimizer)
