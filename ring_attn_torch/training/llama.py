@@ -29,9 +29,9 @@ def load_llama(
     are supported, and recorded in ``model.config``. A window of ``w`` tokens in Hugging Face is ``w - 1`` here, because ``w``
     counts the query's own token.
 
-    ``dtype``: the dtype of the weights; None: that of config.json. ``compute_dtype``: the dtype of the computation; None: that of
-    the weights. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of
-    the group must call it. Each rank reads the files itself, one weight at a time.
+    ``dtype``: the dtype of the weights; None: that of config.json, or float32 without one. ``compute_dtype``: the dtype of the
+    computation; None: that of the weights. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and
+    ``layout``. Every rank of the group must call it. Each rank reads the files itself, one weight at a time.
 
     Raise ValueError if the architecture is another one, or needs a feature that our layers lack (quantised weights, "dynamic"
     rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the error

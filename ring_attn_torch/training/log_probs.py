@@ -4,8 +4,9 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward recomputes logits from hidden states. Arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits
-passed by the caller holds all tokens, in the logits' dtype. Logits and softmax are computed in at least float32.
+The backward recomputes logits from hidden states. The arrays [tokens, vocab] made here hold one chunk of tokens, except the
+gradient of logits that the caller passes: it holds all tokens, in the logits' dtype. Logits and softmax are computed in at
+least float32.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def token_log_probs(
     Log-probability and entropy are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary: an error on one
     rank would leave the others waiting.
 
-    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; under autocast float32 hidden
-    states are first cast to autocast's dtype. Softmax and sums over tokens, such as the head's gradient, are in at least float32.
-    Second derivatives are not supported.
+    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for at
+    most ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; under autocast float32 hidden
+    states are first cast to autocast's dtype. Softmax and sums over tokens, such as the head's gradient, are in at least
+    float32. Second derivatives are not supported.
 
-    Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit.
+    Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes or dtypes do not fit.
     """
     _check(ignore_index, {"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_dtypes(str(logits.dtype).removeprefix("torch."), str(labels.dtype).removeprefix("torch."))

@@ -44,11 +44,11 @@ def loss(
     weights of ignored labels have no effect. The mean divides by their sum over all ranks, however small, and is 0 if the sum is
     0. For a mean they must be finite and at least 0; weights of any sign need ``reduction="sum"``.
 
-    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's
-    gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in hidden's dtype. Under
-    autocast float32 hidden states are first cast to autocast's dtype.
+    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for at
+    most ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Up
+    to rounding, gradients equal those of the full logits. The forward computes them, a chunk at a time, and stores them until
+    the backward: hidden's gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in
+    hidden's dtype. Under autocast float32 hidden states are first cast to autocast's dtype.
 
     ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.
@@ -57,9 +57,9 @@ def loss(
     DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
 
-    Raise ValueError, the same on every rank, if shapes do not fit. On CPUs raise it too if any rank has a label outside the
-    vocabulary or, in a mean, a weight that is negative or not finite. On GPUs and under torch.compile such a label or weight
-    makes the loss and its gradients NaN on every rank instead.
+    Raise ValueError, the same on every rank, if shapes, dtypes or options do not fit. On CPUs raise it too if any rank has a
+    label outside the vocabulary or, in a mean, a weight that is negative or not finite. On GPUs and under torch.compile such a
+    label or weight makes the loss and its gradients NaN on every rank instead.
     """
     ring = ring_of(group)
 
@@ -90,10 +90,11 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
     """Return the mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
-    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked
-    and nothing is raised. An invalid label is outside the vocabulary; an invalid weight of a mean is negative or not finite. One
-    all-reduce sums the loss and the counts of invalid labels and weights. On CPUs every rank then raises ValueError if there are
-    any. On GPUs, reading the counts would synchronize, so the loss and its gradient become NaN instead.
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked,
+    and invalid weights make the loss NaN on CPUs too. An invalid label is outside the vocabulary; an invalid weight of a mean
+    is negative or not finite. One all-reduce sums the loss and the counts of invalid labels and weights. If there are any,
+    every rank raises ValueError on CPUs. On GPUs, where reading the counts would synchronize, and under torch.compile, the loss
+    and its gradient become NaN instead.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()
@@ -141,11 +142,11 @@ def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueErro
 
 
 def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None, ignore_index: int = -100) -> Tensor:
-    """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`; int64, 0-d.
+    """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss` without weights; 0-d.
 
     ``labels``: int, any shape. For gradient accumulation, backpropagate ``loss(..., reduction="sum") / total`` of each
     microbatch, where total is the sum of the microbatches' counts, at least 1. ``group``: as in :func:`loss`. Raise ValueError if
-    labels are not a tensor.
+    labels are a DTensor or not a tensor.
     """
     ring = ring_of(group)
     call = AgreedCall("count_labels", _device(labels), (("ignore_index", ignore_index),))

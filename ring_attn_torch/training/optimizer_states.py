@@ -15,7 +15,7 @@ from ring_attn_core.validation import in_words
 from ..ring.groups import is_dtensor
 
 States = dict[str, dict[str, Tensor]]
-"""State tensors by parameter name and state name (exp_avg, ...). A parameter that has had no gradient has no entry."""
+"""State tensors by parameter name and state name (exp_avg, ...). A parameter without states has no entry."""
 
 
 STATE = "optimizer.state."
@@ -30,7 +30,7 @@ def innermost(optimizer: torch.optim.Optimizer | None) -> Any:
 
 
 def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the optimizer's parameters by their names in the model, without the prefixes of wrappers such as DDP."""
+    """Return the model's parameters that the optimizer has, by name, without the prefixes of wrappers such as DDP."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
@@ -76,7 +76,7 @@ def held_states(held: Iterable[str]) -> dict[str, set[str]]:
 
 
 def check_tensors(values: Mapping[str, Any]) -> None:
-    """Raise ValueError, naming the values, if any value is not a tensor."""
+    """Raise ValueError, naming up to eight values, if any value is not a tensor."""
     strange = [f"{name} is {in_words(x)}" for name, x in values.items() if not isinstance(x, Tensor)]
     if strange:
         raise ValueError(
@@ -124,7 +124,7 @@ def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[st
 
     ``held``: the names of each parameter's states in the checkpoint. If the optimizer's states of a parameter have other names, a
     copy of the optimizer creates states by a step on a copy of the parameter. Parameters that the optimizer does not have are
-    skipped. Model, optimizer and random generators stay unchanged.
+    skipped. Model, optimizer and torch's random generators stay unchanged.
     """
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -171,7 +171,8 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``.
 
-    The check compares the class, the parameters of each group, and the type, but not the value, of each setting such as lr.
+    The check compares the class, the parameters of each group, and the type, but not the value, of each setting in ``run``, such
+    as lr. Checkpoints of earlier versions hold no class, and only the number of parameters.
     """
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
@@ -207,7 +208,10 @@ def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) ->
 
 
 def _plain(name: str, x: Any) -> Any:
-    """Return a setting as a JSON value. Raise ValueError if parsing that value would not give the setting back."""
+    """Return a setting as a JSON value: a tensor of one number as that number, a tuple as a list.
+
+    Raise ValueError if JSON cannot hold the value exactly.
+    """
     if isinstance(x, Tensor) and x.numel() == 1:
         x = x.item()
     if isinstance(x, list | tuple):

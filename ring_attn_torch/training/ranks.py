@@ -1,4 +1,4 @@
-"""Checks that all ranks hold the same weights, seeds and arguments, by digests exchanged through the group's store."""
+"""Checks between ranks, through the group's store: equal weights, seeds and arguments (by digests), and errors on any rank."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
     Local shards are compared between replicas: ranks with the same coordinate on every mesh dim over which it is not replicated.
     Shards that are plain tensors, such as FSDP1's, are compared as if they were replicas, so they are reported as different.
 
-    Raise ValueError, the same on every rank, if an entry cannot be compared or if entries differ. The error names up to 8 of them
-    and the ranks' values. Raise RuntimeError after the group's timeout if a rank does not call. Every tensor is copied to the
-    host, and ranks exchange one digest through the group's store. If the digests differ, or if DTensors are sharded, ranks
+    Raise ValueError, the same on every rank, if an entry cannot be compared or entries differ. The error names up to 8 of them,
+    and shows values or digests. Raise RuntimeError after the group's timeout if a rank does not call. Every tensor is copied to
+    the host, and ranks exchange one digest through the group's store. If the digests differ, or if DTensors are sharded, ranks
     exchange one line for every entry too.
     """
     ring = ring_of(group)
@@ -104,7 +104,7 @@ def _check(name: str, x: Any) -> None:
 
 
 def _replica(owner: tuple[str, int], x: Any) -> Replica:
-    """Return the record that describes this rank's value ``x`` by its kind and its digest, or the value itself.
+    """Return the ``Replica`` of this rank's ``x``: its kind, and its digest or, for a plain value, the value as text.
 
     ``owner``: this rank, as ("rank", index). A DTensor's digest is that of its local shard.
     """

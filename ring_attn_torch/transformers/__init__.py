@@ -9,7 +9,7 @@ Example:
         model(input_ids=ids, labels=ids).loss.backward()
     ring.RingTrainer(model=model, args=args, train_dataset=rows).train()  # or this, outside of sequence_parallel
 
-The files, in the order of a call:
+The files:
 
     parallel.py     sequence_parallel and enable: the hooks before and after each call of a model
     arguments.py    the arguments of a call: checked, and compared between ranks
@@ -52,7 +52,7 @@ __all__ = ["RingTrainer", "RingTraining", "enable", "sequence_parallel"]
 
 
 def __dir__() -> list[str]:
-    """Return every public name, including those imported on first access."""
+    """Return the names in this module, including those imported on first access."""
     return sorted({*globals(), *__all__})
 
 

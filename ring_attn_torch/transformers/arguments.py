@@ -1,7 +1,7 @@
 """The argument checks of a model call inside ``sequence_parallel``: on each rank, then between ranks, before the model runs.
 
 If one rank refuses a call, every rank raises. At every call ranks exchange the names, shapes and plain values of their arguments,
-and digests of integer tensors, label_weights and tree. So ranks with different batches raise an error that names the argument.
+and digests of label_weights, tree and tensors that are not floating point. If these differ, the error names the argument.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ UNSPLIT = ("deepstack_features", "per_layer_inputs")
 
 
 class CheckedArguments(NamedTuple):
-    """A call's checked arguments that are not None, by name. ``tokens``: input_ids or inputs_embeds. ``seed``: dropout's."""
+    """A call's checked arguments. ``by_name``: those that are not None. ``tokens``: ids or inputs_embeds. ``seed``: dropout's."""
 
     by_name: dict[str, Any]
     tokens: Tensor
@@ -62,7 +62,7 @@ class CheckedArguments(NamedTuple):
 def checked_arguments(
     model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> CheckedArguments:
-    """Return the checked arguments of a call. Raise ValueError on all ranks if any is unsupported or differs between ranks."""
+    """Return the checked arguments of a call. Raise ValueError on all ranks if any is unsupported or ``_compare`` fails."""
     with same_error(ring.group):
         _check_attends(model)
         call_arguments = with_cache_renamed(model, _by_name(args, kwargs))
@@ -91,7 +91,7 @@ def _check_attends(model: PreTrainedModel) -> None:
 
 
 def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that are not None, by name. Raise ValueError if any but input_ids is positional."""
+    """Return the arguments of a call that are not None, by name. Raise ValueError unless all but input_ids are keywords."""
     if len(args) > 1 or (args and "input_ids" in kwargs):
         raise ValueError(
             "inside sequence_parallel pass the arguments of the model by name; only input_ids may come first without"
@@ -101,7 +101,7 @@ def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _tokens(call_arguments: dict[str, Any]) -> Tensor:
-    """Return input_ids or inputs_embeds. Raise ValueError unless exactly one of them is passed."""
+    """Return input_ids or inputs_embeds. Raise ValueError unless exactly one is passed, as a global tensor."""
     if ("input_ids" in call_arguments) == ("inputs_embeds" in call_arguments):
         raise ValueError(
             "the model takes either input_ids or inputs_embeds inside sequence_parallel, got "
@@ -116,7 +116,7 @@ def _tokens(call_arguments: dict[str, Any]) -> Tensor:
 
 
 def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
-    """Raise ValueError if an argument cannot be sharded, or does not match ``shape`` [batch, length]."""
+    """Raise ValueError if an argument cannot be sharded or does not match ``shape`` [batch, length], or the loss is not a sum."""
     name, length = type(model).__name__, shape[1]
     if {"labels", "shift_labels"} & call_arguments.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
@@ -165,7 +165,7 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
 
 
 def _check_positions(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if required position_ids are missing, or if position_ids do not fit the global sequence."""
+    """Raise ValueError if the model takes no position_ids, or needs them and gets none, or if they do not fit the sequence."""
     name, (batch, length), x = type(model).__name__, shape, call_arguments.get("position_ids")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
@@ -198,7 +198,7 @@ def _description(call_arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
-    """Return a digest of each integer tensor argument, of label_weights and of the tree."""
+    """Return a digest of each tensor argument that is not floating point, of label_weights and of the tree."""
     exact = lambda x: x.double() if x.is_floating_point() else x  # numpy has no bfloat16
     digest = lambda x: blake2b(exact(x.detach()).cpu().numpy().tobytes(), digest_size=16).hexdigest()
     compared = lambda name, x: isinstance(x, Tensor) and (name == "label_weights" or not x.is_floating_point())
@@ -209,7 +209,7 @@ def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
 
 
 def _compare(exchanged: list[list[Any]]) -> None:
-    """Raise ValueError, naming the argument, if ranks disagree. ``exchanged``: each rank's (description, content, seed)."""
+    """Raise ValueError, naming an argument, if ranks disagree on it. ``exchanged``: each rank's (description, content, seed)."""
     for part, what in ((0, "shape or value"), (1, "content")):
         first = exchanged[0][part]
         for rank, (*parts, _) in enumerate(exchanged):

@@ -151,7 +151,7 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
-    """Return the mask of a layer whose model passes none, on one device. Raise ValueError on several ranks.
+    """Return the mask of a layer whose model passes none, on one device. Raise ValueError on several ranks, or if ``window`` < 1.
 
     ``causes``: True for a causal mask, False for a full one. ``window``: the number of tokens that a causal mask shows, the
     query's own included, or None for all. ``name``: the layer's class, for an error.
@@ -243,7 +243,7 @@ def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrained
 
 
 def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]) -> None:
-    """Set in ``config`` each attribute that changed in its copy, except the attention implementation.
+    """Set or delete in ``config`` each attribute that was set or deleted in its copy, except the attention implementation.
 
     ``now``, ``before``: the copy's attributes now, and when it was made.
     """
@@ -272,7 +272,7 @@ class Checkpointing:
         self.ours = (recomputed, offloading)
 
     def keep_attention(self) -> None:
-        """Make the checkpointed layers save attention's (out, lse), so that the backward does not run the ring again.
+        """Make the checkpointed layers save attention's (out, lse), so that the backward does not run the ring's forward again.
 
         Run it before each call of the model, because a Trainer may set checkpointing at any time.
         """
@@ -291,5 +291,5 @@ class Checkpointing:
 
 
 def _offloads(function: Any) -> bool:
-    """Return True if a layer's checkpoint function is not torch's own: then it is transformers' offloading one."""
+    """Return True if a layer's checkpoint function is not torch's own, and so is taken for transformers' offloading one."""
     return getattr(function, "func", function) is not checkpoint

@@ -17,7 +17,7 @@ from .models import text_config
 
 
 def check_layout_name(layout: str) -> None:
-    """Raise ValueError if ``layout`` is neither "balanced" nor the name of another layout."""
+    """Raise ValueError if ``layout`` is not the name of a layout; "balanced" is one."""
     if layout != BALANCED:
         named(layout)
 

@@ -1,9 +1,9 @@
 """The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that continues it.
 
-Each rank holds the keys and values of a part of the tokens. A cache's first tokens, and later more than ``FEW`` if logits of only
-one are kept, are sharded like a batch without a cache: ``prefill`` attends over the ring, and ``last_tokens`` gathers the hidden
-states of these logits. Every rank computes other tokens in full: each layer appends their keys and values to the cache, and
-``tree_attention_decode`` merges the ranks' attention to their parts. transformers then draws the same token on all ranks.
+Each rank holds the keys and values of a part of the tokens. The first call shards its tokens like a batch without a cache, and
+so does a later call with more than ``FEW`` tokens that keeps one token's logits: ``prefill`` attends over the ring, and the
+hidden states whose logits are kept are summed over the ranks. In other calls every rank computes all new tokens: each layer
+appends their keys and values to the cache, and ``tree_attention_decode`` merges the ranks' attention to their parts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
 
 FEW = 16
-"""The maximum number of new tokens that every rank computes in full, if the cache has tokens and logits of one are kept."""
+"""The maximum number of new tokens that every rank computes, in a call after the first that keeps the logits of one token."""
 
 NAMES = "cache", "past_key_values"
 """Names of the cache argument: "cache" since transformers 5.24, "past_key_values" before."""
@@ -74,7 +74,7 @@ class RingCache(Cache):
         self.ring, self.depth, self.tokens = ring, layers, 0
         self.kv: KVCache | None = None
         self.inside = False
-        """True during a call inside sequence_parallel that continues this cache."""
+        """True during a call inside sequence_parallel that fills or continues this cache."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RingCache:
         """Copy the cache for the same ring. Process groups cannot be copied, so both caches share the group."""
@@ -211,7 +211,7 @@ class CachedCall(RunningCall):
         return tree_attention_decode(q, q_positions=step.positions, window=window, group=ring.group, **part, **score)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Allow updates of the cache during the call. If tokens are sharded, hook the gathering of the last hidden states."""
+        """Allow updates of the cache during the call. If tokens are sharded, hook a gather of the last hidden states."""
         self.cache.inside = True
         self.scope.callback(setattr, self.cache, "inside", False)
         if self.local is None:
@@ -277,7 +277,7 @@ def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -
 def cache_of(model: PreTrainedModel, ring: CallRing, call_arguments: dict[str, Any]) -> RingCache | None:
     """Return the cache of a call with arguments ``call_arguments``: new in the first call, None if the call uses no cache.
 
-    Raise ValueError if the model does not support a cache here, or if the cache is of another kind or ring.
+    Raise ValueError if the model does not support a cache here, if the cache is of another kind or ring, or if labels are passed.
     """
     name = cache_name(model)
     kept = call_arguments.get(name)

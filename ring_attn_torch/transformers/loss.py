@@ -1,9 +1,9 @@
 """The loss over the labels of all ranks, computed from each rank's logits or, with ``loss_chunk``, its hidden states.
 
-After each call ``with_loss`` computes the loss from this rank's logits and labels (shifted and sharded by ``shards.py``) and sums
-it over the ranks. The backward computes the gradients of this rank's tokens. With ``loss_chunk`` a ``ChunkedHead`` makes the
-model's head return the sum of cross-entropies in place of logits. The sum is computed from hidden states, a chunk of tokens at a
-time, so logits of all tokens never exist.
+After each call with labels ``with_loss`` computes the loss from this rank's logits and labels (shifted and sharded by
+``shards.py``) and sums it over the ranks. The backward computes the gradients of this rank's tokens. With ``loss_chunk`` a
+``ChunkedHead`` makes the model's head return the sum of cross-entropies in place of logits. The sum is computed from hidden
+states, and logits of at most ``loss_chunk`` tokens exist at a time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 
 
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
-    """Return the model's ``output`` with the loss over all ranks' labels, and with global logits if ``gather_logits``.
+    """Return the model's ``output`` with the loss over all ranks' labels, if any, and with global logits if ``gather_logits``.
 
     ``batch``: the running call, with this rank's labels. ``factor``: the backward multiplies the gradient of the loss by it.
     Raise ValueError if the head returns one result per row.
@@ -103,7 +103,7 @@ class ChunkedHead:
     """The language-model head of ``model``. Inside ``summing`` it returns this rank's summed cross-entropy in place of logits.
 
     ``chunk``: the maximum number of tokens whose logits exist at a time. Raise ValueError, with the reason, if the head is not a
-    single matrix without a bias.
+    single matrix without a bias, or ``chunk`` is not an int of at least 1.
     """
 
     def __init__(self, model: PreTrainedModel, chunk: int) -> None:

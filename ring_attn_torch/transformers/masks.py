@@ -1,7 +1,7 @@
 """The mask function ``ring_mask`` for transformers, and the running call with its documents and padding.
 
 A model describes its mask as a function of positions. ``ring_mask`` recognizes one of the patterns below, and returns a band and
-one interval of keys per query, but no array of tokens by tokens. With 6 tokens (rows are queries, columns keys, # may be
+at most one interval of keys per query, but no array of tokens by tokens. With 6 tokens (rows are queries, columns keys, # may be
 attended), W = 2 and chunks of 3:
 
     full      causal    window    both      chunks
@@ -89,7 +89,7 @@ class LayerMask(NamedTuple):
     extents: Tensor | None = None
     key_mask: Tensor | None = None
     offsets: Tensor | None = None
-    """``int64`` [1 or batch, seq_local], the offset of each of this rank's tokens in its document."""
+    """``int64`` [1 or batch, seq_local], the position of each token in its document, tree path or unpacked row."""
     dropout_seed: int | None = None
     cached: RunningCall | None = None
     """The ``CachedCall`` whose cache the layers continue; None without a cache."""
@@ -117,7 +117,7 @@ class RunningCall(ABC):
     scope: ExitStack = field(default_factory=ExitStack)
     """The callbacks that undo the call's changes to the model; they run when the call ends."""
     attention_calls: int = 0
-    """The number of calls of ``ring_attention_forward`` so far."""
+    """The number of calls of ``ring_attention_forward`` so far, without those in compiled graphs."""
     cached: ClassVar[bool] = False
 
     @abstractmethod
@@ -236,10 +236,10 @@ def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> li
 
 
 def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device) -> bool:
-    """Return True if ``function`` equals ``pattern`` on a sample of position pairs below ``tokens``.
+    """Return True if ``function`` equals ``pattern`` on a sample of position pairs below ``tokens``, in batch row 0.
 
-    The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``. This
-    detects documents, blocks and prefixes. The sample also has all pairs among the tokens beside the first three multiples of
+    The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``. This is
+    to detect documents, blocks and prefixes. It also has all pairs among the tokens beside the first three multiples of
     ``size`` and beside both ends, to detect windows and chunks.
     """
     every = torch.arange(tokens, device=device)
@@ -254,10 +254,11 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 
 
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if any query's keys are not an interval.
+    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if it finds a query without one.
 
     An interval must contain its query. Bisection finds its ends. Then only four keys are checked: the two just outside, and the
-    middles between the query and both ends. The arrays cover the global sequence, so only one-rank rings call it.
+    middles between the query and both ends. So a hole elsewhere is not found. The arrays cover the global sequence, so only
+    one-rank rings call it.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)

@@ -4,9 +4,10 @@ Refused before the first call, by class or config: layers that are not softmax a
 attention, convolutions, Fourier transforms), and attention in a model's own code. Also refused then: encoders with a decoder,
 sequence classification heads, prompt tuning, and a GPU backend for a model on a CPU.
 
-Refused in the first forward: any layer that mixes tokens without calling ring attention (``MixingLayers``). A layer without
-attention, such as a plain MLP layer, is correct on a shard. To distinguish the two, the layer runs once more on hidden states in
-which two tokens are NaN: in a layer that mixes tokens, NaN spreads to other tokens.
+Refused after the first forward, on several ranks: a decoder or encoder layer, not compiled, that mixes tokens without calling
+ring attention (``MixingLayers``). A layer without attention, such as a plain MLP layer, is correct on a shard. To distinguish
+the two, the layer runs once more on hidden states in which two tokens are NaN: in a layer that mixes tokens, NaN spreads to
+other tokens.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ DENSE = {"gemma2", "gemma3_text", "llama", "mistral", "modernbert", "phi3", "qwe
 """Models, by config.model_type, whose weights all have a gradient after every backward."""
 
 ROW_HEADS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipleChoice|ForNextSentence|ForQuestionAnswering")
-"""A pattern of names of model classes whose head reads one token of a row, or whose loss is a softmax over a row's tokens."""
+"""A pattern of names of model classes whose head returns one result per row, or whose loss is a softmax over a row's tokens."""
 
 
 def hugging_face_model(model: nn.Module) -> PreTrainedModel:
@@ -65,7 +66,7 @@ def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Raise ValueError if the model of ``config`` cannot run over a ring."""
+    """Raise ValueError if ``config`` says that its model cannot run over a ring."""
     _check_stack(config)
     name, text = type(config).__name__, text_config(config)
     kinds = [kind for kind in dict.fromkeys(getattr(text, "layer_types", None) or ()) if kind not in LAYER_TYPES]
@@ -88,7 +89,7 @@ def _check_stack(config: PreTrainedConfig) -> None:
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError, with the reason, if the model cannot run over a ring."""
+    """Raise ValueError, with the reason, if the model's classes or config say that it cannot run over a ring."""
     warn_if_untried("transformers", not dist.is_initialized() or dist.get_rank() == 0)
     inside = hugging_face_model(model)
     _check_stack(inside.config)
@@ -289,7 +290,7 @@ class MixingLayers:
         self.handles.clear()
 
     def end(self) -> None:
-        """Remove the hooks. Raise ValueError, naming the layers, if any mix tokens without calling ring attention."""
+        """Remove the hooks. Raise ValueError, naming up to three layers, if any mix tokens without calling ring attention."""
         self.forget()
         if self.names:
             some = ", ".join(self.names[:3]) + (f" and {len(self.names) - 3} more" if len(self.names) > 3 else "")

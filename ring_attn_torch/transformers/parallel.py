@@ -1,6 +1,6 @@
 """``sequence_parallel``: calls of a transformers model with global sequences, where each rank computes its shard.
 
-Entering registers two hooks on the model. From its input_ids to its loss a call goes through four files:
+Entering registers hooks on the model. From its input_ids to its loss a call goes through four files:
 
     parallel.py    ``ModelHooks.before`` takes the global arguments, and ``ModelHooks.after`` returns the output
     shards.py      ``sharded`` checks the arguments and takes this rank's tokens; the model then runs on these
@@ -75,8 +75,8 @@ def sequence_parallel(
             next token. If ``shift_labels`` are passed too, these are used, as already shifted.
         attention_mask [batch, length], 0 for padding, which may be anywhere.
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
-            None: 0, 1, 2, ... Where they restart, a new document begins, which sees no other document. Without an
-            attention_mask a document also begins where they skip, as in transformers. A batch of one row may pass cu_seq_lens_q.
+            None: 0, 1, 2, ... (rotary models only). Where text positions restart, a new document begins, which sees no other;
+            without an attention_mask also where they skip, as in transformers. A batch of one row may pass cu_seq_lens_q.
         visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
             and features [tokens of images, dim] for each of the first layers.
         token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image; each also sees the later ones.
@@ -93,8 +93,8 @@ def sequence_parallel(
             of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
 
     ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of at most ``loss_chunk`` tokens
-    of a rank at a time: ``loss(hidden, labels, head=weight, chunk=loss_chunk)``. So logits of all tokens never exist. The
-    model's logits must be its head's output, and the head a matrix without a bias.
+    of a rank at a time: ``loss(hidden, labels, head=weight, chunk=loss_chunk)``. The model's logits must be its head's output,
+    and the head a matrix without a bias.
 
     ``model.generate(...)`` prefills the prompts over the ring, and stores their keys and values in a cache distributed over the
     ranks. All ranks then compute the same new tokens, so give them the same seed if they sample. A loop of your own does the same
@@ -102,14 +102,14 @@ def sequence_parallel(
     under torch.no_grad(). Such a call returns the logits of the last ``logits_to_keep`` tokens (default 1) of a prompt, which
     may be padded on the left. In other calls the cache is off.
 
-    Layers under activation checkpointing save attention's (out, lse), so that the ring runs once. After
+    Layers under activation checkpointing save attention's (out, lse), so that the ring's forward runs once. After
     ``activation_checkpointing_enable(offload=True)`` they save these and their inputs in host memory. accelerate's hooks for
     context parallelism, which remove masks, are removed meanwhile. Attention's dropout is the same for any number of ranks. Other
     dropout uses each rank's own generator; seed the ranks differently. Leaving restores the model.
 
     Raise ValueError, the same on every rank, before anything is sent round the ring: if a model or an argument cannot be sharded,
     such as a head with one result per row; if a GPU backend is set for a model on a CPU; if torchrun started processes without a
-    process group; if ranks hold different weights or batches. A layer that mixes tokens without the ring raises after a forward.
+    process group; if ranks hold other unsharded weights, ids or labels. A layer that mixes tokens without the ring raises later.
     """
     ring = ring_of_model(hugging_face_model(model), group, layout)
     _check_launched()
@@ -125,7 +125,7 @@ def sequence_parallel(
 def on_shards(
     model: nn.Module, ring: CallRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
-    """Enter ``sequence_parallel`` without its checks. The caller has checked the model, and weights are equal on all ranks.
+    """Enter ``sequence_parallel`` without its checks of the model and the ranks' weights: the caller has made them.
 
     ``averaged``: multiply the gradient of each loss by the number of ranks, for DDP or FSDP, which average gradients.
     """
@@ -177,7 +177,7 @@ class ModelHooks:
             self.gather_logits = before
 
     def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Replace a call's arguments by this rank's shards; few tokens of a cached call stay whole. Skip nested calls."""
+        """Replace a call's arguments by this rank's shards; a call with a cache may keep all tokens. Skip nested calls."""
         outer = running()
         if outer is not None and outer.model is self.model:
             return None
@@ -222,13 +222,13 @@ def enable(
 ) -> T:
     """Set a transformers model, or a config before its model is created, to ``attn_implementation="ring"``, and return it.
 
-    ``group``, ``layout``, ``strategy``, ``backend``: as in :func:`ring_attention`; ``sequence_parallel(model)`` uses them. A
-    config stores all but ``group``, which belongs to one process. Only text tokens are sharded: image and audio parts keep their
-    own attention.
+    ``layout``: as in :func:`sequence_parallel`. ``group``, ``strategy``, ``backend``: as in :func:`ring_attention`. A config
+    stores all but ``group``, which belongs to one process; :func:`sequence_parallel` uses them. Only text tokens are sharded:
+    image and audio parts keep their own attention.
 
     Raise ValueError, with the reason, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
-    attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if a backend does not exist
-    or, for a model on a host without GPUs, has no CPU kernels. The first call checks all else that a backend needs.
+    attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if an option is unknown,
+    or if the backend has no CPU kernels and the host no GPUs. The first call checks all else that a backend needs.
     """
     check_layout_name(layout)
     Options(strategy=strategy, backend=backend)

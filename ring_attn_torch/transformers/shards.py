@@ -1,7 +1,7 @@
 """The shards of a call: the steps from global input_ids, labels, positions and images to this rank's tokens.
 
-``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each array the tokens
-at this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
+``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each of these the
+tokens at this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
 ``GlobalBatch``: the shards, and the documents, padding and image blocks of the global sequences, from which ``ring_mask`` makes
 masks. A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length get
 the largest position of all shards (``with_largest_position``).
@@ -114,12 +114,12 @@ def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict
 
 
 class DocumentBounds(NamedTuple):
-    """The documents and padding of global sequences. All arrays are None if each row is one document without padding."""
+    """The documents and padding of global sequences. An array that is not needed is None."""
 
     extents: Tensor | None = None
-    """``int32`` [batch, length, 2], for each token the interval of its document, padding excluded; [0, 0) for padding."""
+    """``int32`` [batch, length, 2], each token's document interval. Without key_mask it excludes padding, whose own is empty."""
     key_mask: Tensor | None = None
-    """``bool`` [batch, length], False for padding. None if the intervals in ``extents`` already exclude all padding."""
+    """``bool`` [batch, length], False for padding. None if there is none, or the intervals in ``extents`` exclude it."""
     begins: Tensor | None = None
     """``int64`` [batch, length], the first position of each token's document, from which chunks of attention are counted."""
     packed: bool = False
@@ -152,7 +152,7 @@ class GlobalBatch(RunningCall):
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
-    """A submodel that reads image features, and its arguments with this rank's features; None if the model itself reads them."""
+    """A submodel that reads image features, and its arguments with this rank's; None without one, or if the model reads them."""
     present: Tensor | None = None
     """``bool`` [batch, local], False for padding, which the auxiliary loss of routers leaves out."""
     head_sums: bool = False

@@ -49,8 +49,8 @@ class RingTraining(Base):
     counted per ring. Losses, gradients and the gradient norm are those of a Trainer with one data parallel process in place of
     each ring: the loss is divided by the number of labels of all rings and all accumulated batches. DDP and FSDP average
     gradients over the ranks. To compensate, the gradient of the model's own loss is multiplied by the ring's number of ranks. A
-    penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts once. ``evaluate`` and ``predict`` return
-    global logits and labels in natural order, and metrics of the global batch, on every rank. trl's SFTTrainer trains with the
+    penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts once. In ``predict``, and in
+    ``compute_metrics``, logits and labels are global and in natural order, on every rank. trl's SFTTrainer trains with the
     model's plain loss, and omits its metrics of entropy and accuracy, which need logits.
 
     Raise ValueError, naming the argument, if an argument is not supported.
@@ -130,7 +130,7 @@ class RingTraining(Base):
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
-        """Enter the Trainer's own contexts. Add a note to an error that is raised in a user-defined loss."""
+        """Enter the Trainer's own contexts. On several ranks, add a note to most errors of a user-defined loss."""
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not RingTraining)
         self._in_loss = True
         try:
@@ -274,7 +274,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_group(ring: CallRing, config: Any) -> None:
-    """Raise ValueError if accelerate's parallelism_config does not fit the ring, or if the ring's ranks are not consecutive."""
+    """Raise ValueError if parallelism_config does not fit the ring, or rings are not equal blocks of consecutive ranks."""
     ranks = ring.ranks
     if config is not None and (config.tp_size > 1 or config.sp_size > 1):
         raise ValueError(

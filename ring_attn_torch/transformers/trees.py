@@ -44,7 +44,7 @@ class RowTrees(NamedTuple):
     """The number of tokens on the longest path."""
 
     def band(self, pattern: Pattern) -> Band:
-        """Return the band of a layer, ``causal()``. Raise ValueError if ``pattern`` hides an ancestor or shows a later token."""
+        """Return the band of a layer, ``causal()``. Raise ValueError if ``pattern`` may hide ancestors or show later tokens."""
         if pattern.band.lo != 0:
             raise ValueError("tree goes with causal layers, and this model has layers that see later tokens: leave tree out")
         if pattern.chunk:

@@ -1,4 +1,4 @@
-"""Dilated attention: one ring attention per pattern (segment length, dilation), averaged with the softmax denominators."""
+"""Dilated attention: one ring attention per pattern (segment length, dilation), averaged with their softmax denominators as weights."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def dilated_attention(
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns whose kept tokens include the query
 
     A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
-    Ranks without a common segment exchange nothing.
 
     Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
         q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
@@ -85,7 +84,8 @@ def dilated_attention(
 
     Raise ValueError if segments and dilations differ in number, if segments do not increase, or if a dilation does not divide its
     segment. Raise it too if mixing "heads" has more patterns than heads, or if q and k differ in length. Arguments that differ
-    between ranks, or that ``ring_attention`` refuses, are errors too. Each is the same on every rank, before anything is sent.
+    between ranks, or that ``ring_attention`` refuses, are errors too. Each is the same on every rank, before anything is sent;
+    torch.compile skips the comparison of ranks.
     """
     if torch.compiler.is_compiling() and not COMPILES:
         raise NotImplementedError(

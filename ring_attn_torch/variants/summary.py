@@ -61,8 +61,8 @@ def summary_attention(
 
     Query i also sees the summaries of all blocks before first(i). Tokens and summaries share one softmax. Every earlier token
     counts exactly once, by itself or in a summary. ``window >= length - 1`` is exact attention, and so is ``pooling="mean"`` with
-    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here only the summaries are
-    all-gathered; keys travel only as far as the window.
+    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here the summaries are all-gathered;
+    with ``strategy="ring"`` keys travel only as far as the window and one block reach.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
