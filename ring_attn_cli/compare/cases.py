@@ -1,4 +1,4 @@
-"""A case, which is one attention problem as plain data, and the inputs that both frameworks draw from its seed."""
+"""A case, which is one attention problem as plain data, and the random masks and numbers that are drawn from its seed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ DEVICES = "cpu", "gpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention problem over global sequences: the options of ``ring-attn compare``, one value each, without ``ranks``.
+    """One attention problem over global sequences: the options of ``ring-attn compare`` that describe it, one value each.
 
     ``scale``: None means ``head_dim ** -0.5``. ``sinks``: adds sinks drawn at random. ``alibi``: adds ALiBi slopes. ``key_mask``:
-    masks a random fifth of the keys. ``documents``: number of documents packed into each row, of random lengths; 0 for none.
+    masks each key with probability 1/5. ``documents``: number of documents packed into each row, of random lengths; 0 for none.
     ``segments``, ``dilations`` and ``mixing`` belong to dilated attention; ``block``, ``summaries`` and ``window`` to summary
-    attention. Raise ValueError if a value is invalid or values do not fit together.
+    attention. Only the variants that use them check these, and ``backend``. Raise ValueError if another value is invalid.
     """
 
     length: int = 512
@@ -116,7 +116,7 @@ class Case:
 
     @property
     def features(self) -> list[str]:
-        """Return the names of the optional ring_attention arguments that this case uses."""
+        """Return the names of the features that this case uses, from scale to extents, as ring_attention calls them."""
         values = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "alibi_slopes": self.alibi}
         values |= {"dropout_rate": self.dropout_rate, "key_mask": self.key_mask, "extents": self.documents}
         return [name for name, value in values.items() if value]
@@ -145,7 +145,7 @@ class Case:
 
     @property
     def working(self) -> Any:
-        """Return the NumPy dtype that holds this case's arrays: float64 or float32."""
+        """Return the NumPy dtype of this case's floating-point arrays: float64 or float32."""
         return np.float64 if self.dtype == "float64" else np.float32
 
     def normal(self, stream: int, *shapes: tuple[int, ...], rounded: bool = True) -> list[np.ndarray]:

@@ -101,7 +101,7 @@ class _Contestant:
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
     """Run a sweep and return its results. Call ``tell`` with a progress message before each stage.
 
-    Raise ValueError if a named variant runs nowhere, the library rejects a case, or a user's function fails. Raise
+    Raise ValueError if a named variant runs nowhere or fails, nothing can run, or there are too few devices. Raise
     :class:`processes.Failure` if a process dies or does not answer.
     """
     frameworks = _installed(sweep)

@@ -76,7 +76,7 @@ def command() -> str:
 
 
 def commit() -> str | None:
-    """Return the git commit of the checkout that holds this file, with "+" if it has changes, or None outside a checkout."""
+    """Return the git commit of this file's checkout, with "+" if tracked files have changes, or None without git or checkout."""
     git = lambda *words: subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     try:
         if git("ls-files", "--error-unmatch", Path(__file__).name).returncode:
@@ -112,7 +112,7 @@ def _cpu() -> str:
 
 
 def bibtex(comparison: Comparison) -> str:
-    """Return a BibTeX entry that cites this run: variants, versions, hardware, commit and date."""
+    """Return a BibTeX entry that cites this run: variants, command, versions, devices, commit and date."""
     now = datetime.now(UTC)
     with_versions = ", ".join(f"{name} {number}" for name, number in versions().items())
     device = " and ".join(dict.fromkeys([*comparison.kinds.values()])).replace("cpu", _cpu())

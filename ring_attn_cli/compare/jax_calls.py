@@ -22,7 +22,7 @@ Function = Callable[[Arrays], Arrays]
 
 
 def options(call: JaxCall) -> dict[str, Any]:
-    """Return the arguments of ring_attention that are not arrays, except ``axis_name``."""
+    """Return the case's arguments of ring_attention that are not arrays."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}

@@ -1,4 +1,4 @@
-"""The JAX side of a comparison: one process in which each rank is a device. Only that process imports this module."""
+"""The JAX side of a comparison: one process in which each rank is a device. Only processes that run JAX import this module."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .orders import Order, Outcome, WorkerSettings, cut, importable, resolve, se
 
 SEQ, WHOLE = PartitionSpec(None, "seq"), PartitionSpec()
 CAST = {"q", "k", "v", "x"}
-"""Arrays that are cast to the case's dtype; sinks, slopes and weights keep the dtype that they are drawn in."""
+"""Arrays that are cast to the case's dtype; all others, such as weights, keep the dtype that they are drawn in."""
 
 
 class JaxCall(NamedTuple):
@@ -121,7 +121,7 @@ class JaxWorker:
         return time.perf_counter() - began
 
     def memory(self, order: Order) -> int | None:
-        """Return the peak memory of one run above the memory held before, in bytes.
+        """Return the peak memory of one run above the memory held before, in bytes; None if the system does not report it.
 
         On GPUs, return the peak of the process so far, summed over the ring's devices.
         """

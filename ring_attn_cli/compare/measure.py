@@ -84,7 +84,7 @@ def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
 
 
 def _differences(got: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the elementwise |got - exact|, and exact, both in extended precision.
+    """Return the elementwise |got - exact|, and exact, both in NumPy's long double.
 
     Two equal infinities differ by 0; any other NaN or infinity gives inf.
     """
@@ -96,7 +96,7 @@ def _differences(got: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def apart(got: np.ndarray, other: np.ndarray) -> float:
-    """Return the relative difference of two results, exactly 0.0 only if they are bitwise equal."""
+    """Return the relative difference of two results, exactly 0.0 only if dtypes, shapes and bits are equal."""
     if got.shape == other.shape and got.dtype == other.dtype and got.tobytes() == other.tobytes():
         return 0.0
     return max(relative_error(got, other), np.finfo(np.float64).tiny)
@@ -105,7 +105,7 @@ def apart(got: np.ndarray, other: np.ndarray) -> float:
 class ResidentMemory:
     """A measurement of resident memory: how far the peak of this process exceeds the memory held at construction, in bytes.
 
-    Its method ``peak`` reads ``/proc`` on Linux, and returns None on other systems.
+    Its method ``peak`` reads ``/proc`` on Linux, and returns None if that is not possible.
     """
 
     def __init__(self) -> None:

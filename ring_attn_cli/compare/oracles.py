@@ -40,7 +40,7 @@ class GlobalArrays:
 class Truth:
     """Exact results, results of a plain computation in the dtype, and the bounds of the relative error, each by name.
 
-    The exact results are computed in float64, or in extended precision for float64 inputs.
+    The exact results are computed in float64; attention of float64 inputs in NumPy's long double.
     """
 
     exact: Arrays
@@ -83,7 +83,7 @@ def _attention_inputs(case: Case) -> GlobalArrays:
 
 
 MOST_PAIRS = 2**27
-"""Most (query, key) pairs, over all heads and batch rows, for which all results are computed: about 10 s on a core.
+"""Most (query, key) pairs, over all heads and batch rows, for which the attention oracle computes all results.
 
 With more pairs, only batch row 0 and key head 0 are computed.
 """

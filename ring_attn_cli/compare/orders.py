@@ -45,8 +45,8 @@ class Order:
 class Outcome:
     """The results and gradients of a run.
 
-    ``shards``: by name, an array of each rank in rank order, or one array if it is replicated. ``cotangents``: names of the
-    cotangents that the gradients were computed from.
+    ``shards``: by name, an array of each rank in rank order, or one array if it is replicated or already summed.
+    ``cotangents``: names of the cotangents that the gradients were computed from.
     """
 
     shards: dict[str, list[np.ndarray]]

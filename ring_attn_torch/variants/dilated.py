@@ -1,4 +1,4 @@
-"""Dilated attention: one ring attention per pattern (segment length, dilation), averaged with their softmax denominators as weights."""
+"""Dilated attention: one ring attention per pattern (segment length, dilation), averaged with weights from the softmax."""
 
 from __future__ import annotations
 

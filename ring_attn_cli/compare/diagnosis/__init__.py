@@ -1,8 +1,8 @@
-"""Likely causes of a missed bound (``diagnose``): each hypothesis is a generator of sentences if the evidence supports it.
+"""Likely causes of a missed bound (``diagnose``): each hypothesis is a generator, which yields sentences if it holds.
 
-A hypothesis assumes a mistake and computes the result that this mistake would give. It holds only if this result explains the
-measurement: the remaining error is at most a few times the bound, or a small fraction of the measured error. The hypotheses about
-the forward come first. If one of them holds, the gradients are not judged, because their errors follow from it.
+Most hypotheses assume a mistake and compute the result that this mistake would give. It must explain the measurement: the
+remaining error is at most a few times the bound, or a small fraction of the measured error. If a
+hypothesis about not-finite values, out or the dtype holds, it alone is reported, because other errors may follow from it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ FILLED = f"queries that see no key attend to all keys alike: {FILL}; out is 0 an
 
 
 def diagnose(e: Evidence, attention: bool = True) -> list[str]:
-    """Return the likely causes as sentences; none if no bound is missed, else at least one.
+    """Return the likely causes as sentences, or a sentence that none is known; [] if no bound is missed.
 
     ``attention``: True for the arrays of ``ring_attention`` itself; for other variants only some hypotheses are tested.
     """
@@ -238,7 +238,7 @@ def of_lse(e: Evidence) -> Iterator[str]:
 
 
 def wrong_backward(e: Evidence) -> tuple[str, set[str]] | None:
-    """Return a mistake, in words, that explains the wrong ones of dq and dk, and all gradients it explains; None if none fits."""
+    """Return a mistake in words and the missed gradients it explains, those of dq and dk among them; None if none fits."""
     names = {"dq", "dk", "dv"} & {*e.missed}
     for backward, words in BACKWARDS.items() if "out" not in e.missed and e.plan.length <= LONGEST else ():
         if (backward.of_shards and e.plan.ranks == 1) or ("lse" not in e.cotangents and backward.dlse != 1):
@@ -251,7 +251,7 @@ def wrong_backward(e: Evidence) -> tuple[str, set[str]] | None:
 
 
 def lost_gradient(e: Evidence, name: str, attention: bool) -> Iterator[str]:
-    """Test whether a gradient is zero, a multiple of the right one, misplaced, or lacks the parts of some ranks."""
+    """Test whether a gradient is zero, a multiple of the right one, misplaced, or counts the parts of some ranks wrongly."""
     got, right = e.pair(name)
     fits = lambda wrong: e.explained(name, e.error(name), relative_error(got - wrong + right, right))
     if not got.any():

@@ -19,7 +19,7 @@ from ..oracles import GlobalArrays, Truth, by_name, first_heads
 from .dense import RIGHT, Backward, Dense, Forward
 
 ROWS = 96
-"""Number of queries that a hypothesis about the forward is tested on: the last ones, which see most keys."""
+"""Number of queries that most hypotheses about out are tested on: the last ones, or all of a shorter sequence."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Evidence:
         return dense.parts(self.inputs.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
 
     def is_mean_of_values(self, masked: np.ndarray) -> bool:
-        """Return True if out is the mean of all values, within 5 %, in the queries of batch row 0 that ``masked`` marks."""
+        """Return True if ``masked`` marks queries of batch row 0, and out is the mean of all values there, within 5 %."""
         got = self.got["out"][0, : len(masked)][masked]
         mean = self.inputs.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
