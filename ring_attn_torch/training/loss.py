@@ -88,7 +88,7 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 
 
 def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
-    """Return the mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
+    """Return the weighted mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
     ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked,
     and invalid weights make the loss NaN on CPUs too. An invalid label is outside the vocabulary; an invalid weight of a mean

@@ -142,7 +142,7 @@ def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[st
 
 
 def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, without: list[str]) -> None:
-    """Replace all states of the optimizer with ``states``. The parameters named in ``without`` get no states on this rank."""
+    """Replace the states of the model's parameters with ``states``. Those named in ``without`` get no states on this rank."""
     for name, p in parameters_by_name(model, optimizer).items():
         if name in states and name not in without:
             optimizer.state[p] = states[name]

@@ -48,9 +48,9 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
     the ranks to compare, a ring or all ranks; None is the default group. Every rank must call it, at the same place among its
     calls of ``ring_attention``. In a group of one rank it only checks the types.
 
-    Values are compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes,
-    shapes and whether a parameter is frozen are compared too; devices and the order of names are not. A weight that a module
-    holds under two names is compared once.
+    Values are compared bit for bit, arrays by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types,
+    dtypes, shapes and whether a parameter is frozen are compared too; devices and the order of names are not. A weight that a
+    module holds under two names is compared once.
 
     For a DTensor (FSDP2, tensor parallelism), dtype, global shape, mesh shape and placements are compared between all ranks.
     Local shards are compared between replicas: ranks with the same coordinate on every mesh dim over which it is not replicated.
@@ -191,7 +191,8 @@ def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | s
 
     Every rank of ``ring`` must call it with the same ``call``. If the function raises on any rank, every rank raises the error of
     the lowest such rank: an OSError stays an OSError, any other error becomes a ValueError. On one rank an error stays as it is.
-    Raise ValueError if ``alike`` (values by name) differs between ranks.
+    A rank with an error waits 5 seconds for the others, then raises its own. Raise ValueError if ``alike`` (values by name)
+    differs between ranks.
     """
     error, value = None, None
     try:

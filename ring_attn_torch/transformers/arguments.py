@@ -62,7 +62,7 @@ class CheckedArguments(NamedTuple):
 def checked_arguments(
     model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> CheckedArguments:
-    """Return the checked arguments of a call. Raise ValueError on all ranks if any is unsupported or ``_compare`` fails."""
+    """Return the checked arguments of a call. Raise ValueError on all ranks if any is unsupported or fails ``_compare``."""
     with same_error(ring.group):
         _check_attends(model)
         call_arguments = with_cache_renamed(model, _by_name(args, kwargs))
@@ -116,7 +116,7 @@ def _tokens(call_arguments: dict[str, Any]) -> Tensor:
 
 
 def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
-    """Raise ValueError if an argument cannot be sharded or does not match ``shape`` [batch, length], or the loss is not a sum."""
+    """Raise ValueError if arguments cannot be sharded, do not match ``shape`` [batch, length], or ask for an unknown loss."""
     name, length = type(model).__name__, shape[1]
     if {"labels", "shift_labels"} & call_arguments.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that continues it.
+"""The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that uses it.
 
 Each rank holds the keys and values of a part of the tokens. The first call shards its tokens like a batch without a cache, and
 so does a later call with more than ``FEW`` tokens that keeps one token's logits: ``prefill`` attends over the ring, and the
@@ -162,12 +162,12 @@ class RingCache(Cache):
 
 @dataclass(eq=False)
 class CachedCall(RunningCall):
-    """A running call that continues a cache, with the lengths, padding and cache placement of its tokens.
+    """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens.
 
-    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of new tokens that this rank
-    computes, or None if each rank computes all. ``lengths``: the number of new tokens of each row without padding. ``valid``:
-    bool [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens whose logits are
-    requested. ``step``: the placement of the new tokens in the cache; None until the first layer has made it.
+    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number that this rank computes of these,
+    padded by the layout, or None if each rank computes all. ``lengths``: the number of new tokens of each row without padding.
+    ``valid``: bool [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens whose
+    logits are requested. ``step``: the placement of the new tokens in the cache; None until the first layer has made it.
     """
 
     cache: RingCache

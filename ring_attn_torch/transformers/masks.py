@@ -163,8 +163,8 @@ def ring_mask(
 ) -> LayerMask | NoWindow:
     """Return the mask of one kind of layer, NoWindow if ``local_size`` < 1. Functions like create_causal_mask call it.
 
-    Raise ValueError if the layer is cross-attention, if the cache is not a RingCache, or if the mask is not full, causal, a
-    window or chunks. Outside of ``sequence_parallel`` a mask of one interval per query is fine too, but several ranks raise.
+    Raise ValueError if the layer is cross-attention, if the cache is not a RingCache, or if by ``fits`` the mask is not full,
+    causal, a window or chunks. Outside of ``sequence_parallel`` one interval per query is fine too, but several ranks raise.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
@@ -238,8 +238,8 @@ def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> li
 def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device) -> bool:
     """Return True if ``function`` equals ``pattern`` on a sample of position pairs below ``tokens``, in batch row 0.
 
-    The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``. This is
-    to detect documents, blocks and prefixes. It also has all pairs among the tokens beside the first three multiples of
+    The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``, to
+    detect documents, blocks and prefixes. It also has all pairs among the tokens beside the first three multiples of
     ``size`` and beside both ends, to detect windows and chunks.
     """
     every = torch.arange(tokens, device=device)

@@ -263,7 +263,7 @@ def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh 
 
 
 def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
-    """Raise ValueError if a ring does not support the model or its head, or if ``ring.backend`` does not run on ``device``."""
+    """Raise ValueError if a ring does not support the model or its head, or if ``device`` is a CPU without ``ring.backend``."""
     check_model(model)
     check_head(model)
     check_backend(ring.backend, device)

@@ -117,7 +117,7 @@ class DocumentBounds(NamedTuple):
     """The documents and padding of global sequences. An array that is not needed is None."""
 
     extents: Tensor | None = None
-    """``int32`` [batch, length, 2], each token's document interval. Without key_mask it excludes padding, whose own is empty."""
+    """``int32`` [batch, length, 2], the interval of each token's document. Without key_mask it holds no padding, which has [0, 0)."""
     key_mask: Tensor | None = None
     """``bool`` [batch, length], False for padding. None if there is none, or the intervals in ``extents`` exclude it."""
     begins: Tensor | None = None
@@ -152,7 +152,7 @@ class GlobalBatch(RunningCall):
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
-    """A submodel that reads image features, and its arguments with this rank's; None without one, or if the model reads them."""
+    """The submodel that reads image features, and its arguments for this rank; None without one, or if it is the model itself."""
     present: Tensor | None = None
     """``bool`` [batch, local], False for padding, which the auxiliary loss of routers leaves out."""
     head_sums: bool = False

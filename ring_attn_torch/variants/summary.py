@@ -84,8 +84,9 @@ def summary_attention(
     partial summaries in float32 (float64 for float64 inputs). From these the summaries of a block that spans several ranks are
     merged, then rounded to k's dtype. ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
 
-    Raise ValueError if inputs do not fit, or if their shapes or the options differ between ranks. The error is the same on every
-    rank, and raised before anything is sent. Second derivatives are not supported. Works under torch.compile(fullgraph=True).
+    Raise ValueError if inputs do not fit, or, in a new call that is not compiled, if shapes or options differ between ranks.
+    The error is the same on every rank, and raised before anything is sent. Second derivatives are not supported. Works under
+    torch.compile(fullgraph=True).
     """
     name = group_name(group)
     with same_error(name):
