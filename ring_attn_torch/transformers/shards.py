@@ -117,9 +117,10 @@ class DocumentBounds(NamedTuple):
     """The documents and padding of global sequences. An array that is not needed is None."""
 
     extents: Tensor | None = None
-    """``int32`` [batch, length, 2], the interval of each token's document. Without key_mask it holds no padding, which has [0, 0)."""
+    """``int32`` [batch, length, 2], the interval of each token's document. Without key_mask, [0, 0) for padding, which no
+    interval holds."""
     key_mask: Tensor | None = None
-    """``bool`` [batch, length], False for padding. None if there is none, or the intervals in ``extents`` exclude it."""
+    """``bool`` [batch, length], False for padding. None if no token is padding, or the intervals in ``extents`` exclude it."""
     begins: Tensor | None = None
     """``int64`` [batch, length], the first position of each token's document, from which chunks of attention are counted."""
     packed: bool = False
