@@ -68,17 +68,18 @@ def sharded_ring_attention(
 
     Shapes: q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
     ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
-    are sharded over ``head_axis`` too; a single key head (multi-query) is replicated. All mesh axes are manual inside, so nothing
-    is gathered. Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2] and key_mask
-    [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask is that of one device: each shard gets
-    the global index of its first batch row and head as its offset, and dropout_offset is added.
+    are sharded over ``head_axis`` too; a single key head (multi-query) is replicated. All mesh axes are manual inside. Other
+    arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2], key_extents [batch, kv_tokens, 2] and
+    key_mask [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask is that of one device: each
+    shard gets the global index of its first batch row and head as its offset, and dropout_offset is added.
 
     Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: train with them under
     ``jax.set_mesh(mesh)``, called before the weights are made. Works under jax.vmap; its spmd_axis_name may be a mesh axis other
     than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded. Outside jit, arrays on
     devices outside the mesh are copied to it. The arguments of a jit must lie on the mesh, or be uncommitted.
 
-    Raise ValueError if the mesh lacks an axis, if sizes are not multiples of the sizes of its axes, or as ring_attention does.
+    Raise ValueError without a mesh, or if the mesh lacks an axis, an axis is named twice, a size is not a multiple of the size of
+    its axes, or ring_attention refuses an argument.
     """
     options = Options(
         layout="contiguous" if isinstance(layout, TracedLayout) else layout,
@@ -110,9 +111,10 @@ class ShardedAxes(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> ShardedAxes:
-        """Return the record. Raise ValueError if ``mesh`` is not a mesh, lacks an axis, or an axis is named twice.
+        """Return the record. ``mesh`` None is the mesh of ``jax.set_mesh``.
 
-        ``mesh`` None is the mesh of ``jax.set_mesh``.
+        Raise ValueError without a mesh, or if ``mesh`` is not a mesh or lacks an axis, or an axis is named twice. Raise
+        NotImplementedError if ``axis_name`` is a tuple or list.
         """
         if mesh is None:
             mesh = jax.sharding.get_abstract_mesh()
@@ -135,7 +137,7 @@ class ShardedAxes(NamedTuple):
         return self.mesh.shape[self.axis_name]
 
     def specs(self, kv_heads: int) -> dict[str, PartitionSpec]:
-        """Return the PartitionSpec of each array by its name in ``ring_attention``; a single key head is replicated."""
+        """Return the PartitionSpecs of q, k, v and the fields of ``Arrays``, by name; a single key head is replicated."""
         batch = self.batch_axes or None
         tokens, heads = PartitionSpec(batch, self.axis_name), PartitionSpec(self.head_axis)
         keys = PartitionSpec(batch, self.axis_name, None if kv_heads == 1 else self.head_axis)
@@ -221,7 +223,7 @@ def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, 
 
 
 def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Return ``x``, copied to the mesh if it lies on other devices, and sharded as ``spec`` over the Explicit axes.
+    """Return ``x``, copied to the mesh if it is committed to other devices, and sharded as ``spec`` over the Explicit axes.
 
     Inside jit the devices of an array are unknown, and JAX refuses an array on devices outside the mesh.
     """

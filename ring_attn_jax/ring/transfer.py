@@ -45,7 +45,7 @@ def all_gather(x: jax.Array, axis: str, groups: Groups = None, stack: int = 0) -
 def _mapped(
     call: Callable[[jax.Array], jax.Array], batched: Callable[[jax.Array], jax.Array], x: jax.Array, groups: Groups
 ) -> Any:
-    """Return ``call(x)``, with ``batched`` as its vmap rule: JAX has no vmap rule for collectives of groups."""
+    """Return ``call(x)``, with ``batched`` as its vmap rule if there are groups: JAX cannot vmap an all-to-all of groups."""
     if groups is None:
         return call(x)
     call = custom_vmap(call)

@@ -1,6 +1,6 @@
 """Checkpoints of a run, written in the background. Each is complete or absent, and the newest few are kept.
 
-A save writes to a temporary folder, renames it, and writes ``run.json`` last.
+A save writes to a temporary folder, renames the folder, and writes ``run.json`` last.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Checkpoints:
     writes its shards through orbax, and a run may be resumed on another mesh.
 
     A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. It has a temporary name until its
-    files are on the disk. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at any moment leaves
+    arrays are written. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at any moment leaves
     the earlier checkpoints complete. Only one run can write to a folder: the first ``save`` locks it until ``close``.
     """
 
@@ -128,7 +128,7 @@ class Checkpoints:
 
         Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged or unreadable,
         naming the file or folder (delete its folder to resume from the one before); or if processes see different checkpoints.
-        Then nothing changes, and the error is the same in each process.
+        Then nothing changes, and the error is the same in each process. Raise OSError if the previous save has failed.
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)
@@ -219,7 +219,7 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
     """Return (path in flax, variable) of each array by its name, such as ``model.blocks.0.mlp.up.kernel``.
 
     Variables without an array are left out, such as the placeholders that an optax transformation keeps for parameters that
-    another transformation updates. Raise ValueError if an argument is not an nnx module.
+    another transformation updates. Raise ValueError if ``model``, or an ``optimizer`` other than None, is not an nnx module.
     """
 
     def each() -> Iterator[tuple[str, tuple[tuple[Any, ...], nnx.Variable]]]:

@@ -25,10 +25,10 @@ EARLIER = "run/metadata"
 """The file with the run's progress in checkpoints of earlier versions. These have no digests."""
 
 PATIENCE_MS = 20 * 60 * 1000
-"""Milliseconds that a process waits for the others at the end of a save, as in orbax."""
+"""Milliseconds that a process waits for the others at each of the two barriers at the end of a save. Orbax waits as long."""
 
 WRITTEN = ".written-{}"
-"""The file by which a process says that its shards are written. The first process deletes it before it completes a checkpoint."""
+"""Name of the file by which process ``{}`` says that its shards are written. Process 0 deletes these files afterwards."""
 
 _saves = count()
 

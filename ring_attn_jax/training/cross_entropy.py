@@ -3,7 +3,7 @@
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
     dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
 
-A label outside the vocabulary makes the total and its gradient NaN, because traced values cannot raise.
+A label outside the vocabulary makes the total and the gradient of its token's logits NaN, because traced values cannot raise.
 
 With hidden states, arrays as wide as the vocabulary hold one chunk of tokens. With logits, nothing is cut into chunks, and XLA
 fuses most of these arrays away. Logits and softmax are computed in at least float32.
@@ -35,14 +35,14 @@ class Labels(NamedTuple):
 
 
 class ChunkSettings(NamedTuple):
-    """The ignored label, and the maximum number of tokens in a chunk."""
+    """The ignored label, and the maximum number of tokens in a chunk (at least one of each batch row is in a chunk)."""
 
     ignored: int
     chunk: int
 
 
 def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
-    """Return the sum of the cross-entropies of ``logits`` [..., vocab] and ``labels`` [...], 0-d, in at least float32."""
+    """Return the weighted sum of the cross-entropies of ``logits`` [..., vocab] and ``labels`` [...], 0-d, at least float32."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
@@ -66,7 +66,7 @@ _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
-    """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [b s dim] and head [vocab dim].
+    """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, from hidden [b s dim] and head [vocab dim].
 
     ``labels``: [b s]. Products are computed in hidden's dtype. The softmax, and sums over tokens such as the head's
     gradient, are in at least float32.
@@ -132,7 +132,7 @@ def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[ja
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Return the gradient of the summed cross-entropy with respect to the logits, in at least float32.
 
-    A row is 0 if its label is ignored, and NaN if its label is outside the vocabulary.
+    A token's gradient is 0 if its label is ignored, and NaN if another label is outside the vocabulary.
     """
     labels = of.labels
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)

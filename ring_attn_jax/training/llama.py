@@ -21,9 +21,9 @@ def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = No
     ``w`` is ``w - 1`` here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records
     all of them.
 
-    ``dtype``: the dtype of the weights; None: that of config.json. ``compute_dtype``: the dtype of the computation, None for
-    the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not
-    ``rngs``. With ``mesh`` the weights are copied to all of its devices, else to the default device.
+    ``dtype``: the dtype of the weights; None: that of config.json, or float32. ``compute_dtype``: the dtype of the computation,
+    None for the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but
+    not ``rngs``. With ``mesh`` the weights are copied to all of its devices, else to the default device.
 
     Raise ValueError if the architecture is none of these four, or needs a feature that our layers lack (quantised weights,
     "dynamic" rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the
@@ -43,8 +43,9 @@ def save_llama(
     follow from the model. None: no tokenizer is written. Shards are gathered and ``folder`` is replaced as in
     :func:`save_weights`.
 
-    Raise ValueError if none of the four architectures supports the model: softcap, sinks, ALiBi, a mask that is not causal,
-    windows of several sizes, NTK or no rotary embedding, rotary embeddings that differ between layers, biases in other places.
-    Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
+    Raise ValueError if none of the four architectures supports the model. Examples are softcap, sinks, ALiBi, a mask that is not
+    causal, windows of several sizes, NTK or no rotary embedding, rotary embeddings that differ between layers, and biases in
+    other places. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model, and as
+    :func:`save_weights` does.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name)

@@ -28,7 +28,10 @@ from .loss import _check_arrays, int32_labels
 
 
 class LogProbSettings(NamedTuple):
-    """The ignored label, the maximum number of tokens in a chunk, and whether to return the entropy."""
+    """The ignored label, the maximum number of tokens in a chunk, and whether to return the entropy.
+
+    At least one token of each batch row is in a chunk.
+    """
 
     ignored: int
     chunk: int
@@ -53,7 +56,8 @@ def token_log_probs(
     ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; softmax and sums over tokens, such
     as the head's gradient, are in at least float32. Second derivatives are not supported.
 
-    Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes do not fit, or if ``ignore_index`` is traced.
+    Each rank computes its own tokens; the forward sends nothing. Raise ValueError if shapes or dtypes do not fit, or if
+    ``ignore_index`` is traced.
     """
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_static_number("ignore_index", ignore_index)

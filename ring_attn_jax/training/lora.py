@@ -64,7 +64,7 @@ def merge_adapters(model: nnx.Module) -> None:
 def save_adapters(model: nnx.Module, lora: LoRA, folder: str | Path, base: str | None) -> None:
     """Save the adapters in the format of peft, as :func:`write_adapters` describes. Each process must call it.
 
-    Process 0 writes. An error is the same in every process.
+    Process 0 writes. An error of writing is the same in every process.
     """
     from safetensors.numpy import save_file
 

@@ -1,6 +1,6 @@
 """The cross-entropy loss over all labels of all ranks.
 
-``cross_entropy.py`` computes one rank's sum, a chunk of tokens at a time.
+``cross_entropy.py`` computes one rank's sum.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def loss(
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    equal those of the full logits. The forward computes them, a chunk at a time, and stores them until the backward: hidden's
-    gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in hidden's dtype. For
-    global arrays that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows
+    equal those of the full logits up to rounding. The forward computes them by chunks and stores them until the backward:
+    hidden's gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in hidden's dtype.
+    For global arrays that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows
     (``batch_axes``): each device then chunks its own tokens, and the head's gradient is summed over devices once. Without
     ``mesh`` a chunk has tokens of all devices, and XLA sums the head's gradient in each chunk.
 
@@ -62,12 +62,12 @@ def loss(
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.
 
     Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are those of one device, on
-    each rank. Under check_vma=False the loss is right but not differentiable: JAX would not sum the gradients over the ranks, and
-    would multiply each by the number of ranks.
+    each rank. Under check_vma=False, with more than one rank, the loss is right but not differentiable: JAX would not sum the
+    gradients over the ranks, and would multiply each by the number of ranks.
 
-    Raise ValueError if it is differentiated under check_vma=False, if shapes do not fit, if ``ignore_index`` is traced, or if it
-    is called with an axis outside of shard_map. A label outside the vocabulary, or for a mean a weight that is negative or not
-    finite, makes the loss and its gradients NaN on each rank, since traced values cannot raise.
+    Raise ValueError if it is differentiated there, if shapes or dtypes do not fit, if ``ignore_index`` is traced, or if it is
+    called with an axis outside of shard_map. A label outside the vocabulary, or for a mean a weight that is negative or not
+    finite, makes the loss and the gradients of replicated weights NaN on each rank, since traced values cannot raise.
     """
     optional = {"head": head, "label_weights": label_weights}
     _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})
@@ -136,7 +136,7 @@ def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labe
 
 
 def int32_labels(labels: jax.Array) -> jax.Array:
-    """Return labels as int32, because unsigned dtypes cannot hold ignore_index. A larger label becomes the largest int32."""
+    """Return labels as int32, because unsigned dtypes cannot hold -100. A label beyond int32 becomes the nearest int32."""
     narrow, own = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
     if own.max > narrow.max:
         labels = labels.clip(max(own.min, narrow.min), narrow.max)

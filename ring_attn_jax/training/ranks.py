@@ -1,7 +1,7 @@
 """Checks that all devices and processes hold the same weights, seeds and arguments, by all-gathered digests.
 
-JAX has no agreement before each call as PyTorch has (``ring/agreement.py`` there): all ranks of a process run one traced program,
-so they cannot disagree about the arguments of ``ring_attention``. Each of several processes traces its own program, and
+Calls in JAX are not compared between ranks as in PyTorch (``ring/agreement.py`` there): all ranks of a process run one traced
+program, so they cannot disagree about the arguments of ``ring_attention``. Each of several processes traces its own program, and
 ``ring_attention`` does not compare them: ``check_ranks`` does, when the user calls it. ``agreed`` and ``together`` raise an error
 of one process in all of them, while weights or checkpoints are read or written.
 """
@@ -153,7 +153,7 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Run the ``with`` block in all processes, and raise in each of them the error of the lowest process whose block raises.
+    """Raise, in all processes that run this ``with`` block, the error of the lowest process whose block raises.
 
     With several processes an OSError stays an OSError, and any other error becomes a ValueError. The block may append texts to
     the yielded list; these must be the same in each process. The ValueError is a RankDifference if the texts differ, or if only

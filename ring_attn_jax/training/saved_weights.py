@@ -41,8 +41,8 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
 
     The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors``, or beyond 5 GB several
     files and an index. Weights have the names and orientation of ``to_numpy``, each in its own dtype. ``load_weights`` of either
-    package reads the folder. A temporary folder is written beside ``folder`` and renamed, so after an error or a kill the
-    previous save is complete.
+    package reads the folder. A temporary folder is written beside ``folder`` and renamed, so an error or a kill before the end
+    leaves the previous save complete.
 
     Sharded weights are gathered. With several processes (``jax.distributed``) each must call it; process 0 writes, and all calls
     return after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
@@ -70,8 +70,8 @@ def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], rin
     """Load the model of a folder. ``dtypes``: (dtype of the weights, dtype of the computation), each None for the config's.
 
     ``naming``: the names of config and weights in the folder. ``ring``: the arguments of ``RingTransformer.from_config``.
-    If only some processes find the folder, or processes find different weights, a save may not be visible to all processes yet.
-    All processes then retry for 10 seconds before they raise.
+    If only some processes find the folder, or processes find different weights, a save may not be visible to all of them yet.
+    With a mesh that spans all processes they then retry for 10 seconds before they raise.
     """
     for pause in (*PAUSES, None):
         with ExitStack() as kept:

@@ -52,7 +52,7 @@ def dilated_attention(
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns whose kept tokens include the query
 
     A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
-    Ranks without a common segment exchange nothing.
+    Under the strategy "ring", keys travel no farther than a segment reaches.
 
     Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
         q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
@@ -69,7 +69,7 @@ def dilated_attention(
         return_lse: also return lse.
 
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in at least
-    float32, natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf, gradients 0.
+    float32, natural log, differentiable. A query that no pattern keeps, or that sees no key, has out 0, lse -inf, gradient 0.
 
     Raise ValueError at trace time if segments and dilations differ in number, segments do not increase, or a dilation does not
     divide its segment. Raise it too if there are more patterns than heads under mixing "heads", q and k differ in length, or

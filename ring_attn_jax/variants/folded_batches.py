@@ -1,8 +1,8 @@
 """Folding of a shard into the folded batches of each pattern, and the reverse, with gradients.
 
 A folded batch holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
-``folded`` copies an array into folded batches by padding and reshaping, without gather or scatter. ``mixed`` puts the results of
-all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+``folded`` copies an array into folded batches by padding, slicing and reshaping, without gather or scatter. ``mixed`` puts the
+results of all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
@@ -112,7 +112,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _heads(places: Places) -> int:
-    """Return the shard's number of heads, which is the end of the last pattern's heads."""
+    """Return the shard's number of heads: the end (exclusive) of the heads that the last pattern uses."""
     return places[-1][1].end
 
 

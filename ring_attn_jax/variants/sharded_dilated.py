@@ -49,10 +49,9 @@ def sharded_dilated_attention(
     """Compute :func:`dilated_attention` on global arrays in contiguous layout (natural order, padded).
 
     The mesh, its axes and the sharding of arrays are those of :func:`sharded_ring_attention`, other arguments those of
-    dilated_attention.
-    Offsets and head groups follow from the global index of a head. With ``head_axis``, each device holds a part of the heads.
-    Then raise ValueError if the heads per device are not a multiple of each dilation, or if ``mixing`` is not "softmax":
-    otherwise devices would keep different tokens.
+    dilated_attention. The tokens that a head keeps follow from the head's global index. So with ``head_axis``, which gives each
+    device a part of the heads, the heads per device must be a multiple of each dilation, and ``mixing`` must be "softmax". Raise
+    ValueError if they are not, or if either function refuses an argument.
     """
     where, patterns = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
     options = Options(

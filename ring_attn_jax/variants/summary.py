@@ -64,8 +64,8 @@ def summary_attention(
 
     Query i also sees the summaries of all blocks before first(i). Tokens and summaries share one softmax. Every earlier token
     counts exactly once, by itself or in a summary. ``window >= length - 1`` is exact attention, and so is ``pooling="mean"`` with
-    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here only the summaries are
-    all-gathered; keys travel only as far as the window.
+    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here the summaries are all-gathered;
+    under the strategy "ring", keys travel only as far as some query sees them exactly.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
@@ -261,7 +261,7 @@ def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summ
 
 
 def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> SummaryPlan:
-    """Return the plan of the call. Raise ValueError if an argument is not an array or does not fit."""
+    """Return the plan of the call. Raise ValueError if q, k, v or pool is not an array, or does not fit the others or options."""
     q, k, v, pool, _ = inputs
     dtype_names(q, k, v)
     (of_pool,) = described({"pool": pool}) or (None,)

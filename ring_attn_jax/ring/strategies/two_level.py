@@ -23,7 +23,7 @@ from .ring import OneWay, RingStep, rows
 
 
 class TwoLevels(OneWay):
-    """The strategy "two_level": keys travel around a ring inside each host, then to the next host."""
+    """The strategy "two_level": keys travel around a ring inside each host, while a copy of them travels to the next host."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step for each shift of each inner ring of the plan."""
@@ -53,7 +53,8 @@ class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that these keys have visited.
 
     ``keys``: the keys that travel to the next host during the inner ring. ``left``: the last step of the previous inner ring;
-    None once ``add`` has added its gradients. ``crossing``: how many hosts onward ``add`` then sends the sum.
+    None in the first inner ring, and once ``add`` has added that step's gradients. ``crossing``: the number of hosts onward to
+    which ``add`` sends the sum.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -64,11 +65,14 @@ class HostSums:
         self.crossing = 0
 
     def cross(self, x: T, hosts: int) -> T:
-        """Send ``x``, an array or a tree of arrays, to the rank with the same index within its host, ``hosts`` hosts onward."""
+        """Send ``x``, an array or a tree of arrays, to the rank with the same index within its host, ``hosts`` hosts onward.
+
+        Return the ``x`` that arrives, or this rank's own if ``hosts`` is 0.
+        """
         return send(x, hosts * self._ranks, self._ring.axis, self._ring.plan.ranks) if hosts else x
 
     def add(self) -> None:
-        """Add the previous inner ring's gradients to the sum, if not yet added. Send it ``crossing`` hosts onward."""
+        """Add the previous inner ring's gradients to the sum, and send the sum ``crossing`` hosts onward, if not yet done."""
         if self.left is None:
             return
         total = self.left.travelling
@@ -87,7 +91,7 @@ class HostSums:
 class TwoLevelStep(RingStep):
     """A ``Step`` of an inner ring. ``before``: the previous step of this inner ring.
 
-    Each step but the last sends the keys to the next rank inside the host.
+    Each step but the inner ring's last sends the keys onward inside the host.
     """
 
     def __init__(
@@ -119,10 +123,10 @@ class TwoLevelStep(RingStep):
         return state
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the next rank inside the host, or after the last step to the rank at which the keys entered the host.
+        """Send ``dkv`` onward inside the host; after the inner ring's last step, to the rank at which the keys entered the host.
 
-        Also add the previous inner ring's gradients, which arrived during this step, to the hosts' sum, and send the sum to the
-        next host.
+        In the first step of an inner ring, also add the gradients of the previous inner ring, if there was one, to the hosts'
+        sum, and send the sum to the next host.
         """
         self.travelling = self._inside(dkv, self._onward) if self._onward else dkv
         self._sums.add()

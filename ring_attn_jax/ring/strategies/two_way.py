@@ -77,8 +77,7 @@ class TwoWayStep(RingStep):
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys.
 
-        They are its own contribution, then the gradients that came back from the first direction, then those from the second,
-        added in this order.
+        Add, in this order, the rank's own contribution, the sum of the first direction, and that of the second, if there is one.
         """
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(jnp.add, others, own)  # type: ignore[arg-type]

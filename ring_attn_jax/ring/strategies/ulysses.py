@@ -57,7 +57,7 @@ class HeadExchange(OneWay):
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return dq and dkv of this rank's own tokens, and dsinks [h], which is 0 for other ranks' heads.
 
-        Send gradients in q's dtype if no rank adds to them, else in at least float32.
+        Send dq in q's dtype, and dkv too unless copies of a key head are added afterwards: then send dkv in at least float32.
         """
         assert not isinstance(dkv, tuple), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
