@@ -68,8 +68,8 @@ def attend_block(
     beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may differ at every call without a
     recompilation.
 
-    The other arguments are those of ``ring_attention``, with the arrays of the block. A sink is the pair (out 0, lse ``sink``):
-    merge it once.
+    The other arguments are those of ``ring_attention``, with the arrays of the block; the backends "flash", "flash4" and "cudnn"
+    are refused. A sink is the pair (out 0, lse ``sink``): merge it once.
 
     Raise ValueError if inputs do not fit. No second derivative.
     """
@@ -108,7 +108,7 @@ def merge(
     A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
     ``2^-24 |lse|``. This error alone moves out by up to ``2^-24 |lse| |out_A - out_B|``: 6e-4 of the difference at an lse of 1e4.
     The rounding of the merge itself comes on top. :func:`ring_attention` carries the rounding error of lse from step to step, for
-    float32 and float64 inputs. Raise ValueError if an argument is not such a pair.
+    float32 and float64 inputs, except with vendors' backends. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
     top = reduce(torch.maximum, [lse for _, lse in pairs]).detach()

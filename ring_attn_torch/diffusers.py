@@ -60,8 +60,8 @@ def ring_backend(
     return (out, lse) with lse [batch, tokens, heads]. Other arguments: as in diffusers. Without a parallel config the call is
     diffusers' native attention on one device.
 
-    Raise ValueError if the mask is causal, differs between queries or heads, or holds other biases than these. Raise it too if
-    there is dropout, or if the numbers of queries and keys differ, as in cross-attention.
+    With a parallel config raise ValueError if the mask is causal, differs between queries or heads, or holds other biases than
+    these. Raise it too if there is dropout, or if the numbers of queries and keys differ, as in cross-attention.
     """
     if _parallel_config is None or _parallel_config.context_parallel_config is None:
         native: Any = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
@@ -108,7 +108,8 @@ def ring_backend(
 def _visible_keys(mask: Tensor, key: Tensor) -> Tensor:
     """Return a bool mask [batch, tokens], True for visible keys of this rank.
 
-    Raise ValueError if ``mask`` differs between queries or heads, or holds biases other than 0 and -inf.
+    Raise ValueError if ``mask`` differs between queries or heads, or holds biases other than 0, -inf and the dtype's lowest
+    number.
     """
     batch, tokens = key.shape[:2]
     rows = mask[:, 0, 0] if mask.ndim == 4 and mask.shape[1:3] == (1, 1) else mask

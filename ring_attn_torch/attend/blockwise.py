@@ -6,13 +6,13 @@
 
 This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
 so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator. Key tiles outside of the band and the
-extents are skipped. No score matrix is larger than one tile per head.
+extents are skipped. No score matrix is larger than one tile for each batch row and head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows [q_runs][k_runs] of Row;
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
 Tiles      a tile lies within one run; the r query heads of a key head are rows of one product: [b*g, r*block_q, ...].
-           With extents each batch row visits its own range of key tiles, else all batch rows visit the same tiles together
+           With extents or key extents each batch row visits its own key tiles, else all batch rows visit the same ones
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype
 """
 
@@ -168,8 +168,8 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
 def _exp_(x: Tensor) -> Tensor:
     """Compute exp(x) in place, as a power of 2.
 
-    On a CPU torch's exp takes 3 times as long as exp2, and 30 times as long if the result underflows. The caller subtracts lse,
-    a natural log, before this function changes the base. So a key that outweighs all others gets a probability of exactly 1,
-    however large the scores are.
+    On a CPU torch's exp is slower than exp2, and many times slower if the result underflows. The caller subtracts lse, a natural
+    log, before this function changes the base. So a key that outweighs all others gets a probability of exactly 1, however large
+    the scores are.
     """
     return x.mul_(LOG2E).exp2_()

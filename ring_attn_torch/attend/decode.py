@@ -28,7 +28,7 @@ from .launch import aligned, launch
 CHUNK, CONVERTED = 2**20, 1024
 """``blockwise`` reads the slots in chunks: of about CHUNK scores each, but of CONVERTED to LONGEST slots.
 
-If k and v must be converted to a wider dtype, a chunk has CONVERTED slots, so that the converted values fit into a CPU cache.
+If k and v must be converted to a wider dtype, a chunk has CONVERTED slots, so that the converted values may fit into a CPU cache.
 """
 
 LONGEST = 4096

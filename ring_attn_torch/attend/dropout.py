@@ -29,7 +29,7 @@ class Dropout(NamedTuple):
 
     @property
     def known_offset(self) -> tuple[int, int]:
-        """Return the offset as ints, to compare it between ranks. A tensor becomes -1, because its value is on the device."""
+        """Return the offset as ints, to compare it between ranks. A tensor becomes -1: reading it may wait for the device."""
         batch, head = (-1 if isinstance(x, Tensor) else int(x) for x in self.offset)
         return batch, head
 

@@ -84,7 +84,7 @@ class Kernels:
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Compute a step's gradients by one Hopper kernel if it can run, else by a kernel for dq and one for dk and dv.
+        """Compute a step's gradients by one Hopper kernel if ``in_one_pass`` says so, else by one for dq and one for dk and dv.
 
         The Hopper kernel sums dq in float32; after the ``last`` step another kernel scales and rounds it. See
         ``Backend.attend_backward``.
@@ -155,7 +155,7 @@ class Kernels:
 
 
 LISTED = {"rows", "extents", "bounds"}
-"""The outputs of a launch are cached if it reads only these inputs. Other inputs, such as key extents, are new in each call."""
+"""Inputs that several calls share. The outputs of a launch that reads no other inputs are cached."""
 
 
 def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch]) -> None:
@@ -175,7 +175,7 @@ def _recent_lists(each: Launch, inputs: tuple[Unchanged, ...], stream: int) -> t
 
 
 def _clipped(extents: Tensor) -> Tensor:
-    """Return the extents as int32, clipped to 0 .. ``BEYOND`` and aligned to 16 bytes. Cache the result."""
+    """Return the extents as int32, clipped to 0 .. ``BEYOND`` and aligned to 16 bytes. Cache the result if ``reusable``."""
     if reusable((extents,), extents.device):
         return _recently_clipped(Unchanged(extents), stream_of(extents.device))
     return aligned(clipped(extents))

@@ -66,7 +66,7 @@ def _ready(launch: Launch, device: torch.device) -> _ReadyLaunch:
 def _like(x: Output, device: torch.device) -> Tensor:
     """Return a template of an output for ``empty_like``: one element, expanded to the output's shape.
 
-    ``empty_like(template)`` takes half the time of ``empty(shape)``.
+    ``empty_like(template)`` is faster than ``empty(shape)``.
     """
     return torch.empty((), dtype=getattr(torch, x.dtype), device=device).expand(x.shape)
 
@@ -79,10 +79,10 @@ _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
 
 
 def _zeros(x: Output, device: torch.device) -> Tensor:
-    """Return a zeroed scratch array.
+    """Return zeroed scratch memory for ``x``.
 
-    Slice a small array from a zeroed pool, one per stream. During CUDA graph capture allocate a new array instead, because a
-    pool's array would no longer be 0 when the graph is replayed.
+    If ``ZERO`` bytes are enough, take a uint8 buffer from the pool of the current CUDA stream. On a CPU and during CUDA graph
+    capture allocate an array instead: a buffer of the pool would no longer be 0 when the graph is replayed.
     """
     small = math.prod(x.shape) * getattr(torch, x.dtype).itemsize <= ZERO
     if not small or device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():

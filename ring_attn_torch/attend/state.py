@@ -13,7 +13,8 @@ class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
 
     The rest is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes the denominator by a relative 5e-4. The rest is None for 16-bit inputs: their scores have larger errors.
+    float32 lse changes the denominator by up to a relative 5e-4. The rest is None for 16-bit inputs, whose scores have larger
+    errors.
     """
 
     out: Tensor
@@ -34,8 +35,8 @@ class BackwardInputs(NamedTuple):
     """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the sinks' gradient from these queries;
-    the steps do not change it. ``bounds`` int32 [b, q tiles, 4]: the least and greatest first and end of the extents in each
-    query tile, for kernels. ``out`` [b s h e]: the output of the forward, for the vendors' backends.
+    the steps do not change it. ``bounds`` int32 [b, q tiles, 4], for kernels: the least first, greatest end, greatest first and
+    least end of the extents in each query tile. ``out`` [b s h e]: the output of the forward, for the vendors' backends.
     """
 
     q: Tensor

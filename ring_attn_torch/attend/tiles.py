@@ -99,10 +99,7 @@ class TileInputs:
             yield cls(batch, q[batch], keys.kv[batch], some_key_mask, key_extents, rows, mine, some_philox_keys)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Return the batched matrix product of a and b, in a buffer that the next call of this ``name`` and shape overwrites.
-
-        Reusing the buffers makes a call 5 % faster.
-        """
+        """Return the batched matrix product of a and b, in a buffer that the next call of this ``name`` and shape overwrites."""
         shape = name, a.shape[1], b.shape[2]
         if shape not in self._products:
             self._products[shape] = a.new_empty((a.shape[0], *shape[1:]))

@@ -1,9 +1,9 @@
 """The backends "flash", "flash4" and "cudnn": vendors' attention kernels; the ring merges their results in at least float32.
 
 PyTorch ships FlashAttention-2 (arXiv:2307.08691; on a CPU its flash kernel for CPUs) and NVIDIA's cuDNN. The package flash-attn-4
-ships FlashAttention-4. These kernels support two masks: no mask, and a causal mask over equally many queries and keys. This
-module splits a band without an upper bound into at most three pieces, each with one of the two masks. The backward kernels get
-out and lse over all keys, and so return the gradient contribution of one piece.
+ships FlashAttention-4. This module uses two of their masks: no mask, and a causal mask over equally many queries and keys. It
+splits a band without an upper bound into at most three pieces, each with one of the two masks. The backward kernels get out and
+lse over all keys, and so return the gradient contribution of one piece.
 
 Pieces are merged in at least float32. Within a piece the vendor decides the precision. On CPUs, for example, 16-bit gradients of
 k and v are summed over the query heads of a group in 16 bits (2 % error with 64 query heads on one kv head).

@@ -230,7 +230,7 @@ torch.library.register_autograd("ring_attn::backward", refuse_second_derivative)
 
 
 class Eager(torch.autograd.Function):
-    """The ring as a plain autograd.Function: an op's dispatch would take longer than the rest of a short call."""
+    """The ring as a plain autograd.Function, which saves the dispatch of an op."""
 
     @staticmethod
     def forward(

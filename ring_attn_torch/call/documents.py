@@ -2,7 +2,8 @@
 
 A rank can read the extents of its own queries only, so each rank checks its extents, and all ranks exchange the results. On a CPU
 each call with extents makes this exchange in any case; on GPUs each new tensor of extents costs one exchange. Once any extents
-reach beyond the documents, "auto" selects "ring" for all later calls of the problem, and for the backward of earlier calls.
+reach beyond the documents, "auto" selects as without this check, in later calls of the problem and in the backward of earlier
+ones.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ..ring.groups import Group, capturing, rank_in, ranks_of
 from .prepare import Arrays, checked
 
 EACH_TIME = ("cpu",)
-"""The device types whose extents are checked at each call. On other devices each tensor of extents is checked once."""
+"""The device types whose extents are checked at each call. On others a tensor is checked once, while it is remembered."""
 
 MOST_LOOKED = 32
 """The most checked tensors of extents to remember. A remembered tensor stays in memory."""
@@ -52,7 +53,7 @@ class Settled(NamedTuple):
 
 
 def settle(problem: Problem, arrays: Arrays, group: Group) -> Settled:
-    """Return the problem with ``within_documents`` set if the extents of all ranks stay within the documents.
+    """Return the problem, with ``within_documents`` set if the extents of all ranks are found to stay within the documents.
 
     Raise ValueError, the same on every rank, if a rank's extents are invalid or if the ranks disagree on the problem.
     """

@@ -174,11 +174,11 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
 _alone: set[tuple[Any, ...]] = set()
 _on: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 MOST_CHECKED = 4096
-"""The largest number of checked (devices, memory layouts) to remember, for each group and for a ring of one rank."""
+"""The largest number of checked combinations to remember (see ``check_plain``), for each group and for a ring of one rank."""
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors`` once per combination of devices and memory layouts, and at every call with ALiBi slopes.
+    """Run ``check_tensors`` for each new combination of the tensors' ``device`` and ``layout``, and in calls with ALiBi slopes.
 
     Slopes are checked again because a later call may pass slopes that require a gradient. The tensors must not be nested tensors
     or Tensor subclasses.
@@ -197,8 +197,8 @@ def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
 def check_tensors(q: Any, k: Any, v: Any, arrays: Arrays, group_name: str = "") -> None:
     """Raise ValueError if an argument does not fit the op's schema, or if the group cannot send it.
 
-    Refuse objects that are not tensors, DTensors, sparse or nested tensors, tensors on several devices, a device without a
-    backend in the group, and slopes that require a gradient.
+    Refuse non-tensors, DTensors, sparse and nested tensors, tensors on several devices, a device without a backend in the group,
+    and slopes that require a gradient.
     """
     for label, x in zip(NAMES, (q, k, v, *arrays), strict=True):
         if x is None and label in Arrays._fields:

@@ -70,15 +70,15 @@ def shard_batch(
     count positions from 0 in each document. Tokens of negative documents and padded slots keep their global position. Positions
     are [batch, tokens], since rows may differ, while :func:`positions` returns [tokens].
 
-    ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree``. All
-    ranks then have equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass it on, as in
+    ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree`` to
+    equalize the ranks' work under a causal mask. The field ``.layout`` of the result then holds the layout; pass it on, as in
     ``ring_attention(..., layout=shard.layout)``.
 
     Do not append new tokens to a zigzag or contiguous shard: positions depend on the layout and the length, so attention would
     silently be wrong. Append only to ``"striped"`` shards without padding (see :func:`to_layout`).
 
-    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, if documents and a tree are
-    both passed, or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
+    Raise ValueError if shapes, dtypes, the layout or the rank do not fit, if restart_positions is set without documents, if
+    documents and a tree are both passed, or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
     """
     if rank is not None:
         check_rank(rank, ranks)

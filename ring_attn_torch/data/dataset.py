@@ -46,7 +46,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
     Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
-    there is less data than one batch.
+    the data hold fewer tokens than one batch with ``last="drop"``, or not any.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     @property
     def vocab(self) -> int | None:
-        """Return the largest id + 1, or None for token arrays."""
+        """Return the largest possible id + 1, or None for token arrays."""
         return self._batches.vocab
 
     @property

@@ -35,8 +35,8 @@ def gather(
     divide the loss by ``ranks``. ``loss(..., group=group)`` does so already, because it counts the labels of every rank.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of ``length`` tokens in
-    ``layout``, or if ranks pass shards of different shapes or different arguments. Ranks compare these only if some rank passes
-    them for the first time.
+    ``layout``, or if ranks pass shards of different shapes or different arguments. Ranks compare these only in a call that is new
+    to each of them.
     """
     ring = _ring(group)
     _check("gather", x, ring, layout, length)
@@ -56,7 +56,7 @@ def gather_token(
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
     ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token). Or nonnegative
-    integers [batch], one per row: the result is 0 for a position that no rank holds. Each rank sends one token per row. For
+    integers [batch], one per row: the result is 0 for a position beyond the shards. Each rank sends one token per row. For
     example, the logits of the last token are
     ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1, pad_value: Any = 0) -> Tensor:
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
-    ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the smallest length that
-    the layout can split equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim`` or
-    ``ranks`` is invalid. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
+    ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to a length that the layout
+    splits equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim``, ``ranks`` or
+    ``pad_value`` is invalid. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
@@ -58,7 +58,7 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
     seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
     other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
 
-    Raise ValueError if ``rank`` is outside 0 .. ranks - 1.
+    Raise ValueError if the layout is unknown or of another length, or if ``rank`` is outside 0 .. ranks - 1.
     """
     check_rank(rank, ranks)
     if isinstance(layout, BalancedLayout):

@@ -40,7 +40,8 @@ def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> 
     sees only its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with
     (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
 
-    Raise ValueError if a parent comes after its child, segments are not in depth-first order, or a segment is empty.
+    Raise ValueError if the arguments are not such lists, a parent comes after its child, segments are not in depth-first order,
+    or a segment is empty.
     """
     return TreeExtents(*map(torch.from_numpy, trees.tree_extents(parents, lengths)))
 

@@ -38,7 +38,8 @@ def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArgume
     """Convert a BlockMask of the global sequences to arguments of the ring. ``shape``: batch, heads, length and kv_length.
 
     Raise ValueError if it is not a BlockMask of this shape, has more than ``MOST_TOKENS`` queries or keys, lists blocks that
-    contradict its mask_mod, or differs between heads. Also raise it if arguments cannot express the mask, or under torch.compile.
+    contradict its mask_mod, or differs between heads. Also raise it if the mask_mod cannot be evaluated, if arguments cannot
+    express the mask, or under torch.compile.
     """
     if torch.compiler.is_compiling():
         raise ValueError(

@@ -112,7 +112,7 @@ def flash_attn_func(
     ``alibi_slopes``: float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops
     other probabilities than flash_attn. ``deterministic``: accepted, but gradients repeat to the bit without it too.
 
-    ``group``, ``layout``, ``length``, ``kv_length``: as in :func:`ring_attention`.
+    ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in :func:`ring_attention`.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` is True or ring_attention
     refuses an argument. ``alibi_slopes`` are refused if they are [batch, heads], if queries and keys differ in number, or unless
@@ -168,7 +168,7 @@ def flash_attn_varlen_func(
 
     Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, end beyond
     the row or differ in number. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a ``block_table`` is
-    passed, and as flash_attn_func does. Under torch.compile only the shapes of cu_seqlens are checked: their values are unknown.
+    passed, and as flash_attn_func does. Under torch.compile the values of cu_seqlens are unknown, and not checked.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)

@@ -53,7 +53,7 @@ def scaled_dot_product_attention(
     ``causal_upper_left`` become bands without being read. A query that sees no key has out 0.
 
     ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops other probabilities than torch.
-    ``group``, ``layout``, ``length``, ``kv_length``: as in ring_attention.
+    ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
 
     Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf,
     differs between heads, has another form, is traced by torch.compile or comes with is_causal=True, and as ring_attention does.

@@ -40,7 +40,7 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def arguments_of(score_mod: Any, device: torch.device) -> Arguments:
-    """Convert a score_mod to arguments of ``ring_attention``.
+    """Convert a score_mod to arguments of ``ring_attention``; None gives no arguments.
 
     Trace the score_mod, and compare its graph with those of ``softcap`` and ``alibi`` made from its constants. Raise ValueError
     if it equals neither.

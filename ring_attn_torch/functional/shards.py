@@ -85,14 +85,14 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
 
 
 def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) -> Any:
-    """Call ``ring_attention`` on the result of ``prepare``. If ``prepare`` raises on a rank, all ranks raise, sending nothing."""
+    """Call ``ring_attention`` on the result of ``prepare``. Report an error of ``prepare`` to all ranks by ``same_error``."""
     with same_error(group_of(group_name(ring.group))):
         (q, k, v), arguments = prepare()
     return ring_attention(q, k, v, group=ring.group, **arguments)
 
 
 def check_dims(arrays: dict[str, Any], *axes: str) -> None:
-    """Raise ValueError if an array is not a dense tensor with one dimension for each name in ``axes``."""
+    """Raise ValueError if an array is not a tensor, is a DTensor or nested, or lacks one dimension for each name in ``axes``."""
     for name, x in arrays.items():
         if not isinstance(x, Tensor) or is_dtensor(x) or x.is_nested:
             raise ValueError(f"{name} must be a dense torch.Tensor [{', '.join(axes)}], this rank's shard, got {in_words(x)}")

@@ -47,9 +47,9 @@ class KVCache(Requests):
     int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank: ``counts``
     int32 [batch, ranks], the number of a request's tokens that each rank has stored (with a window, overwritten tokens count
     too); ``lengths`` int32 [batch], the number of a request's tokens; ``reached`` int32 [batch], its greatest length since its
-    reset; ``owners`` int16 [batch, n + 1], the ranks of the newest n positions, each at index position modulo n; with float8,
-    ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot and the last owner are extra:
-    they absorb the writes of tokens that other ranks hold.
+    reset, steps without ``advance`` included; ``owners`` int16 [batch, n + 1], the ranks of the newest n positions, each at index
+    position modulo n; with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot
+    and the last owner are extra: they absorb the writes of tokens that other ranks hold.
 
     A step of new tokens is
 
@@ -59,10 +59,10 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    The tokens that ``append`` writes become visible with ``advance``: a step without ``advance`` has no visible effect. Other
-    methods take effect at once. Tensors are changed in place, at fixed shapes and without waiting for the device, so that a step
-    may be captured in a CUDA graph. Methods return the cache itself, so that the same program runs in JAX, where they return a
-    new one.
+    The tokens that ``append`` writes become visible with ``advance``; later steps do not see the tokens of a step without it.
+    Other methods take effect at once. ``append`` and ``advance`` change tensors in place, at fixed shapes and without waiting for
+    the device, so that a step of ``cache.step`` may be captured in a CUDA graph. Methods that change the cache return it, so that
+    the same program runs in JAX, where they return a new one.
     """
 
     @classmethod
@@ -93,10 +93,10 @@ class KVCache(Requests):
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
         ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
-        ``room`` (by default ``window``): the most tokens of a step and of a rollback. ``page``: the number of slots per rank
-        by which :meth:`reserve` grows the cache. ``group``: the ring.
+        ``room`` (by default ``window``): the most tokens of a rollback, and of a step of requests with tokens. ``page``: the
+        number of slots per rank by which :meth:`reserve` grows the cache. ``group``: the ring.
 
-        Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks.
+        Raise ValueError, the same on every rank, if arguments do not fit, or if ranks differ in arguments new to each of them.
         """
         ring = group_of(group_name(group))
         with same_error(ring):
