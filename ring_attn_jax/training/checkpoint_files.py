@@ -22,7 +22,7 @@ STATE = "state"
 """The folder of the arrays within a checkpoint."""
 
 EARLIER = "run/metadata"
-"""The file with the run's progress in checkpoints of earlier versions. These have no digests."""
+"""The file with the run's progress in checkpoints of earlier versions, which have no digests."""
 
 PATIENCE_MS = 20 * 60 * 1000
 """Milliseconds that a process waits for the others at each of the two barriers at the end of a save. Orbax waits as long."""
@@ -122,7 +122,7 @@ def _orbax_path(path: Path) -> Any:
 
 
 def _completed(saving: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in an event loop of its own. If this thread runs a loop, as a notebook's, use another thread."""
+    """Run a coroutine in an event loop of its own, and return its result. If this thread runs a loop, use another thread."""
 
     def run() -> T:
         loop = asyncio.new_event_loop()

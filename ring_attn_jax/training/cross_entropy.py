@@ -35,7 +35,7 @@ class Labels(NamedTuple):
 
 
 class ChunkSettings(NamedTuple):
-    """The ignored label, and the maximum number of tokens in a chunk (at least one of each batch row is in a chunk)."""
+    """The ignored label, and the maximum number of tokens in a chunk (but at least one of each batch row)."""
 
     ignored: int
     chunk: int

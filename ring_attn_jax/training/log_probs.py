@@ -28,10 +28,7 @@ from .loss import _check_arrays, int32_labels
 
 
 class LogProbSettings(NamedTuple):
-    """The ignored label, the maximum number of tokens in a chunk, and whether to return the entropy.
-
-    At least one token of each batch row is in a chunk.
-    """
+    """The ignored label, the maximum tokens of a chunk (but at least one of each row), and whether to return the entropy."""
 
     ignored: int
     chunk: int

@@ -50,8 +50,9 @@ def check_ranks(what: Any) -> None:
     places one part on several devices, their copies of this part are replicas. Replicas may differ silently after
     ``shard_map(check_vma=False)``, ``jax.make_array_from_single_device_arrays`` and the like.
 
-    With several processes (``jax.distributed``) the replicas of global arrays are compared across all of them. Numbers, and
-    arrays on the devices of a single process, must then be equal in all processes. All processes must call it at the same place.
+    With several processes (``jax.distributed``) the replicas of global arrays are compared across all of them. Arrays on the
+    devices of a single process, and all other values, must then be equal in all processes. All processes must call it at the same
+    place.
 
     Values are compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and
     shapes are compared too. Arrays without replicas are not read.

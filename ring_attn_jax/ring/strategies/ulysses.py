@@ -6,8 +6,8 @@
 
 Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). In the backward q, k, v,
 out, lse, rest and the gradients of out and lse are exchanged like q. All ranks of a group get the extents, the key mask and the
-key extents. A rank uses the sinks, the slopes and the dropout head index of its own heads. If several ranks of a group use one
-key head, the head's gradients are added in rank order.
+key extents of the group's tokens. A rank uses the sinks, the slopes and the dropout head index of its own heads. If several ranks
+of a group use one key head, the head's gradients are added in rank order.
 """
 
 from __future__ import annotations
