@@ -1,4 +1,4 @@
-"""Tiled attention of one q shard over one k/v shard in plain torch: for CPU, and the ground truth at any length.
+"""Tiled attention of one q shard over one k/v shard in plain torch: for any device, and the ground truth.
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
     lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf

@@ -65,7 +65,7 @@ def zeroed(x: Tensor, where: Tensor) -> Tensor:
 
 
 def unpack(keys: Keys) -> Tensor | None:
-    """Unpack the key mask, bool [b t], from its bits. Return None if every key is visible."""
+    """Unpack the key mask, bool [b t], from its bits. Return None without a key mask."""
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 

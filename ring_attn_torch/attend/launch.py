@@ -81,8 +81,8 @@ _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
 def _zeros(x: Output, device: torch.device) -> Tensor:
     """Return zeroed scratch memory for ``x``.
 
-    If ``ZERO`` bytes are enough, take a uint8 buffer from the pool of the current CUDA stream. On a CPU and during CUDA graph
-    capture allocate an array instead: a buffer of the pool would no longer be 0 when the graph is replayed.
+    If ``ZERO`` bytes are enough, take a uint8 buffer from the pool of the current CUDA stream. During CUDA graph capture allocate
+    an array instead, because a buffer of the pool would no longer be 0 when the graph is replayed. A CPU has no pool.
     """
     small = math.prod(x.shape) * getattr(torch, x.dtype).itemsize <= ZERO
     if not small or device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():

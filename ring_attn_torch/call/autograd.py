@@ -256,7 +256,7 @@ class Eager(torch.autograd.Function):
 
 
 def eager_only(tensors: Iterable[Any]) -> bool:
-    """Return True if no compiler, tracer, mode or transform is active, and no tensor is meta, nested or of a subclass."""
+    """Return True outside of compilers, tracers, modes and transforms if all are Tensors or Parameters, not meta or nested."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -180,8 +180,8 @@ MOST_CHECKED = 4096
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
     """Run ``check_tensors`` for each new combination of the tensors' ``device`` and ``layout``, and in calls with ALiBi slopes.
 
-    Slopes are checked again because a later call may pass slopes that require a gradient. The tensors must not be nested tensors
-    or Tensor subclasses.
+    Slopes are checked again because a later call may pass slopes that require a gradient. The tensors must not be nested, or of a
+    subclass other than Parameter.
     """
     group = group_of(group_name)
     known = _alone if group is None else _on.setdefault(group, set())

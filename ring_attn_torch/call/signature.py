@@ -106,7 +106,7 @@ def ring_attention(
         return_lse: also return lse.
 
     Return ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
-    in at least float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink), gradients 0.
+    in at least float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink), gradient 0.
 
     Raise ValueError, the same on every rank and before any tensor is sent, if inputs do not fit. Also raise it if the ranks make
     different calls and no rank has run its call before. Raise RuntimeError after the group's timeout if a rank does not reach the

@@ -46,7 +46,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
     Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
-    the data hold fewer tokens than one batch with ``last="drop"``, or not any.
+    the data hold no token, or with ``last="drop"`` fewer than one batch.
     """
 
     def __init__(

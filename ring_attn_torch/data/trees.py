@@ -37,8 +37,8 @@ def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> 
     several trees.
 
     Key j is seen by the queries [j, end), where end is the end of the subtree of j's segment. So under ``mask=causal()`` a token
-    sees only its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with
-    (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
+    sees only itself and its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are
+    padded with (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
 
     Raise ValueError if the arguments are not such lists, a parent comes after its child, segments are not in depth-first order,
     or a segment is empty.
