@@ -54,7 +54,7 @@ def loss(
     ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
     equal those of the full logits up to rounding. The forward computes them by chunks and stores them until the backward:
     hidden's gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in hidden's dtype.
-    For global arrays that are sharded over a mesh, pass ``mesh``, with the axes of tokens (``axis_name``) and of rows
+    For global arrays that are sharded over a mesh, pass ``mesh``, with the axis of tokens (``axis_name``) and the axes of rows
     (``batch_axes``): each device then chunks its own tokens, and the head's gradient is summed over devices once. Without
     ``mesh`` a chunk has tokens of all devices, and XLA sums the head's gradient in each chunk.
 

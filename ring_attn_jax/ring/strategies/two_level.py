@@ -53,8 +53,8 @@ class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that these keys have visited.
 
     ``keys``: the keys that travel to the next host during the inner ring. ``left``: the last step of the previous inner ring;
-    None in the first inner ring, and once ``add`` has added that step's gradients. ``crossing``: the number of hosts onward to
-    which ``add`` sends the sum.
+    None in the first inner ring, and once ``add`` has added that step's gradients. ``crossing``: how many hosts onward ``add``
+    sends the sum.
     """
 
     def __init__(self, ring: Ring) -> None:
