@@ -19,7 +19,8 @@ from transformers.models.llama import modeling_llama
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_torch.transformers import attention, masks
 from ring_attn_torch.transformers.cache import CachedCall, RingCache
-from ring_attn_torch.transformers.masks import CallRing, Pattern, candidates, fits, intervals
+from ring_attn_torch.transformers.mask_functions import Pattern, candidates, fits, intervals
+from ring_attn_torch.transformers.masks import CallRing
 from ring_attn_torch.transformers.shards import DocumentBounds, GlobalBatch, documents_of, ends_of_blocks
 
 
@@ -67,6 +68,20 @@ def test_transformers_masks_are_told_apart(tokens: int):
         assert torch.equal(inside, found[0].visible(q, k))
         others = [p for other, p in wanted.items() if other != name and tokens > 8]
         assert not any(fits(p, function, size, tokens, torch.device("cpu")) for p in others)
+
+
+def test_documents_of_a_later_row_and_holes_are_seen_on_one_device():
+    """Row 0 alone is causal, and keys between the first four and a window are hidden, though neighbours of any query are not."""
+    call: Any = lambda function, size: masks.ring_mask(
+        q_length=64, kv_length=64, mask_function=function, config=LlamaConfig(), local_size=size, batch_size=2
+    )
+    found = call(lambda b, h, q, k: (k <= q) & ((b == 0) | (q // 16 == k // 16)), None)
+    tokens = torch.arange(64)
+    begins = torch.stack([torch.zeros_like(tokens), tokens // 16 * 16])
+    assert torch.equal(found.extents, torch.stack([begins, (tokens + 1).expand(2, -1)], -1).int())
+    for size in (None, 8):
+        with pytest.raises(ValueError, match="does not know a mask"):
+            call(lambda b, h, q, k: (k <= q) & ((q - k < 8) | (k < 4)), size)
 
 
 def test_a_mask_is_compared_with_the_pattern_that_it_is_taken_for():

@@ -28,7 +28,8 @@ from ..inference.forward import summed
 from ..inference.prefill import prefill
 from ..inference.step import DecodeStep
 from ..ring.groups import rank_in
-from .masks import CallRing, LayerMask, Pattern, RunningCall
+from .mask_functions import Pattern
+from .masks import CallRing, LayerMask, RunningCall
 from .models import check_cacheable, text_config
 
 PAGE = 256
@@ -45,9 +46,8 @@ def cache_name(model: PreTrainedModel) -> str:
     """Return the name of the cache argument of ``model``: "cache" or "past_key_values"."""
     for interface in (model.forward, masking_utils.create_causal_mask):
         parameters = inspect.signature(interface).parameters
-        for name in NAMES:
-            if name in parameters:
-                return name
+        if found := [name for name in NAMES if name in parameters]:
+            return found[0]
     return NAMES[-1]
 
 

@@ -1,18 +1,7 @@
 """The mask function ``ring_mask`` for transformers, and the running call with its documents and padding.
 
-A model describes its mask as a function of positions. ``ring_mask`` recognizes one of the patterns below, and returns a band and
-at most one interval of keys per query, but no array of tokens by tokens. With 6 tokens (rows are queries, columns keys, # may be
-attended), W = 2 and chunks of 3:
-
-    full      causal    window    both      chunks
-    ######    #.....    #.....    ###...    #.....
-    ######    ##....    ##....    ####..    ##....
-    ######    ###...    .##...    #####.    ###...
-    ######    ####..    ..##..    .#####    ...#..
-    ######    #####.    ...##.    ..####    ...##.
-    ######    ######    ....##    ...###    ...###
-
-A causal window of W includes the token itself: q - k < W. A two-sided window excludes it: |q - k| <= W.
+A model describes its mask as a function of positions, and ``mask_functions.py`` recognizes its pattern. ``ring_mask`` returns a
+band and at most one interval of keys per query, but no array of tokens by tokens.
 
 accelerate's hooks for context parallelism replace each layer's mask by is_causal=True, which would lose windows, documents and
 padding. ``AccelerateHooks`` removes these hooks before each call and restores them when ``sequence_parallel`` ends.
@@ -22,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,19 +22,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ring_attn_core.masks import causal, full, sliding_window
+from ring_attn_core.masks import causal, full
 from ring_attn_core.runs import Band
 
 from ..ring.groups import group_name, group_of, ranks_of
+from .mask_functions import MaskFunction, Pattern, candidates, fits, intervals
 
 NAME = "ring"
 """The value of ``attn_implementation``."""
 
 ACCELERATE_HOOK = "_attach_context_parallel_hooks.<locals>._self_attn_pre_forward_hook"
 """The name of accelerate's hook function, which removes a layer's mask."""
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A mask function of transformers: (batch row, head, q_pos, k_pos) -> bool, broadcast."""
 
 
 class CallRing(NamedTuple):
@@ -63,21 +50,6 @@ class CallRing(NamedTuple):
     def ranks(self) -> int:
         """Return the number of ranks."""
         return ranks_of(self.group)
-
-
-class Pattern(NamedTuple):
-    """A mask pattern: a band, restricted to the query's chunk of ``chunk`` tokens if ``chunk`` is not 0."""
-
-    band: Band
-    chunk: int = 0
-
-    def visible(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return True where a query at position ``q`` sees a key at position ``k``."""
-        lo, hi = self.band.lo, self.band.hi
-        inside = torch.ones_like(q - k, dtype=torch.bool)
-        inside = inside if lo is None else inside & (q - k >= lo)
-        inside = inside if hi is None else inside & (q - k <= hi)
-        return inside & (q // self.chunk == k // self.chunk) if self.chunk else inside
 
 
 class LayerMask(NamedTuple):
@@ -216,66 +188,13 @@ def _on_one_device(
     device = torch.device("cpu") if attention_mask is None else attention_mask.device
     key_mask = None if attention_mask is None else attention_mask[:, :tokens].bool()
     for pattern in tried:
-        if not pattern.chunk and fits(pattern, function, size, tokens, device):
+        if not pattern.chunk and fits(pattern, function, size, tokens, device, batch):
             return LayerMask(ring, pattern.band, tokens, None, key_mask)
     extents = intervals(function, batch, tokens, device)
     if extents is None:
         raise ValueError(_unknown(None))
     ahead = bool((extents[..., 1] > torch.arange(1, tokens + 1, device=device)).any())
     return LayerMask(ring, full() if ahead else causal(), tokens, extents, key_mask)
-
-
-def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """Return the patterns of masks with ``local_size=size``, likeliest first. ``both_sides``: tokens also see later tokens."""
-    if size is None:
-        return [Pattern(full() if both_sides else causal())]
-    if both_sides:
-        return [Pattern(sliding_window(size, after=size))]
-    window, chunks = Pattern(sliding_window(size - 1)), Pattern(causal(), size)
-    return [chunks, window] if size == chunk_size else [window, chunks]
-
-
-def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device) -> bool:
-    """Return True if ``function`` equals ``pattern`` on a sample of position pairs below ``tokens``, in batch row 0.
-
-    The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``, to
-    detect documents, blocks and prefixes. It also has all pairs among the tokens beside the first three multiples of
-    ``size`` and beside both ends, to detect windows and chunks.
-    """
-    every = torch.arange(tokens, device=device)
-    near = torch.cat([every - 1, every, every + 1, every * 0, every - (size or 1), every - (size or 1) - 1])
-    edge = torch.arange(-2, 3)
-    around = torch.cat([edge, *(edge + i * (size or 0) for i in (1, 2, 3)), edge + tokens - 1]).clamp(0, tokens - 1).unique()
-    around = around.to(device)
-    q = torch.cat([every.repeat(6), around.repeat_interleave(len(around))])
-    k = torch.cat([near.clamp(0, tokens - 1), around.repeat(len(around))])
-    nought = torch.zeros_like(q)
-    return bool((function(nought, nought, q, k) == pattern.visible(q, k)).all())
-
-
-def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if it finds a query without one.
-
-    An interval must contain its query. Bisection finds its ends. Then only four keys are checked: the two just outside, and the
-    middles between the query and both ends. So a hole elsewhere is not found. The arrays cover the global sequence, so only
-    one-rank rings call it.
-    """
-    b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
-    q = torch.arange(tokens, device=device).expand(batch, tokens)
-    sees = lambda k: function(b, torch.zeros_like(b), q, k.clamp(0, tokens - 1)) & (k >= 0) & (k < tokens)
-    if not bool(sees(q).all()):
-        return None
-    first, below = q.clone(), torch.full_like(q, -1)  # first is visible, below is not
-    end, last = torch.full_like(q, tokens), q.clone()  # last is visible, end is not
-    for _ in range(tokens.bit_length() + 1):
-        middle = (first + below) // 2
-        inside, open_ = sees(middle), first - below > 1
-        first, below = torch.where(open_ & inside, middle, first), torch.where(open_ & ~inside, middle, below)
-        middle = (last + end) // 2
-        inside, open_ = sees(middle), end - last > 1
-        last, end = torch.where(open_ & inside, middle, last), torch.where(open_ & ~inside, middle, end)
-    whole = sees((first + q) // 2) & sees((last + q) // 2) & ~sees(first - 1) & ~sees(end)
-    return torch.stack([first, end], -1).int() if bool(whole.all()) else None
 
 
 class AccelerateHooks:

@@ -31,7 +31,8 @@ from ..ring.groups import rank_in
 from .arguments import LENGTHS, SHARDED, SHIFTED, VISUAL, CheckedArguments, checked_arguments, reader_of
 from .balanced import check_balanced, dealt
 from .cache import CachedCall, cached_call
-from .masks import CallRing, LayerMask, Pattern, RunningCall, running
+from .mask_functions import Pattern
+from .masks import CallRing, LayerMask, RunningCall, running
 from .trees import RowTrees, row_trees
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}

@@ -20,7 +20,7 @@ from ring_attn_core.data import trees
 from ring_attn_core.masks import causal
 from ring_attn_core.runs import Band
 
-from .masks import Pattern
+from .mask_functions import Pattern
 from .models import own_positions
 
 REFUSED = {
