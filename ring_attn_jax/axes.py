@@ -18,7 +18,7 @@ Trees = TypeVarTuple("Trees")
 
 
 def check_axis_name(axis_name: Any) -> None:
-    """Raise NotImplementedError for several axes, and ValueError unless ``axis_name`` is a string."""
+    """Raise NotImplementedError if ``axis_name`` is a tuple or list, and ValueError if it is anything else than a string."""
     if isinstance(axis_name, tuple | list):
         raise NotImplementedError(f"axis_name={axis_name!r}: a ring over several axes does not work yet, pass one name")
     if not isinstance(axis_name, str):
@@ -31,7 +31,8 @@ WHOLE = "use sharded_ring_attention(..., mesh=mesh), which builds the shard_map 
 def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE) -> int:
     """Return the number of ranks of the mesh axis.
 
-    Raise ValueError outside a shard_map over the axis; the message names the function ``call`` and gives ``instead`` as advice.
+    Raise ValueError if the axis is unknown here, as outside a shard_map over it; the message names the function ``call`` and
+    gives ``instead`` as advice. Raise as ``check_axis_name`` does.
     """
     check_axis_name(axis_name)
     try:

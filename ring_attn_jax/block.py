@@ -49,8 +49,8 @@ def attend_block(
     """Compute attention of a block of queries over a block of keys, both anywhere in a longer sequence.
 
     Return ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may
-    see, in float32 (float64 for float64). Both are differentiable. :func:`merge` merges such pairs. A query that sees no key has
-    out 0 and lse -inf.
+    see, in float32 (float64 for float64 inputs). Both are differentiable. :func:`merge` merges such pairs. A query that sees no
+    key has out 0 and lse -inf.
 
     ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens
     beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may be traced.
@@ -95,7 +95,7 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
     A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
     ``2^-24 |lse|``. This error alone moves out by up to ``2^-24 |lse| |out_A - out_B|``: 6e-4 of the difference at an lse of 1e4.
     The rounding of the merge itself comes on top. :func:`ring_attention` carries the rounding error of lse from step to step, for
-    float32 and float64 inputs. Raise ValueError if an argument is not such a pair.
+    float32 and float64 inputs. Raise ValueError if an argument is not such a pair, or if the shapes do not fit.
     """
     pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))

@@ -33,7 +33,8 @@ class DropoutState(NamedTuple):
 def dropout_state(seed: Any, offset: Any) -> DropoutState:
     """Return the dropout state of a seed and an offset. Return ``seed`` unchanged if it is a ``DropoutState``.
 
-    Raise ValueError if the offset is not a pair, or if the seed or an offset is not an int in range or a 0-d integer array.
+    Raise ValueError if the offset is not a pair, or if the seed or an offset is neither an int nor a 0-d integer array, or is out
+    of range. The values of JAX arrays are not checked.
     """
     if isinstance(seed, DropoutState):
         return seed
@@ -50,7 +51,7 @@ def dropout_state(seed: Any, offset: Any) -> DropoutState:
 
 
 def _words(x: Any) -> tuple[jax.Array, jax.Array]:
-    """Return the lower and the upper 32 bits of an int or integer array as uint32."""
+    """Return the lower and the upper 32 bits of an int or a 0-d integer array as uint32."""
     if not isinstance(x, jax.Array):
         low, high = seed_words(int(x))
     elif x.dtype.itemsize == 8:
@@ -67,7 +68,7 @@ def _is_integer(x: Any) -> bool:
 def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
-    Call this once per step, not per tile: computing the keys is half of the dropout mask's compiled code.
+    Call this once per step, not per tile: a key takes more operations than the mask's other random numbers.
     """
     b = state.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = state.head + jnp.arange(heads, dtype=jnp.uint32)[None]

@@ -139,9 +139,9 @@ class Kernels:
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, jax.Array], of_q: BackwardInputs) -> None:
-        """Add ``bounds`` to ``arrays``: the least and greatest extents in each query tile. Without extents add nothing.
+        """Add ``bounds`` to ``arrays``: the extents' bounds in each query tile (``BackwardInputs``). Without extents add nothing.
 
-        In a balanced layout extents hold local indices, so compute their bounds anew in each step.
+        In a balanced or traced layout extents hold local indices, so compute their bounds anew in each step.
         """
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds

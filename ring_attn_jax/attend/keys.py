@@ -13,11 +13,12 @@ from ring_attn_core.kernels.call import BEYOND
 
 
 class Keys(NamedTuple):
-    """A shard of keys and values: k and v packed in one array, or in two arrays if no keys travel between ranks.
+    """A shard of keys and values: k and v packed in one array, or, only if no keys travel between ranks, in two arrays.
 
     ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone if ``v`` [b t g e] is present. ``bits`` uint8 [b,
-    ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j is visible. None: all keys are visible. ``extents`` int32
-    [b t 2]: per key, the first and end (exclusive) position of the queries that may see the key, at least 0. None: no limit.
+    ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j may be attended. None: no key mask. ``extents`` int32
+    [b t 2]: per key, the first and end (exclusive) position of the queries that may see the key, at least 0; local indices after
+    a conversion by ``one_run.py``. None: no limit.
     """
 
     kv: jax.Array
@@ -59,7 +60,7 @@ def unpack(keys: Keys) -> jax.Array | None:
 
 
 def joined(parts: Keys, tokens: int) -> Keys:
-    """Concatenate shards of ``tokens`` tokens each. The arrays in ``parts`` hold all shards: [shards b tokens ...]."""
+    """Concatenate shards of ``tokens`` tokens each, with k and v packed. ``parts``: arrays of all shards, [shards b ...]."""
     bits = parts.bits
     if bits is not None:
         masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]

@@ -1,4 +1,4 @@
-"""Kernel launches inside a JAX program, by jaxlib's Triton custom call; XLA allocates or reuses the outputs."""
+"""Kernel launches inside a JAX program, by jaxlib's Triton custom call. XLA allocates outputs that do not overwrite an input."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _parameters(gpu_triton: Any, x: Any, descriptors: Iterator[Any]) -> list[Any
 
 @lru_cache
 def makes_descriptors() -> bool:
-    """Return True if this jaxlib can make TMA descriptors (newer than 0.11.0)."""
+    """Return True if jaxlib's CUDA plugin can make TMA descriptors: if it is installed, and newer than 0.11.0."""
     from jaxlib import gpu_triton
 
     return hasattr(gpu_triton, "create_tma_descriptor_parameter")
@@ -95,8 +95,8 @@ def compile_for(capability: int) -> Iterator[None]:
         with compile_for(90):
             jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
 
-    Raise ValueError if ``capability`` is not a compute capability. Raise ImportError if jaxlib's CUDA plugin is missing: the
-    plugin builds the custom calls.
+    Raise ValueError if ``capability`` is not in 50 .. 199. Raise ImportError if jaxlib's CUDA plugin, which builds the custom
+    calls, is missing.
     """
     if not 50 <= capability < 200:
         raise ValueError(f"compile_for takes a compute capability without its point, such as 90 for 9.0, got {capability!r}")

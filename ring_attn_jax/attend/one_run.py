@@ -4,7 +4,7 @@ A rank's token positions ascend, so the key positions [first, end) that a query 
 
     [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
 
-The converted extents also express the mask. Key extents are converted in the same way, to local indices of the queries.
+The converted extents also express the mask. Key extents, without the mask, become local indices of the queries.
 """
 
 from __future__ import annotations

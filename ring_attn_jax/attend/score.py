@@ -1,4 +1,4 @@
-"""The parameters of a score s_ij other than q and k. They stay on the queries' rank."""
+"""The parameters of a score s_ij other than q and k. Those with an entry per query are where the queries are."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from .dropout import DropoutState
 )
 @dataclass(frozen=True)
 class Score:
-    """The parameters of a score and of dropout. A feature whose field is None is off.
+    """The parameters of a score and of dropout. A feature whose field is None is off; a ``dropout_rate`` of 0 is no dropout.
 
-    ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j, else -inf.
+    ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j, else -inf. Without
+    softcap the first term is ``scale q_i . k_j``.
     """
 
     scale: float
     softcap: float | None
     dropout_rate: float
     extents: jax.Array | None = None
-    """int [b s 2]: the first and the end (exclusive) of the key positions that a query may see."""
+    """int [b s 2]: the first and the end (exclusive) of the key positions (or local indices) that a query may see."""
     sinks: jax.Array | None = None
     """[h]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: jax.Array | None = None

@@ -12,7 +12,8 @@ class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
 
     The rest is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes the denominator by a relative 5e-4. The rest is None for 16-bit inputs: their scores have larger errors.
+    float32 lse changes the denominator by up to a relative 5e-4. The rest is None for 16-bit inputs, whose scores have larger
+    errors.
     """
 
     out: jax.Array

@@ -97,7 +97,7 @@ def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs,
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gradients(inputs: OpInputs, total: State, dtotal: State, compiled: CompiledCall, axis_name: str) -> OpInputs:
-    """Return the gradients of the inputs as ``OpInputs``. custom_vjp requires None for an array without a gradient."""
+    """Return the gradients of the inputs as ``OpInputs``. custom_vjp takes None for an array without a gradient."""
 
     def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
         q, k, v, arrays = inputs

@@ -1,7 +1,7 @@
 """Conversion of a user's arguments into a checked Problem with its plan, score and backend.
 
 All ranks of a process run one traced program, so they cannot disagree about the arguments. With several processes a call compares
-nothing between them; ``check_ranks`` in ``training/ranks.py`` does.
+nothing between them: users call ``check_ranks`` of ``training/ranks.py``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call, or their gradients, under their public names; None if not passed.
+    """The optional arrays of a call under their public names, or their gradients. None: not passed, or without a gradient.
 
     The core's checks look the arrays up by these names. Append a new array at the end. ``dropout_seed``: the dropout state, made
-    from the public ``dropout_seed`` and ``dropout_offset``. ``positions``: token positions in a traced layout (``traced.py``).
+    from the public ``dropout_seed`` and ``dropout_offset``. ``positions``, not public: token positions in a traced layout
+    (``traced.py``).
     """
 
     extents: jax.Array | None = None
@@ -94,14 +95,15 @@ class CompiledCall(NamedTuple):
         )
 
     def ring(self, axis_name: str) -> Ring:
-        """Return the ring over the mesh axis ``axis_name``, with this call's plan and strategy."""
+        """Return the ring over the mesh axis ``axis_name``, with this call's strategy and its plan ``steps``."""
         return Ring(self.steps, axis_name, self.strategy)
 
 
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
-    """Check a problem, choose its backend, and compile its kernels.
+    """Check a problem, choose its backend, and compile its kernels if the backend has any.
 
-    ``anywhere``: True for ``attend_block``, whose runs may begin at any position, not only at the plan's positions.
+    ``anywhere``: True for ``attend_block``, whose runs may begin at any position, not only at the plan's positions. Raise
+    ValueError if a check fails.
     """
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options

@@ -84,7 +84,8 @@ def ring_attention(
         dropout_offset: the global index of the first batch row and of the first head, if these are sharded too. Pass it also if
             ``jax.vmap`` maps rows or heads, which otherwise all get the same mask.
         length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
-            None: all tokens that the shards hold (kv_length: ``length`` if q and k shards are equally long).
+            None: all tokens that the shards hold, or the length of a balanced layout (kv_length: ``length`` if q and k shards are
+            equally long).
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. deterministic: gradients repeat to the bit, as they always do here.
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",

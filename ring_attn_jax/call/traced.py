@@ -1,4 +1,4 @@
-"""A balanced layout as an array. A jitted function that takes it as an argument is not compiled anew for other documents."""
+"""A balanced layout as an array argument: documents of the same total length do not compile a jitted function anew."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TracedLayout:
 
     @classmethod
     def of(cls, layout: BalancedLayout) -> TracedLayout:
-        """Convert a balanced layout. Raise ValueError if the positions of a rank do not ascend."""
+        """Convert a balanced layout. Raise ValueError if it is not one, or if the positions of a rank do not ascend."""
         if not isinstance(layout, BalancedLayout) or not layout.ascends:
             raise ValueError(
                 "TracedLayout.of takes a BalancedLayout whose runs are in order of position, the .layout of a shard of "

@@ -1,4 +1,4 @@
-"""Sharding of a global batch of token ids, with labels, positions, extents and key mask."""
+"""Sharding of a global batch of token ids, with labels, positions and masks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The return value of ``shard_batch``. Each array is in layout order along dimension 1.
+    """A shard of a batch, as ``shard_batch`` returns it. Each array is in layout order along dimension 1.
 
     A shard is a pytree: the arrays are its leaves, and length, layout and longest_path are static. So a jitted function may take
     a shard as an argument.
@@ -37,7 +37,7 @@ class Shard(NamedTuple):
     positions: jax.Array
     """int32 [batch, tokens]: positions for rotary embeddings: global, within the document, or along a tree's path."""
     extents: jax.Array | None
-    """int32 [batch, tokens, 2]: start and end of each query's document; [0, 0) in padded slots. None without documents."""
+    """int32 [batch, tokens, 2]: first and end position of each query's document; [0, 0) in padding. None without documents."""
     key_mask: jax.Array | None
     """bool [batch, tokens]: True if queries may attend to the key; False in padded slots. None if no mask was passed."""
     length: int
@@ -92,14 +92,15 @@ def shard_batch(
     are [batch, tokens], since rows may differ, while :func:`positions` returns [tokens].
 
     ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree``. All
-    ranks then have equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass it on, as in
-    ``ring_attention(..., layout=shard.layout)``.
+    ranks then have nearly equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass it on,
+    as in ``ring_attention(..., layout=shard.layout)``.
 
     Do not append new tokens to a zigzag or contiguous shard: positions depend on the layout and the length, so attention would
     silently be wrong. Append only to ``"striped"`` shards without padding (see :func:`to_layout`).
 
-    Raise ValueError if shapes or dtypes do not fit, if restart_positions is set without documents, if documents and a tree are
-    both passed, or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
+    Raise ValueError if an argument does not fit, if restart_positions is set without documents, if documents and a tree are both
+    passed, if documents are traced in the layout "balanced", or if :func:`document_extents` or :func:`tree_extents` refuses its
+    argument.
     """
     if rank is not None:
         check_rank(rank, ranks)
@@ -146,7 +147,7 @@ def shard_batch(
 
 
 def _balanced(owner: jax.Array, ranks: int) -> BalancedLayout:
-    """Return the balanced layout of a batch. Raise ValueError if the values of ``owner`` cannot be read.
+    """Return the balanced layout of a batch. Raise ValueError if the host cannot read the values of ``owner``.
 
     ``owner`` [batch, length]: the document id of each token.
     """

@@ -21,8 +21,9 @@ class SequenceShardedDataset:
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
     each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
     rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has none. But a
-    rank reads only its own tokens, plus one more token at the end of each of its runs. In the layout ``"striped"`` a rank reads
-    the tokens of all ranks twice, for ids and for labels: its own tokens lie apart, and their next tokens are on other ranks.
+    rank reads only its own tokens, plus at most one more token after each part of a span. In the layout ``"striped"`` a rank
+    reads the tokens of all ranks twice, for ids and for labels: its own tokens lie apart, and their next tokens are on other
+    ranks.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].

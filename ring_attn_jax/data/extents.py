@@ -44,8 +44,8 @@ def document_extents(
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
     positions, by default the last entry (required under jit); tokens beyond the last entry are padding.
 
-    Raise ValueError if shapes, dtypes or values break these rules. Traced values are not checked: under jit the result for
-    invalid values is undefined.
+    Raise ValueError if arguments break these rules. Values that the host cannot read, such as traced ones, are not checked: the
+    result for invalid ones is undefined.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -60,8 +60,8 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
     """Return the extents of a prefix-LM: token p sees [0, max(prefix, p + 1)). Use them with ``mask=full()``.
 
     The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of leading tokens that
-    all queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError unless 0 <= prefix
-    <= length; a traced prefix is not checked.
+    all queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError if an argument is
+    not an integer, or unless 0 <= prefix <= length; the value of a traced prefix is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
@@ -75,7 +75,8 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
     """Return ``x`` as int32 or int64.
 
-    Raise ValueError if it does not hold integers in the dtype's range, with one dimension for each name in ``dims``.
+    Raise ValueError if it does not hold integers, with one dimension for each name in ``dims``, or if a value that the host can
+    read exceeds the dtype.
     """
     array = converted(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):

@@ -56,11 +56,12 @@ def gather_token(
 ) -> jax.Array:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token), or nonnegative
-    integers [batch], one per row; a position that no rank holds gives 0. Only this token is sent. For example, the logits of the
-    last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token), or integers
+    [batch] from 0 to length - 1, one per row, whose values are not checked. Only this token is sent. For example, the logits of
+    the last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
-    ``axis_name``, ``layout``, ``length``, gradient and errors: as in :func:`gather`.
+    ``axis_name``, ``layout``, ``length``, gradient and errors: as in :func:`gather`. Raise ValueError also if ``position`` is an
+    int outside the sequence, or not integers [batch].
     """
     ranks = _ranks("gather_token", x, axis_name)
     held = gathered_length(x.shape, layout, ranks, length)

@@ -24,9 +24,9 @@ def to_layout(
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
     ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the smallest length that
-    the layout can split equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim`` or
-    ``ranks`` is invalid. A layout is a name, the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or its
-    TracedLayout.
+    a named layout can split equally, or to the size of a balanced one. Raise ValueError if the layout is unknown or of another
+    length, or if another argument is invalid. A layout is a name, the ``.layout`` of a shard of ``shard_batch(...,
+    layout="balanced")``, or its TracedLayout.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
@@ -66,7 +66,7 @@ def positions(
     other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
 
     ``rank`` may be traced (``lax.axis_index``). Raise ValueError if ``rank`` is an int outside 0 .. ranks - 1, or if the layout
-    is unknown or of another length.
+    is unknown, or does not fit ``ranks`` or ``length``.
     """
     check_rank(rank, ranks)
     if isinstance(layout, TracedLayout):

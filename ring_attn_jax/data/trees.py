@@ -43,10 +43,11 @@ def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> 
     several trees.
 
     The queries [j, end), up to the end of the subtree of key j's segment, see key j. So under ``mask=causal()`` a token sees only
-    its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with (0, 0) and 0.
-    Both arrays describe whole rows; :func:`to_layout` shards them.
+    itself and its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with
+    (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
 
-    Raise ValueError if a parent comes after its child, segments are not in depth-first order, or a segment is empty.
+    Raise ValueError if a parent comes after its child, segments are not in depth-first order, a segment is empty, or the lists do
+    not match.
     """
     return TreeExtents(*map(jnp.asarray, trees.tree_extents(parents, lengths)))
 
@@ -86,17 +87,16 @@ def unpack_rollouts(
 ) -> list[jax.Array]:
     """Return for each rollout, on every rank, the values [tokens - 1, ...] at the slots that predict its tokens after the first.
 
-    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` (a name
-    or the ``.layout`` of a shard) this rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. Loss masks are not
-    applied: masked tokens have values too.
+    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` (as in
+    :func:`gather`) this rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. Loss masks are not applied: masked
+    tokens have values too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
     rank keeps its own slice of the gradient, without a sum over ranks. The result is replicated for JAX, so a loss that every
-    rank computes from it counts once, as on one device. Under ``check_vma=False`` JAX does not track this, so the function is not
-    differentiable there.
+    rank computes from it counts once, as on one device. Under ``check_vma=False`` JAX does not track this, so with ``layout`` and
+    several ranks the gradient raises ValueError there.
 
-    Raise ValueError if it is differentiated under check_vma=False, if ``values`` do not have the shape of the rollouts, or with
-    ``layout`` outside a shard_map.
+    Raise ValueError if ``values`` do not have the shape of the rollouts, or with ``layout`` outside a shard_map.
     """
     if not hasattr(values, "shape") or not hasattr(values, "dtype"):
         raise ValueError(f"values must be an array, whole or this rank's shard, got {in_words(values)}")

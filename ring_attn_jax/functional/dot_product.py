@@ -57,7 +57,7 @@ def dot_product_attention(
 
     query, key, value: this rank's shards, ``[batch, tokens, heads, head_dim]`` or without the batch. ``is_causal``: query i sees
     the keys j <= i, also if the lengths differ. ``local_window_size``: (left, right), or one int for both sides.
-    ``query_seq_lengths``, ``key_value_seq_lengths``: int ``[batch]``, tokens of each row, counted over all ranks.
+    ``query_seq_lengths``, ``key_value_seq_lengths``: integers ``[batch]``, tokens of each row, counted over all ranks.
 
     ``mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, broadcasting
     against [batch, heads, length, kv_length]. It must be the same for all heads. Apart from unused keys (padding), it must be a

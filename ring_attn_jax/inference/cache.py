@@ -57,9 +57,9 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    The tokens that ``append`` writes become visible with ``advance``: a step without ``advance`` has no visible effect. Other
-    methods take effect at once. Each method returns a new cache; donate the old one to jit, and XLA writes in place. The
-    operations between steps (:meth:`rollback`, :meth:`fork`, ...) work inside and outside of shard_map.
+    The tokens that ``append`` writes become visible with ``advance``: a step without ``advance`` adds none. A method that
+    changes the cache returns a new one; donate the old one to jit, and XLA writes in place. The methods :meth:`rollback`,
+    :meth:`reset`, :meth:`evict` and :meth:`fork` work between steps, inside and outside of shard_map.
     """
 
     @classmethod
@@ -85,7 +85,7 @@ class KVCache(Requests):
 
         A float8 cache divides each value by the scale of its layer and kv head, and clamps it to the largest float8 number.
         ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two above
-        max |x| / 448 of the first completed step.
+        max |x| / 448 of the first completed step (1 if its maximum is 0).
 
         ``capacity`` is rounded up to equally many slots on all ranks, and with ``page`` to whole pages.
 
@@ -174,7 +174,7 @@ class KVCache(Requests):
     def append(self, layer: int | jax.Array, k: jax.Array, v: jax.Array, step: DecodeStep) -> KVCache:
         """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes the tokens it caches.
 
-        Raise ValueError if shapes or dtypes do not fit.
+        Raise ValueError if ``layer``, shapes or dtypes do not fit.
         """
         checks.check_layer(self.spec, layer)
         checks.check_new(self.spec, (len(step.chunk), step.tokens), (k.shape, v.shape), (str(k.dtype), str(v.dtype)))

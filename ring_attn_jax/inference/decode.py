@@ -64,7 +64,7 @@ def tree_attention_decode(
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
             tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
             alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j, that is for node i
-            itself and its ancestors. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
+            itself and its ancestors. Every node also sees the keys before p. The depth of a node is the number of its ancestors.
             Its window and its ALiBi bias count from position p + depth, and the caller rotates its q and k by that position.
         window: the number of positions before itself that a query sees; None: all.
         k_scale, v_scale: float32 ``[kv_heads]``, the scales of k and v in float8_e4m3fn: the true values are ``k k_scale`` and
@@ -76,8 +76,8 @@ def tree_attention_decode(
     float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key has out 0 and lse -inf (or
     its sink).
 
-    Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Values are not
-    checked: with ``tree_mask``, pass q_positions as described there.
+    Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Of values only
+    untraced positions from 2^31 on are refused: with ``tree_mask``, pass q_positions as described there.
     """
     ranks = ranks_of("tree_attention_decode", axis_name)
     places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)

@@ -53,12 +53,12 @@ def decode_step(
     any place, are not cached, and their logits are undefined. All ranks compute the same logits, each with its part of the cache.
     Dropout is off. Call it inside jax.jit, with the cache donated.
 
-    The logits equal those of the model on the whole sequence up to rounding, since sums are computed in another order. To check
-    for room, call ``cache.check_room`` before.
+    The logits equal those of the model on the whole sequence up to rounding: sums are computed in another order, and a float8
+    cache rounds keys and values. To check for room, call ``cache.check_room`` before.
 
-    Raise ValueError if the cache does not fit the model, if a mask is neither causal nor a window before the token, or if the
-    model has a ``head_axis`` or weights sharded otherwise than over its mesh. Raise it too if an id is outside the vocabulary
-    (a traced id gives NaN instead).
+    Raise ValueError if the ids or the cache do not fit the model, if a mask is neither causal nor a window before the token, or
+    if the model has a mesh and a ``head_axis``, or weights sharded otherwise than over its mesh. Raise it too if an id is outside
+    the vocabulary (a traced id gives NaN instead).
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))
@@ -79,7 +79,7 @@ def prefill_prompts(
     tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
     a request without a true token. ``fresh``: assert, unchecked, that all requests are empty, so that attention skips the cache.
 
-    Raise ValueError as :func:`decode_step` does, and if the model has ALiBi and ``fresh`` is False.
+    Raise ValueError as :func:`decode_step` does, if ``lengths`` do not fit, and if the model has ALiBi and ``fresh`` is False.
     """
     _check(model, ids, cache)
     counts = ids.shape[1] if lengths is None else lengths
@@ -193,7 +193,7 @@ def computes_in(model: RingTransformer) -> str:
 def check_model(model: RingTransformer, traced: bool = False) -> None:
     """Raise ValueError if ``model`` is not a RingTransformer, or if its masks, ``head_axis`` or sharded weights prevent decoding.
 
-    Raise it too if the weights are traced, unless ``traced`` is True.
+    Raise it too inside jit or another transformation, unless ``traced`` is True.
     """
     from flax import nnx
 

@@ -19,15 +19,15 @@ from ..axes import axes_of, check_axis_name
 def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> tuple[jax.Array, jax.Array]:
     """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into (out, lse) over all keys.
 
-    The result is that of :func:`merge` on the list of all ranks' pairs, with the same bits on every rank. One all-gather carries
-    out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The lse is a natural
-    logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
+    The result is that of :func:`merge` on the list of all ranks' pairs, up to rounding, with the same bits on every rank. One
+    all-gather carries out and lse, packed in one array, and they are merged in rank order. The lse is a natural logarithm; a rank
+    whose queries see no key has out 0 and lse -inf, and changes nothing.
 
-    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). It is float64 if
-    out or lse is float64, else float32.
+    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). It is computed and
+    returned in float64 if out or lse is float64, else in float32.
 
-    For inference: not differentiable. Raise ValueError if ``pair`` is not an (out, lse) of these shapes, outside a shard_map over
-    the axis, or if the result is differentiated.
+    For inference: not differentiable. Raise ValueError if ``pair`` is not an out [..., e] and an lse [...] of floating dtypes,
+    outside a shard_map over the axis, or if the result is differentiated.
     """
     check_own_pair(pair, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     ranks_of("merge_ring", axis_name)

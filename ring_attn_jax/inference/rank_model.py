@@ -1,4 +1,4 @@
-"""A model inside shard_map, whose weights are this rank's shards: it all-gathers them one layer at a time."""
+"""A model inside shard_map, whose weights may be this rank's shards: it all-gathers them for one layer at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """A RingTransformer inside shard_map: its layers take a rank's tokens, and its weights are this rank's shards.
+    """A RingTransformer inside shard_map: its layers take a rank's tokens, and its weights are replicated or this rank's shards.
 
     ``specs``: the PartitionSpec of each weight that is sharded, by its path in the model.
     """
@@ -94,7 +94,7 @@ def _spec_of(x: Any) -> PartitionSpec:
 
 
 def is_on(mesh: Any, x: Any) -> bool:
-    """Return True if the array is replicated or traced, or sharded by a NamedSharding over ``mesh``, a mesh or None."""
+    """Return True if ``x`` is replicated, traced or no JAX array, or sharded by a NamedSharding over ``mesh``, a mesh or None."""
     sharding = getattr(x, "sharding", None)
     if isinstance(x, Tracer) or sharding is None or sharding.is_fully_replicated:
         return True

@@ -1,6 +1,6 @@
 """The arrays of a cache, and the operations on its requests between steps, such as rollback, reset and fork.
 
-A slot without a token is *empty*: its position is -1, and decoding does not read it.
+A slot without a token is *empty*: its position is -1, and its k and v have no effect.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Requests:
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
         """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of ``tokens`` in ``layout``.
 
-        ``tokens``: an int for all requests, or one int each. Return the cache. Call it outside of jit, before a step. It copies
-        the slot counts to the host, and so waits for the previous step.
+        ``tokens``: an int for all requests, or one int each. With a window the room is unlimited. Return the cache. Call it
+        outside of jit, before a step: it copies ``counts`` to the host, and so waits for the previous step.
         """
         more = [tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens
         more = checks.check_lengths(more, self.spec.batch, 2**30, "tokens to come")
@@ -71,10 +71,10 @@ class Requests:
         return self
 
     def reserve(self, tokens: int) -> Self:
-        """Grow the cache by whole pages until every request has room for ``tokens`` more; call outside of jit.
+        """Grow the cache by whole pages until every request has room for ``tokens`` more, spread evenly over the ranks.
 
-        The arrays change their size, so jit compiles functions of the cache again. Raise ValueError if the cache was not made
-        with ``page``.
+        Call it outside of jit. If the arrays grow, jit compiles functions of the cache again. Raise ValueError if the cache was
+        not made with ``page``, or if ``tokens`` is not an int of at least 0.
         """
         spec = checks.grown(self.spec, self._read("reserve", self.counts), tokens)
         more = spec.slots - self.spec.slots
@@ -94,9 +94,9 @@ class Requests:
     def rollback(self, lengths: Lengths) -> Self:
         """Truncate each request to its first ``lengths`` tokens: an int, one int each, or integers [batch], equal on all ranks.
 
-        A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length so
-        far. Raise ValueError if a request goes further, unless the values cannot be read here: under jit, or if ``lengths`` or
-        the cache's arrays are partly on devices of other processes.
+        A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length
+        since its reset. Raise ValueError if a request goes further, unless the values cannot be read here: under jit, or if
+        ``lengths`` or the cache's arrays are partly on devices of other processes.
         """
         spec = self.spec
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
@@ -141,7 +141,7 @@ class Requests:
     def fork(self, source: Rows, target: Rows) -> Self:
         """Copy each request of ``source`` to the request at that index of ``target``; a single source goes to every target.
 
-        All sources are read before a target is written.
+        All sources are read before a target is written. Raise ValueError if the indices do not fit.
         """
         rows = checks.check_fork(source, target, self.spec.batch)
         sources, targets = (jnp.asarray(x, jnp.int32) for x in rows)

@@ -44,8 +44,8 @@ def sample(
     neither requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Logits, requests and
     positions may be traced.
 
-    Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` is passed at
-    temperature 0, or if ``positions`` is missing at a temperature above 0.
+    Raise ValueError if shapes or dtypes do not fit, if a number is outside its range or traced, if ``top_k`` or ``top_p`` is
+    passed at temperature 0, or if ``positions`` is missing at a temperature above 0.
     """
     for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
         if isinstance(number, Tracer):

@@ -149,7 +149,7 @@ class FlaxFunction:
 
     @staticmethod
     def _first(tokens: int, out: jax.Array) -> jax.Array:
-        """Return the first ``tokens`` tokens of ``out`` [batch, tokens, ...]; fewer than all are no longer sharded by tokens."""
+        """Return the first ``tokens`` tokens of ``out`` [batch, tokens, ...]. If ``out`` has more, all-gather Explicit shards."""
         return out if out.shape[1] == tokens else whole(out, 1)[:, :tokens]
 
 

@@ -39,7 +39,7 @@ class RingAttention(Projections):
     divide heads. ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``axis_name``:
     the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays in layout
     order instead, sharded over the mesh. Its attention is then :func:`sharded_ring_attention` with ``batch_axes`` and
-    ``head_axis``. Computation is in x's dtype, whatever the dtype of the weights.
+    ``head_axis``. The projections are computed in x's dtype, whatever the dtype of the weights.
 
     ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
     ``rotary_base`` is short for ``Rotary(base)``; None: no rotation. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
@@ -53,8 +53,8 @@ class RingAttention(Projections):
     :func:`~ring_attn_core.model.alibi.alibi_slopes`; use ``rotary_base=None`` then. ``dropout_rate``: fraction of the attention
     probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
 
-    JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes do not fit or a number is
-    outside its range.
+    JAX sums the gradients of replicated weights over the ranks by itself, except under ``shard_map(check_vma=False)``. Raise
+    ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an axis.
     """
 
     @takes(RingAttentionArguments)
@@ -91,9 +91,9 @@ class RingAttention(Projections):
         own layout, which silently gives wrong results for such a shard (:class:`RingTransformer` notices most of these).
 
         ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
-        tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens hides
-        nothing on any path and is ignored. A shorter window is refused. ALiBi slopes, masks that are not causal, and a rotary
-        layer without ``positions`` are refused too. A layer with a window or slopes refuses ``key_extents`` without
+        tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens, the query
+        included, hides nothing on any path and is ignored. A shorter window is refused. ALiBi slopes, masks that are not causal,
+        and a rotary layer without ``positions`` are refused too. A layer with a window or slopes refuses ``key_extents`` without
         ``longest_path``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
@@ -101,7 +101,8 @@ class RingAttention(Projections):
         the positions of its tokens. ``key_mask`` [b t], ``extents`` and the mask then refer to its tokens: if the queries see the
         whole context, make the layer with ``mask=full()``, and usually with ``rotary_base=None``.
 
-        Raise ValueError if x or context has a wrong shape, or if ring_attention refuses an argument.
+        Raise ValueError if x or context has a wrong shape, if a ``context_...`` argument lacks ``context``, or if ring_attention
+        refuses an argument.
         """
         for name, value in (("context_positions", context_positions), ("context_length", context_length)):
             if value is not None and context is None:

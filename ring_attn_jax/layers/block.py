@@ -21,9 +21,9 @@ from .parts import LinearMap, RMSNorm
 class SwiGLU(nnx.Module):
     """``down(silu(gate(x)) * up(x))`` (arXiv:2002.05202, equation 6): [b s dim] -> [b s dim].
 
-    ``chunk``: the maximum number of tokens computed at a time, None for all. The backward recomputes each chunk. ``where``: the
-    mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map. ``bias``: ``gate``, ``up`` and
-    ``down`` have biases.
+    ``chunk``: the maximum number of tokens computed at a time, None for all. The backward recomputes the chunks if there are
+    several. ``where``: the mesh axes of global arrays, so that each device chunks its own tokens; None inside shard_map.
+    ``bias``: ``gate``, ``up`` and ``down`` have biases.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Block(nnx.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
     ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
-    all. ``mlp_bias``: the MLP's linear maps have biases. The norms use the attention's eps, norms and MLP the dtype of
-    the attention's weights.
+    all. ``mlp_bias``: the MLP's linear maps have biases. The norms have the attention's eps, and all weights its
+    ``param_dtype``.
     """
 
     def __init__(

@@ -20,14 +20,14 @@ from .parts import gathered_over
 def in_chunks(
     function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: ShardedAxes | None
 ) -> jax.Array:
-    """Compute ``function(weights, x)`` for x [b s ...] in chunks of at most ``chunk`` tokens, recomputing each in the backward.
+    """Compute ``function(weights, x)`` for x [b s ...] in chunks of at most ``chunk`` tokens; the backward recomputes them.
 
     Intermediate arrays of ``function`` exist for one chunk at a time, forward and backward. ``weights``: a pytree of arrays.
     ``where``: the mesh axes of global arrays, None inside shard_map. With it, each device chunks its own tokens, and the
     gradients of the weights are summed over devices once, not per chunk. If all tokens fit in one chunk, nothing is recomputed.
 
-    Inside an outer jax.checkpoint, ``function`` runs as often as without chunks: once forward and once for the backward. The
-    outer checkpoint does not recompute the output of the chunks, because no gradient needs it.
+    Inside an outer jax.checkpoint, such as a block's, ``function`` runs as often as without chunks, once forward and once for the
+    backward, if no gradient needs its output: then the outer checkpoint does not recompute it.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:

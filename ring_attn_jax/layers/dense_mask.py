@@ -25,11 +25,11 @@ class MaskArguments(NamedTuple):
     """
 
     extents: jax.Array | None
-    """``extents=`` of ring_attention, int32 [batch, queries, 2]; None if the mask has one row of keys for all queries."""
+    """``extents=`` of ring_attention, int32 [batch, queries, 2]; None if the mask is empty or has one row for all queries."""
     key_mask: jax.Array
     """``key_mask=`` of ring_attention, bool [batch, keys]."""
     fits: jax.Array | None = None
-    """bool [batch, queries], True if extents and key mask express the query's visible keys exactly; None if all do."""
+    """bool [batch, queries], True if extents and key mask express the query's visible keys exactly; None: all True."""
 
 
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
@@ -49,7 +49,8 @@ def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int)
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
     The extents are the tightest interval around each query's visible keys, and the key mask hides the keys that no query sees.
-    ``fits`` is True for a query whose visible keys the two express exactly. If it is False, no other extents and key mask could.
+    ``fits`` is True for a query whose visible keys the two express exactly. If it is not True for all queries, no other extents
+    and key mask express the whole mask.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

@@ -29,15 +29,15 @@ class DilatedArguments(LayerArguments, ContiguousRing, SparseConfig):
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    It has the weights and arguments of :class:`RingAttention`, and ``segments``, ``dilations`` and ``mixing`` of
-    :func:`dilated_attention`. In pattern i a token attends to every ``dilations[i]``-th token of its segment of ``segments[i]``
-    tokens (LongNet, arXiv:2307.02486). Shards are contiguous. With one segment that covers the sequence and dilation 1, it equals
-    RingAttention. ``o_bias``, sinks, ALiBi and dropout are not supported.
+    It has the weights and arguments of :class:`RingAttention`, without ``layout`` (shards are contiguous), ``o_bias``, sinks,
+    ALiBi and dropout. ``segments``, ``dilations``, ``mixing``: as in :func:`dilated_attention`. In pattern i every
+    ``dilations[i]``-th token of a segment of ``segments[i]`` tokens attends to all such tokens of the segment (LongNet,
+    arXiv:2307.02486). With one segment that covers the sequence and dilation 1, it equals RingAttention.
 
     ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays
     instead, sharded over the mesh. Its attention is then :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``.
-    JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes or patterns do not fit, or a
-    number is outside its range.
+    JAX sums the gradients of replicated weights over the ranks by itself, except under ``shard_map(check_vma=False)``. Raise
+    ValueError if sizes or patterns do not fit, a number is outside its range, or the mesh lacks an axis.
     """
 
     @takes(DilatedArguments)

@@ -94,7 +94,7 @@ class DilatedAttentionFunction(FlaxFunction):
 
 
 class VisibleTokens(NamedTuple):
-    """A mask within a band as two bool arrays: the keys that some query sees, and the queries that see some key.
+    """A mask within a band, as the keys that some query sees and the queries that see some key.
 
     Each field is bool [batch, tokens]; None: all True.
     """

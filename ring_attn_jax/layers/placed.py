@@ -1,4 +1,4 @@
-"""The check that a RingTransformer's tokens have positions that fit their extents. It finds a missing ``layout`` argument."""
+"""The check that a RingTransformer's tokens have positions that fit their extents. It finds most missing ``layout`` arguments."""
 
 from __future__ import annotations
 

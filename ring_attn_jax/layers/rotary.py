@@ -30,12 +30,13 @@ class RotaryEmbedding(nnx.Module):
     ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies of the
     angles. YaRN also multiplies y by its attention factor. The module has no parameters.
 
-    For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency would be off by 0.06 rad at
+    For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency may be off by 0.06 rad at
     a million tokens. So an angle is an integer in units of 2**-32 turns, which wraps at whole turns. It is the sum of two angles:
     one for the largest multiple of 1024 up to the position, one for the remainder. At a million tokens the sum is off by at most
     1.5e-6 rad.
 
-    Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is not one of these records.
+    Raise ValueError if head_dim is odd, base is at most 1, or ``scaling`` is neither one of these records nor None. NTK needs a
+    head_dim of at least 4.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:

@@ -37,11 +37,11 @@ class SummaryAttention(Projections):
     is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
     parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 with one summary per block, which is then the block's mean.
     With several summaries it is drawn from a normal distribution, since equal rows would stay equal. ``pooling="mean"`` has no
-    such parameter. The other arguments are RingAttention's, without ``o_bias``, sinks, ALiBi and dropout. With ``mesh`` the
-    layer takes global arrays, and its attention is :func:`sharded_summary_attention`.
+    such parameter. The other arguments are RingAttention's, without ``layout``, ``mask``, ``o_bias``, sinks, ALiBi and
+    dropout. With ``mesh`` the layer takes global arrays, and its attention is :func:`sharded_summary_attention`.
 
-    JAX sums the gradients of replicated weights over the ranks by itself. Raise ValueError if sizes do not fit or a number is
-    outside its range.
+    JAX sums the gradients of replicated weights over the ranks by itself, except under ``shard_map(check_vma=False)``. Raise
+    ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an axis.
     """
 
     @takes(SummaryArguments)

@@ -74,19 +74,19 @@ class RingTransformer(nnx.Module):
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
-    positions. ``eps``: the epsilon of all norms, 1e-5 in Llama. The field ``config`` holds the model's sizes and options as one
+    positions. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field ``config`` holds the model's sizes and options as one
     record; :meth:`from_config` makes the same model from it.
 
     ``auto_shard``, with ``mesh``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global
     logits.
 
-    ``activations``: the arrays that a block saves for its backward. "keep": the arrays that XLA chooses. "recompute": the block's
-    input and attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same arrays, in
-    host memory of the kind pinned_host; the gradient must then be computed inside jax.jit.
+    ``activations``: the arrays that a block saves for its backward. "keep": those that JAX saves by default. "recompute": the
+    block's input and attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same
+    arrays, in host memory of the kind pinned_host; the gradient must then be computed inside jax.jit.
 
-    JAX sums the gradients of replicated weights over the ranks by itself. If the axes of ``mesh`` are Explicit, as those of
-    jax.make_mesh are, call ``jax.set_mesh(mesh)`` before the constructor. Raise ValueError if sizes do not fit or a number is
-    outside its range.
+    JAX sums the gradients of replicated weights over the ranks by itself, except under ``shard_map(check_vma=False)``. If the
+    axes of ``mesh`` are Explicit, the default of jax.make_mesh, call ``jax.set_mesh(mesh)`` before the constructor. Raise
+    ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an axis.
     """
 
     @takes(TransformerArguments)
@@ -134,10 +134,10 @@ class RingTransformer(nnx.Module):
         Logits are in the compute dtype; ids outside the vocabulary give NaN. ``return_hidden``: return the input of the head [b s
         dim] instead, for :func:`loss` with ``head=model.head_weight`` or :func:`gather_token` of the last token. ``positions``,
         ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`;
-        ``shard_batch`` returns them. Raise ValueError if ids have a wrong shape, or if a layer refuses an argument.
+        ``shard_batch`` returns them. Raise ValueError if ids are not integers [b s], or if a layer refuses an argument.
 
         Raise ValueError if an extent begins after its query under a causal mask, or if with ``longest_path`` a key extent does
-        not contain its own token. This happens if the shard's ``layout`` is not passed. For traced arrays nothing is raised: the
+        not contain its own token, as may happen if the shard's ``layout`` is not passed. For traced arrays nothing is raised: the
         logits of such tokens are NaN.
 
         ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: head h of layer i, both counted from
@@ -145,8 +145,8 @@ class RingTransformer(nnx.Module):
         of the first batch row, 0) if ranks hold different rows. With ``mesh`` it is set automatically.
 
         With ``auto_shard``: ``ids`` are global, int [batch, tokens] in natural order. ``mask``, bool of the same shape, is False
-        where a token is padding. The result is global logits [batch, tokens, vocab]. Positions, length and masks of shards are
-        not accepted.
+        where a token is padding. The result is global logits [batch, tokens, vocab]. ``positions``, ``length``, ``extents``,
+        ``key_extents``, ``key_mask``, ``longest_path`` and ``layout`` are refused.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}

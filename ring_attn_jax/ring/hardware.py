@@ -28,7 +28,7 @@ def on_hardware(problem: Problem) -> Problem:
 
 
 def device_name() -> str:
-    """Return the name of the first GPU."""
+    """Return the kind of the first device, such as "NVIDIA H100 80GB HBM3"."""
     return jax.devices()[0].device_kind
 
 

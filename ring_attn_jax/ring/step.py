@@ -4,7 +4,7 @@
 
     spread               before the first step: move queries, keys and score, or return them unchanged
     circulate            yield a ``Step`` for each shard of keys, this rank's own first, while the next one is in transfer
-    Step.arrived         in the backward: return the gradients that came with the keys
+    Step.arrived         in the backward: return the gradients that came with the keys, or None
     Step.settle          return the state; the next step must not begin before the state is computed
     Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
     Step.home            after the last step of the backward: return the gradients of this rank's own keys
@@ -47,20 +47,23 @@ class Step(Protocol):
     """A ``Row`` for each pair of runs, int32 [q_runs, k_runs, fields]: the part of ``keys`` that this rank may see."""
     last: bool
     shift: int
-    """Number of ranks that the keys have travelled, 0 for this rank's own."""
+    """How far the keys have come, for the name of the step (``plan/step_names.py``); 0 at the first step."""
 
     def settle(self, state: T) -> T:
         """Return ``state``, tied to the next step's keys: the next step cannot begin before ``state`` is computed."""
         ...
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients of ``keys`` summed over the ranks visited so far, or None at the first step."""
+        """Return the gradients of ``keys`` summed over the ranks visited so far.
+
+        Return None at the first step, or if gradients travel straight to the keys' owner, which adds them.
+        """
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step send it to the rank that owns ``keys``.
+        """Send ``dkv`` to the rank that gets ``keys`` next, or to the rank that owns ``keys``.
 
-        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, plus this rank's contribution.
+        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, if any, plus this rank's contribution.
         """
         ...
 

@@ -59,7 +59,10 @@ def by_shard(x: jax.Array, ring: Ring) -> jax.Array:
 
 
 def _orders(ring: Ring) -> np.ndarray | None:
-    """Return for each group the indices of its joined shards' tokens, sorted by position; None if the layout is not balanced."""
+    """Return the indices that sort joined shards by position, for each group of ranks whose shards are joined.
+
+    The result is [groups, tokens], or None if the layout is not balanced.
+    """
     if not isinstance(ring.plan.layout, BalancedLayout):
         return None
     groups = ring.plan.layout.stretches(ring.plan.k_shards)
