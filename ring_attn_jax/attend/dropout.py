@@ -22,7 +22,7 @@ from ring_attn_core.dropout import (
 
 
 class DropoutState(NamedTuple):
-    """The dropout state as four 0-d uint32: the seed's two words and the global indices of the first batch row and head."""
+    """Four 0-d uint32: the lower and upper 32 bits of dropout's seed, and the global indices of the first batch row and head."""
 
     low: jax.Array
     high: jax.Array

@@ -90,7 +90,7 @@ def makes_descriptors() -> bool:
 
 @contextmanager
 def compile_for(capability: int) -> Iterator[None]:
-    """Trace and lower for an NVIDIA GPU of compute capability ``capability``, such as 90, on a host without such a GPU.
+    """Trace and lower for an NVIDIA GPU of compute capability ``capability``, such as 90, also on a host without such a GPU.
 
         with compile_for(90):
             jax.jit(f).trace(*arguments).lower(lowering_platforms=("cuda",))
@@ -125,5 +125,5 @@ def _of_this_host() -> int:
 
 @lru_cache
 def multiprocessors() -> int:
-    """Return the number of SMs of this host's GPU. Return 132, as an H100 SXM has, without a GPU or if JAX does not report it."""
+    """Return the number of SMs of this host's first GPU. Return 132 (an H100 SXM's) if JAX reports none."""
     return int(getattr(jax.devices()[0], "core_count", 0) or 132) if jax.default_backend() == "gpu" else 132

@@ -201,7 +201,7 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[jax.Array, jax.Array]:
-        """Return k and v of the key tile [b g block_k d or e], with 0 at keys that no query sees: they may hold NaN."""
+        """Return k and v of the key tile [b g block_k d or e]. Set keys that no loaded query sees to 0: they may hold NaN."""
         tile = self.keys.load(self.inputs.kv, self.inputs.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
         d = self.inputs.q.shape[-1]

@@ -98,8 +98,8 @@ def ring_attention(
 
     Raise ValueError at trace time if inputs do not fit; the message says what to do. Differentiable once, in reverse mode. out
     and lse carry the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring
-    runs once. Inside ``jax.shard_map(check_vma=False)`` JAX does not sum the gradients of replicated arrays, such as the sinks,
-    over the ranks: psum them, or leave check_vma at its default. The gradients of shards need no sum.
+    runs once. JAX does not sum the gradients of replicated arrays, such as the sinks, over the ranks if they are computed inside
+    ``jax.shard_map(check_vma=False)``: psum them, or leave check_vma at its default. The gradients of shards need no sum.
     """
     options = Options(
         layout="contiguous" if isinstance(layout, TracedLayout) else layout,

@@ -42,8 +42,8 @@ class SequenceShardedDataset:
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
     passed to ``resume``, or else at the beginning.
 
-    With ``layout="balanced"`` the documents of each batch are distributed over the ranks for equal work, and its shards carry the
-    balanced layout as ``layout``.
+    With ``layout="balanced"`` the documents of each batch are distributed over the ranks for nearly equal work, and its shards
+    carry the balanced layout as ``layout``.
 
     A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 

@@ -1,4 +1,4 @@
-"""All-gather shards into global sequences, the inverse of ``shard_batch``, or gather one token of each row."""
+"""All-gather shards into global sequences in natural order, or gather one token of each row."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ def gather(
     tokens of the shards, or the tokens of a balanced layout.
 
     Differentiable: the gradient of a shard is the sum of all ranks' gradients of its tokens. The result is replicated for JAX, so
-    a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one device. Inside
-    ``shard_map(check_vma=False)`` JAX does not track this, and the gradient is that of one device times the number of ranks.
+    a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one device. With
+    ``check_vma=False`` JAX does not track this, and a gradient computed inside the shard_map is that of one device times the
+    number of ranks.
 
     Raise ValueError if ``x`` cannot be a shard of ``length`` tokens in ``layout``, or outside a shard_map over the axis.
     """

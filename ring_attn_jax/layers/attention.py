@@ -53,8 +53,9 @@ class RingAttention(Projections):
     :func:`~ring_attn_core.model.alibi.alibi_slopes`; use ``rotary_base=None`` then. ``dropout_rate``: fraction of the attention
     probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
 
-    JAX sums the gradients of replicated weights over the ranks by itself, except under ``shard_map(check_vma=False)``. Raise
-    ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an axis.
+    JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
+    ``shard_map(check_vma=False)``. Raise ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an
+    axis.
     """
 
     @takes(RingAttentionArguments)

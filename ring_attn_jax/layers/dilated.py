@@ -36,8 +36,9 @@ class DilatedRingAttention(Projections):
 
     ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays
     instead, sharded over the mesh. Its attention is then :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``.
-    JAX sums the gradients of replicated weights over the ranks by itself, except under ``shard_map(check_vma=False)``. Raise
-    ValueError if sizes or patterns do not fit, a number is outside its range, or the mesh lacks an axis.
+    JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
+    ``shard_map(check_vma=False)``. Raise ValueError if sizes or patterns do not fit, a number is outside its range, or the mesh
+    lacks an axis.
     """
 
     @takes(DilatedArguments)

@@ -40,7 +40,7 @@ def dilated_attention_fn(
 
     Such a module then takes and returns global arrays [batch..., tokens, features] in natural order, of any length, as before.
     Its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, with the arguments passed here. With one segment
-    that covers the sequence and dilation 1, it computes the same as flax's attention.
+    that covers the sequence and dilation 1, it is exact attention.
 
     The function takes all arguments that flax's modules pass, like that of :func:`attention_fn`:
         - ``is_causal``: as ``mask=causal()``.

@@ -40,8 +40,9 @@ class SummaryAttention(Projections):
     such parameter. The other arguments are RingAttention's, without ``layout``, ``mask``, ``o_bias``, sinks, ALiBi and
     dropout. With ``mesh`` the layer takes global arrays, and its attention is :func:`sharded_summary_attention`.
 
-    JAX sums the gradients of replicated weights over the ranks by itself, except under ``shard_map(check_vma=False)``. Raise
-    ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an axis.
+    JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
+    ``shard_map(check_vma=False)``. Raise ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an
+    axis.
     """
 
     @takes(SummaryArguments)

@@ -84,9 +84,10 @@ class RingTransformer(nnx.Module):
     block's input and attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same
     arrays, in host memory of the kind pinned_host; the gradient must then be computed inside jax.jit.
 
-    JAX sums the gradients of replicated weights over the ranks by itself, except under ``shard_map(check_vma=False)``. If the
-    axes of ``mesh`` are Explicit, the default of jax.make_mesh, call ``jax.set_mesh(mesh)`` before the constructor. Raise
-    ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an axis.
+    JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
+    ``shard_map(check_vma=False)``. If the axes of ``mesh`` are Explicit, the default of jax.make_mesh, call
+    ``jax.set_mesh(mesh)`` before the constructor. Raise ValueError if sizes do not fit, a number is outside its range, or the
+    mesh lacks an axis.
     """
 
     @takes(TransformerArguments)
@@ -213,7 +214,8 @@ class RingTransformer(nnx.Module):
         ``temperature`` 0: the most probable token. Otherwise a token is drawn from ``softmax(logits / temperature)`` over the
         ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. Each of these three
         arguments may be a list or a 1-D array with a value for each prompt. A draw depends only on the logits, ``seed``, the
-        prompt's index and the position: it is the same on any ring, in either framework, and beside any other prompts.
+        prompt's index and the position: from equal logits it is the same on any ring, in either framework, and beside any other
+        prompts.
 
         ``on_token(request, token)``: called for each new token, with the prompt's index. ``chunk``: the maximum number of tokens
         of a prompt in one prefill, None for all. It limits the memory of activations. ``progress(done, total)``: called after

@@ -12,7 +12,7 @@ from ring_attn_core.plan.measured import stored
 from ring_attn_core.problem.problem import Problem
 
 MEASURED = ("gpu",)
-"""The device types whose records are read. On CPUs "auto" takes the ring, so that no test depends on a user's record."""
+"""The device types whose records are read. CPUs use none, so that no test depends on a user's record."""
 
 
 def on_hardware(problem: Problem) -> Problem:
