@@ -1,4 +1,4 @@
-"""The parameters of a score s_ij other than q and k. Those with an entry per query are where the queries are."""
+"""The parameters of a score s_ij other than q and k. They belong to the queries, and do not travel with the keys."""
 
 from __future__ import annotations
 

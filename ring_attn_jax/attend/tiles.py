@@ -53,7 +53,7 @@ class Tile(NamedTuple):
         return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch)
 
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
-        """Load ``x`` [b n heads ...] as [rows groups heads/groups block ...], >= float32. ``valid_only``: 0 at invalid tokens."""
+        """Load ``x`` [b n heads ...] as [rows groups heads/groups block ...] in at least float32, by default 0 at invalid tokens."""
         tile = self.tokens_of(x).astype(accumulation_dtype(x.dtype))
         if valid_only:
             tile = jnp.where(self.valid.reshape(1, -1, *[1] * (x.ndim - 2)), tile, 0)
@@ -201,7 +201,7 @@ class Pair:
     row: Row
 
     def load_kv(self) -> tuple[jax.Array, jax.Array]:
-        """Return k and v of the key tile [b g block_k d or e]. Set keys that no loaded query sees to 0: they may hold NaN."""
+        """Return the key tile's k and v [b g block_k d or e]. Set keys that no query sees to 0: they may be NaN."""
         tile = self.keys.load(self.inputs.kv, self.inputs.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
         d = self.inputs.q.shape[-1]

@@ -22,7 +22,7 @@ META = ("tokens", "layout", "length", "fresh", "ragged", "rows")
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """New tokens of some requests, and the state of the cache that includes them; ``KVCache.advance`` applies it.
+    """New tokens of some requests, and the state of a cache that includes them; ``KVCache.advance`` applies the step.
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
