@@ -53,7 +53,7 @@ class Tile(NamedTuple):
         return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch)
 
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
-        """Load ``x`` [b n heads ...] as [rows groups heads/groups block ...] in at least float32, by default 0 at invalid tokens."""
+        """Load ``x`` [b n heads ...] as [rows groups heads/groups block ...], >= float32, by default with 0 at invalid tokens."""
         tile = self.tokens_of(x).astype(accumulation_dtype(x.dtype))
         if valid_only:
             tile = jnp.where(self.valid.reshape(1, -1, *[1] * (x.ndim - 2)), tile, 0)
