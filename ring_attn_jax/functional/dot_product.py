@@ -69,7 +69,8 @@ def dot_product_attention(
     without a gradient, as in JAX. ``axis_name``: the mesh axis of the ring; None is one device, without a mesh. ``layout``,
     ``length``, ``kv_length``: as in :func:`ring_attention`.
 
-    A query that sees no key has out 0 and lse -inf, as with JAX's "cudnn"; JAX's "xla" returns the mean of all values instead.
+    A query that sees no key has out 0 and lse -inf, as with JAX's "cudnn"; JAX's "xla" returns the mean of all values
+    instead, except for queries beyond ``query_seq_lengths``.
 
     Raise ValueError if a ``bias`` is passed, if ``implementation`` is neither None nor "xla", or if a mask with known values
     differs between heads or has another form. Raise it too if ring_attention refuses an argument.

@@ -76,8 +76,8 @@ def tree_attention_decode(
     float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key has out 0 and lse -inf (or
     its sink).
 
-    Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Of values only
-    untraced positions from 2^31 on are refused: with ``tree_mask``, pass q_positions as described there.
+    Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Values
+    are not checked, except that untraced positions must be below 2^31: with ``tree_mask``, pass q_positions as described there.
     """
     ranks = ranks_of("tree_attention_decode", axis_name)
     places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)
