@@ -285,7 +285,7 @@ class Pair:
 
 
 def zero_unless(visible: jax.Array, tile: jax.Array) -> jax.Array:
-    """Return ``tile`` with 0 where ``visible`` is False. Skip the select if all are visible, as in most tiles of a long mask."""
+    """Return ``tile`` with 0 where ``visible`` is False. Skip the select if all are visible: a full tile needs none."""
     return lax.cond(visible.all(), lambda: tile, lambda: jnp.where(visible, tile, 0))
 
 
