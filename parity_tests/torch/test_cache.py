@@ -147,6 +147,14 @@ def test_a_full_request_stops_no_step_that_leaves_it_out():
         cache.step(1, valid=torch.tensor([[True], [False]]))
 
 
+def test_a_step_from_before_a_replay_is_refused():
+    cache = small()
+    step = cache.step(1)
+    cache.replayed(1)
+    with pytest.raises(ValueError, match="this step was made before the cache has changed"):
+        cache.append(0, torch.ones(2, 1, 2, 8), torch.ones(2, 1, 2, 8), step)
+
+
 def test_no_gradient_is_promised():
     q = torch.ones(2, 2, 2, 8, requires_grad=True)
     cache = small()
@@ -291,3 +299,11 @@ def test_a_cache_is_made_for_a_models_config():
     cache = KVCache.make(config, 1, 7)
     assert (cache.k.shape, cache.k.dtype) == ((3, 1, 8, 2, 8), torch.float32)
     assert KVCache.make(config, 1, 7, dtype=torch.float16).k.dtype == torch.float16
+
+
+def test_scales_are_float32_whatever_torchs_default_is():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert small(dtype="float8_e4m3fn").k_scale.dtype == torch.float32  # type: ignore[union-attr]
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -59,7 +59,7 @@ def attend(
     with ExitStack() as patches:
         for place, name, value in (
             (hardware, "MEASURED", ("cpu",)),
-            (hardware, "device_name", lambda: "a CPU"),
+            (hardware, "device_name", lambda device: "a CPU"),
             (hardware, "stored", stored),
             (autograd, "checked", spy(checked)),
             (autograd, "checked_backward", spy(checked_backward)),
@@ -157,7 +157,7 @@ def test_ranks_that_disagree_before_the_exchange_all_say_on_what(gloo):
 
 
 def disagree(group: Any) -> None:
-    with patch.object(hardware, "MEASURED", ("cpu",)), patch.object(hardware, "device_name", lambda: "no such device"):
+    with patch.object(hardware, "MEASURED", ("cpu",)), patch.object(hardware, "device_name", lambda device: "no such device"):
         hardware._known.pop(group, None)
         strategy = "two_way" if dist.get_rank(group) else "auto"
         ring_attention(*torch.randn(3, 1, 10, 2, 8), group=group, strategy=strategy)  # type: ignore[arg-type]

@@ -181,6 +181,22 @@ def freed_and_broken(group: Any) -> tuple[bool, str]:
     return gone, str(error.value)[-16:]
 
 
+def test_only_ranks_that_signal_to_this_one_are_called_late(gloo):
+    assert gloo(4, called_late) == [([], sorted({(rank - 1) % 4, (rank + 1) % 4})) for rank in range(4)]
+
+
+def called_late(group: Any) -> tuple[list[int], list[int]]:
+    """Return who is late for a pass of a window that all ranks have begun, and for the next one."""
+    q = torch.ones(1, 4, 2, 8)
+    with mapped(), patch.object(Mapped, "read_flags", lambda self: self._flags(self.rank).tolist()):
+        ring_attention(q, q, q, group=group, strategy="pull", layout="contiguous", mask=sliding_window(3))
+        dist.barrier(group)
+        made = peers._made[group]["pull"]
+        late = made.late(made.number), made.late(made.number + 1)
+        peers.free(group, "pull")
+    return late
+
+
 @pytest.mark.parametrize("second", [["b", "2"], ["a", "2", 1, ["2"], ["1", "3"]]], ids=["hosts", "access"])
 def test_gpus_that_cannot_reach_each_other_are_refused(second):
     found = [["a", "1"], second]

@@ -117,6 +117,7 @@ class Requests:
         """
         for row, more in enumerate([tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens):  # type: ignore[arg-type]
             self.host_state.appended([row], more)
+        self.version = next(VERSIONS)
         return self
 
     def rollback(self, lengths: Lengths) -> Self:

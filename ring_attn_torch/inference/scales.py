@@ -33,7 +33,9 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
             raise ValueError(f"{name} must be [layers, kv_heads] = {list(shape)}, got {got}")
         checks.check_scales(name, scale.tolist())
     own = lambda scale: scale.detach().to(device, torch.float32, copy=True)
-    return [torch.zeros(shape, device=device) if scale is None else own(scale) for scale in (k_scale, v_scale)]
+    return [
+        torch.zeros(shape, dtype=torch.float32, device=device) if scale is None else own(scale) for scale in (k_scale, v_scale)
+    ]
 
 
 def of_first(

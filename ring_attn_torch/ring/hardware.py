@@ -46,7 +46,7 @@ def on_hardware(problem: Problem, device: torch.device, group: Group, may_exchan
 def _exchanged(problem: Problem, device: torch.device, group: dist.ProcessGroup) -> Hardware:
     with same_error(group):
         problem.check()
-        record = stored("torch", device_name()) if rank_in(group) == 0 else None
+        record = stored("torch", device_name(device)) if rank_in(group) == 0 else None
         mine = [host(), None if record is None else record.to_json(), reach(device)]
     sent = exchange({"call": "ring_attention"} | problem.fingerprint(), mine, group)
     if None in sent:
@@ -59,9 +59,9 @@ def _exchanged(problem: Problem, device: torch.device, group: dist.ProcessGroup)
     return Hardware(machine, ranks_of_a_host(hosts), shared([Reach(*each) for each in reached]))
 
 
-def device_name() -> str:
-    """Return the name of the current GPU."""
-    return torch.cuda.get_device_name()
+def device_name(device: torch.device) -> str:
+    """Return the name of a GPU."""
+    return torch.cuda.get_device_name(device)
 
 
 @lru_cache(maxsize=MOST_KNOWN)

@@ -73,6 +73,8 @@ class Peers:
         self._views: dict[tuple[int, int, torch.Size, torch.dtype], Tensor] = {}
         self.read_in = [0] * self.ranks
         """For each rank the last pass in which it read this rank's keys."""
+        self.neighbours: list[int] = []
+        """The ranks that signal to this rank, and it to them, that they have begun the current pass."""
         self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + key_slots * keys)
         exchange("the memory of peers", None, group)  # no rank may write a flag before its owner has set it to 0
 
@@ -158,9 +160,9 @@ class Peers:
         return flags.tolist()
 
     def late(self, number: int) -> list[int]:
-        """Return the ranks that have not begun pass ``number``."""
+        """Return the neighbours that have not begun pass ``number``."""
         flags = self.read_flags()
-        return [rank for rank in range(self.ranks) if rank != self.rank and flags[self._flag(BEGUN, rank)] < number]
+        return [rank for rank in self.neighbours if flags[self._flag(BEGUN, rank)] < number]
 
     def inbox(self, rank: int, slot: int, like: Tensor) -> Tensor:
         """Return a slot for gradients in a rank's buffer, shaped like ``like``."""

@@ -69,7 +69,8 @@ class PullPass:
         self.number, self.ring, self.own = self.peers.number, ring, keys
         self.shifts, self.rank, self.ranks = ring.plan.shifts, rank_in(ring.group), ring.plan.ranks
         self.publish()
-        for rank in sorted({(self.rank + sign * shift) % self.ranks for shift in self.shifts[1:] for sign in (1, -1)}):
+        self.peers.neighbours = sorted({(self.rank + sign * shift) % self.ranks for shift in self.shifts[1:] for sign in (1, -1)})
+        for rank in self.peers.neighbours:
             self.peers.raise_flag(rank, BEGUN, self.rank, self.number)
 
     def publish(self) -> None:
