@@ -23,6 +23,7 @@ from ring_attn_core.problem.checks import check_array, check_extents, check_key_
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy, plan_of_steps
 from ring_attn_core.runs import Band
+from ring_attn_core.validation import in_words
 
 from .attend.dropout import dropout_state
 from .axes import check_axis_name, described, dtype_names, mapped_over_mesh
@@ -123,14 +124,18 @@ class ShardedAxes(NamedTuple):
         if not isinstance(mesh, Mesh | AbstractMesh):
             raise ValueError(f"mesh must be a jax.sharding.Mesh, as jax.make_mesh makes them, got {mesh!r}")
         check_axis_name(axis_name)
-        batch_axes = (batch_axes,) if isinstance(batch_axes, str) else tuple(batch_axes)
+        batch_axes = (batch_axes,) if isinstance(batch_axes, str) else batch_axes
+        if not isinstance(batch_axes, tuple | list) or not all(isinstance(axis, str) for axis in batch_axes):
+            raise ValueError(f"batch_axes must be the name of a mesh axis, or a tuple of names, got {in_words(batch_axes)}")
+        if not isinstance(head_axis, str | None):
+            raise ValueError(f"head_axis must be the name of a mesh axis, or None, got {in_words(head_axis)}")
         used = [axis_name, *batch_axes, *([head_axis] if head_axis else [])]
         for axis in used:
             if axis not in mesh.shape:
                 raise ValueError(f"the mesh has no axis {axis!r}: its axes are {', '.join(mesh.axis_names)}")
             if used.count(axis) > 1:
                 raise ValueError(f"mesh axis {axis!r} is named twice: tokens, batch and heads need an axis each")
-        return cls(mesh, axis_name, batch_axes, head_axis)
+        return cls(mesh, axis_name, tuple(batch_axes), head_axis)
 
     @property
     def ranks(self) -> int:

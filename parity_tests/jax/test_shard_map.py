@@ -15,8 +15,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from ring_attn_core import LAYOUTS, Band, causal, full, sliding_window
+from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.reference.tolerance import relative_error
-from ring_attn_jax import attend_block, from_layout, ring_attention, sharded_ring_attention, to_layout
+from ring_attn_jax import TracedLayout, attend_block, from_layout, ring_attention, sharded_ring_attention, to_layout
 from ring_attn_jax.call.autograd import LSE_NAME, OUT_NAME
 
 from ..support.cases import MASKS, Case
@@ -158,6 +159,9 @@ WRONG = {
     "unknown strategy": lambda q, k, v: ((q, k, v), {"strategy": "telepathy"}),
     "in PyTorch only": lambda q, k, v: ((q, k, v), {"strategy": "pull"}),
     "named twice": lambda q, k, v: ((q, k, v), {"batch_axes": "seq"}),
+    "batch_axes must be the name of a mesh axis": lambda q, k, v: ((q, k, v), {"batch_axes": None}),
+    "or a tuple of names, got": lambda q, k, v: ((q, k, v), {"batch_axes": [["seq"]]}),
+    "head_axis must be the name of a mesh axis, or None": lambda q, k, v: ((q, k, v), {"head_axis": ["seq"]}),
 }
 
 
@@ -168,9 +172,11 @@ def test_a_mistake_is_a_value_error_at_trace_time(message):
         sharded_ring_attention(*inputs, mesh=mesh_of(2), **arguments)
 
 
-def test_inside_shard_map_a_list_is_refused():
+@pytest.mark.parametrize("layout", ["contiguous", TracedLayout.of(balanced_layout((9, 7), 2))], ids=["contiguous", "traced"])
+def test_inside_shard_map_a_list_is_refused(layout):
     place = PartitionSpec(None, "seq")
-    call = jax.shard_map(lambda x: ring_attention([1.0], x, x, axis_name="seq"), mesh=mesh_of(2), in_specs=place, out_specs=place)
+    ring = lambda x: ring_attention([1.0], x, x, axis_name="seq", layout=layout)
+    call = jax.shard_map(ring, mesh=mesh_of(2), in_specs=place, out_specs=place)
     with pytest.raises(ValueError, match="q, k and v must be arrays, got list"):
         call(arrays()[0])
 

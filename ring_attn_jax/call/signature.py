@@ -13,6 +13,7 @@ from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
 
 from ..attend.dropout import dropout_state
+from ..axes import dtype_names
 from .autograd import attention
 from .prepare import Arrays
 from .traced import TracedLayout, traced
@@ -116,6 +117,7 @@ def ring_attention(
     state = dropout_state(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
     arrays = Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents)
     if isinstance(layout, TracedLayout):
+        dtype_names(q, k, v)  # raises ValueError if one is not an array
         options, arrays = traced(options, layout, arrays, q.shape, axis_name)
     out, lse = attention(q, k, v, arrays, options, axis_name)
     return (out, lse) if return_lse else out

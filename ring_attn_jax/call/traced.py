@@ -71,7 +71,7 @@ def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[
     for name in ("length", "kv_length"):
         if (value := getattr(options, name)) is not None:
             layout.check(ranks, value)
-    if shape[1] != (local if axis_name else ranks * local):
+    if len(shape) == 4 and shape[1] != (local if axis_name else ranks * local):
         raise ValueError(
             f"a shard of this layout has {local} tokens on each of {ranks} ranks, got {shape[1]} in q: shard with to_layout, by "
             "this layout"
