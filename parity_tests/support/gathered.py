@@ -7,8 +7,8 @@ import numpy as np
 from ring_attn_core.plan.balanced import balanced_layout
 
 LENGTH = 13
-ROWS = np.array([12, 3, -1])
-"""A position for each row; no rank holds the last one, which does not count from the end."""
+ROWS = np.array([12, 3, LENGTH])
+"""A position for each row; the last one is padding, or held by no rank."""
 
 
 DEALT = balanced_layout((2, 6, 1, 4), 3, seq_local=5)

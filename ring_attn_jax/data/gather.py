@@ -58,7 +58,7 @@ def gather_token(
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
     ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token), or integers
-    [batch] from 0 to length - 1, one per row, whose values are not checked. Only this token is sent. For example, the logits of
+    [batch], one per row: the result is 0 for a position outside the sequence. Only this token is sent. For example, the logits of
     the last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
     ``axis_name``, ``layout``, ``length``, gradient and errors: as in :func:`gather`. Raise ValueError also if ``position`` is an
@@ -70,8 +70,8 @@ def gather_token(
         wanted = _rows(position, x.shape[0])
     else:
         wanted = jnp.full((1,), token_position(position, held), jnp.int32)
-    here = positions(layout, ranks, held, lax.axis_index(axis_name))[None] == wanted[:, None]
-    here = jnp.broadcast_to(here, x.shape[:2])
+    mine = positions(layout, ranks, held, lax.axis_index(axis_name))[None]
+    here = jnp.broadcast_to((mine == wanted[:, None]) & (mine < held), x.shape[:2])
     index = jnp.argmax(here, 1).reshape(-1, *[1] * (x.ndim - 1))
     token = jnp.take_along_axis(x, index, 1)[:, 0]
     token = jnp.where(here.any(1).reshape(-1, *[1] * (token.ndim - 1)), token, jnp.zeros((), x.dtype))

@@ -56,7 +56,7 @@ def gather_token(
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
     ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token). Or nonnegative
-    integers [batch], one per row: the result is 0 for a position beyond the shards. Each rank sends one token per row. For
+    integers [batch], one per row: the result is 0 for a position beyond the sequence. Each rank sends one token per row. For
     example, the logits of the last token are
     ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
@@ -67,7 +67,7 @@ def gather_token(
     held = gathered_length(tuple(x.shape), layout, ranks_of(ring), length)
     wanted = position if isinstance(position, Tensor) else torch.tensor([token_position(position, held)], device=x.device)
     mine = positions(layout, ranks_of(ring), held, rank_in(ring)).to(x.device)
-    here = (mine == wanted[:, None]).expand(x.shape[0], -1)
+    here = ((mine == wanted[:, None]) & (mine < held)).expand(x.shape[0], -1)
     token = x[torch.arange(x.shape[0], device=x.device), here.int().argmax(1)]
     token = torch.where(here.any(1).view(-1, *[1] * (token.ndim - 1)), token, torch.zeros_like(token))
     if ranks_of(ring) == 1:
