@@ -105,7 +105,10 @@ WEIGHTS = {"kernel": "weight", "embedding": "weight", "scale": "weight"}
 
 
 def _loaded(module: Any, arrays: Arrays) -> tuple[Any, Arrays]:
-    """Return a copy of ``module`` with the weights in ``arrays``, named as by ``to_numpy``, and the other arrays."""
+    """Return a copy of ``module`` with its weights from ``arrays``, and a dict of the arrays that are not its weights.
+
+    The weights in ``arrays`` have the names that ``to_numpy`` gives them.
+    """
     graph, state = nnx.split(module, nnx.Param)
     others, flat = dict(arrays), []
     for path, p in nnx.to_flat_state(state):

@@ -33,7 +33,7 @@ def encoder(settings: DatasetSettings, tokenizer_text: bytes | None, template: T
     """Return the function that encodes a file, and the vocabulary size.
 
     ``tokenizer_text``: the content of a tokenizer.json; None: each byte is an id. ``template``: the chat template, if the rows
-    are chats, else None. If only the assistant's tokens have labels, the highest bit of every other id is set.
+    are chats, else None. If only the assistant's tokens have labels, the ids of all other tokens have their highest bit set.
     """
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:

@@ -25,7 +25,7 @@ class ShardSpan(NamedTuple):
     """Consecutive slots of a shard, filled with tokens of one document that are ``stride`` tokens apart."""
 
     slot: int
-    """Index of the first slot in the shard."""
+    """Index in the shard of the first of these slots."""
     span: DocumentSpan
     first: int
     """Index in the document of the token in the first slot; each next slot has the token ``stride`` further on."""

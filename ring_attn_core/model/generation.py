@@ -123,7 +123,7 @@ class Generation:
         return max(*counts, -(-self.ends[row] // ranks))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return a digest of the prompts, and the options, by name, in types of JSON. They must be equal on all ranks."""
+        """Return a dict in JSON types: a digest of the prompts, and each option by its name. It must be equal on all ranks."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
         parameters = self.sampling.parameters
         sampling = {"temperature": parameters.temperature or 0.0, "top_k": parameters.top_k, "top_p": parameters.top_p}

@@ -43,7 +43,10 @@ class Shard(NamedTuple):
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: jax.Array | None = None
-    """int32 [batch, tokens, 2]: first and end of the queries that may see a key; [0, 0) in padded slots. None without trees."""
+    """int32 [batch, tokens, 2]: first and end of the queries that may see a key; [0, 0) in padded slots.
+
+    None if no tree was passed.
+    """
     layout: BalancedLayout | None = None
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
     longest_path: int | None = None

@@ -138,8 +138,9 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
         p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
         dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
 
-    z_ij is the dropout factor: 1 / (1 - dropout_rate), or 0 if the probability is dropped. delta_i = dout_i . out_i - dlse_i. The
-    caller has multiplied dout and delta by exp(-rest_i). tanh is tanh(scale q_i . k_j / softcap), or 0 without softcap.
+    z_ij is the dropout factor: 1 / (1 - dropout_rate), or 0 if the probability is dropped. delta_i = dout_i . out_i - dlse_i. If
+    the state has a rest, the caller has multiplied dout and delta by exp(-rest_i), where rest_i is the rounding error of lse_i
+    (see ``State``). tanh is tanh(scale q_i . k_j / softcap), or 0 without softcap.
     """
     q, dout, lse, delta, *_ = of_q
     d = q.shape[-1]

@@ -119,7 +119,7 @@ def _raise(spots: Tensor, folded: Tensor) -> None:
 
 
 def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """Return a ``combine`` function for ``put`` that adds ``alpha`` times ``folded`` to ``spots`` in place, in one operation."""
+    """Return the function ``combine(spots, folded)`` for ``put`` that adds ``alpha * folded`` to ``spots`` in place."""
     return lambda spots, folded: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), folded)
 
 

@@ -117,7 +117,7 @@ def sees(j, run, tile, args):
 
 @triton.jit
 def some_query_sees(n0, run, tile, args, sizes: tl.constexpr):
-    """Return whether some query of a tile may see some key of the key tile from key ``n0`` on, by the key extents."""
+    """Return whether key extents let some query of a tile see some key of the key tile that starts at key ``n0``."""
     begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
     return tl.max(((begin < tile.m0 + sizes.BLOCK_Q) & (end > tile.m0)).to(tl.int32), 0) > 0
 
