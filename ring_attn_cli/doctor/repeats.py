@@ -36,10 +36,11 @@ class Series(NamedTuple):
 
 
 class Repeats:
-    """A timer that repeats runs. ``noise``: the greatest noise of the series whose times it has returned.
+    """A timer that measures runs in a series of rounds, and in further series as long as all of them are noisy.
 
-    ``spare``: seconds that are left for further series; the first series of a measurement needs none. ``on_any_rank``: returns
-    whether a flag is set on any rank, so that ranks that measure together also repeat together.
+    ``noise``: the greatest noise of the series whose median times it has returned, one series per measurement. ``spare``: seconds
+    left for further series; the first of a measurement spends none of them. ``on_any_rank``: a function that returns whether
+    a flag is set on any rank, so that ranks that measure together also repeat together.
     """
 
     def __init__(self, spare: float = SPARE, now: Callable[[], float] = time.perf_counter) -> None:

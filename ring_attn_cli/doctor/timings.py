@@ -1,4 +1,4 @@
-"""The measured times of a machine, and the record that follows from them. Pure arithmetic: nothing is measured here."""
+"""The times of each rank (``Timings``), and the cost model's ``Machine`` record made of them. Nothing is measured here."""
 
 from __future__ import annotations
 

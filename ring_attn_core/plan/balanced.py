@@ -40,7 +40,7 @@ SNAP = 64
 """Largest distance, in tokens, at which a document's edge counts as near a cut; the cut may then move to this edge."""
 
 MOST_WHOLE = 4
-"""Number of alternatives without a cut at the costly end of ``_Remaining.items``: the last 1, 2, 3 or 4 items, taken whole."""
+"""Largest number of items, the costliest per query, that ``_Remaining.costly`` tries to give a rank whole, without a cut."""
 
 SLACK = 0.004
 """Largest relative deviation of a rank's cost from an equal share that is accepted to move a cut."""

@@ -105,9 +105,9 @@ class Load:
 
     @cached_property
     def needed_share(self) -> float:
-        """Return the number of keys that the busiest rank receives or sends under ``needed``, divided by what a ring brings.
+        """Return the keys that the busiest rank receives or sends under ``needed``, as a share of those it receives in a ring.
 
-        A ring brings each rank one shard of keys per hop.
+        In a ring, each rank receives one shard of keys at each of the plan's hops.
         """
         assert self.needed is not None
         return self.needed.busiest(self.even) / max(len(self.plan.hops) * self.plan.kv_local, 1)

@@ -72,7 +72,7 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
 
 
 def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> jax.Array:
-    """Merge packed pairs [pairs b n h e+1] into one pair [b n h e+1] by a kernel.
+    """Merge packed (out, lse) pairs [pairs b n h e+1] into one pair [b n h e+1] by a kernel.
 
     ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
     """
@@ -83,7 +83,9 @@ def merged_by_kernel(pairs: jax.Array, call: DecodeCall, ranks: int | None) -> j
 def ended_by_kernel(
     pairs: jax.Array, sinks: jax.Array | None, call: DecodeCall, ranks: int | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge packed pairs [pairs b n h e+1] and the sinks by a kernel. Return out [b n h e] in q's dtype and lse [b n h] float32.
+    """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks by a kernel.
+
+    Return out [b n h e] in q's dtype and lse [b n h] in float32.
 
     ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
     """
@@ -93,7 +95,7 @@ def ended_by_kernel(
 
 
 def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Merge packed pairs [pairs b n h e+1] and the sinks. Return out [b n h e] and lse [b n h] in the dtype of the pairs."""
+    """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks. Return out [b n h e] and lse [b n h] in the pairs' dtype."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     sinks = None if sinks is None else sinks.astype(lses.dtype)[None, None]
     top = lses.max(0) if sinks is None else jnp.maximum(lses.max(0), sinks)

@@ -71,15 +71,20 @@ def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
 
 
 def merged_by_kernel(pairs: Tensor, call: DecodeCall, ranks: int | None) -> Tensor:
-    """Merge packed pairs, of all splits (``ranks`` None) or of ``ranks`` ranks, into one pair [b n h e+1] by a kernel."""
+    """Merge packed (out, lse) pairs [pairs b n h e+1] into one pair [b n h e+1] by a kernel.
+
+    ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
+    """
     (pair,) = launch(launches.merge_pairs(call, ranks, False), {"pairs": pairs})
     return pair
 
 
 def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks: int | None) -> tuple[Tensor, Tensor]:
-    """Merge packed pairs, of all splits (``ranks`` None) or of ``ranks`` ranks, and the sinks by a kernel.
+    """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks by a kernel.
 
     Return out [b n h e] in q's dtype and lse [b n h] in float32.
+
+    ``ranks``: the number of ranks, if each pair is the result of one rank; None if each is the result of one split.
     """
     arguments = {"pairs": pairs} if sinks is None else {"pairs": pairs, "sinks": aligned(sinks.float())}
     out, lse = launch(launches.merge_pairs(call, ranks, True), arguments)
@@ -87,7 +92,7 @@ def ended_by_kernel(pairs: Tensor, sinks: Tensor | None, call: DecodeCall, ranks
 
 
 def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Merge packed pairs [pairs b n h e+1] and the sinks. Return out [b n h e] and lse [b n h] in the dtype of the pairs."""
+    """Merge packed (out, lse) pairs [pairs b n h e+1] and the sinks. Return out [b n h e] and lse [b n h] in the pairs' dtype."""
     outs, lses = pairs[..., :-1], pairs[..., -1]
     top = lses.amax(0) if sinks is None else torch.maximum(lses.amax(0), sinks.to(lses.dtype))
     top = top.masked_fill(top == -math.inf, 0)

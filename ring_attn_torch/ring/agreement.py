@@ -137,7 +137,7 @@ class same_error:
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, then check that every rank of ``group`` makes the same ``call``. Raise errors as ``agree`` does.
 
-    Compare a call made before only if ``each_time`` is True or in ``check_every_call``. Under torch.compile compare nothing.
+    A repeated call is compared only with ``call.each_time`` or in ``check_every_call``, and under torch.compile none is.
     """
     with same_error(group):
         check()

@@ -36,9 +36,10 @@ ACCELERATE_HOOK = "_attach_context_parallel_hooks.<locals>._self_attn_pre_forwar
 
 
 class CallRing(NamedTuple):
-    """The ring of a model: the ring_attention arguments that are the same at every call.
+    """The ring of a model: the arguments of ring_attention that all its layers share.
 
-    ``layout``: a name. During a call in layout "balanced" it is the BalancedLayout of the call's documents.
+    ``layout``: a name. If it is "balanced", each call of the model makes a copy of this record in which ``layout`` is the
+    BalancedLayout of the call's documents.
     """
 
     group: dist.ProcessGroup | None = None

@@ -190,9 +190,9 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 
 
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
-    """Return the arguments for q (and dout) in query tiles and k and v in key tiles, each a pointer or a TMA descriptor.
+    """Return a kernel's arguments for k, for v and for the parameters ``of_queries``: pointers, or TMA descriptors of tiles.
 
-    ``own``: "q" (q and dout) or "kv" (k and v), the arrays of which a program loads only one tile.
+    ``of_queries``: "q_BSHD", "dout_BSHE". ``own``: the arrays of which a program loads one tile only, "q" (and dout) or "kv".
     """
     together = call.head_dim + call.v_dim
     by_tma = tiles.tma and tma_fits(call)
