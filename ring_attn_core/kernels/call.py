@@ -25,9 +25,11 @@ BEYOND = 2**30
 class RingCall:
     """The parameters that all launches of one call of ring attention share; ``array_names`` names the call's optional arrays.
 
-    ``seq_local``, ``kv_local``: queries and keys per step, those of all shards that a strategy joins. A shard
-    consists of ``q_runs`` or ``k_runs`` equally long runs (arithmetic progressions of token positions). ``packed``: keys travel,
-    and k and v are one array [batch, tokens, kv_heads, head_dim + v_dim] with float32 gradients; else k and v are two arrays.
+    ``seq_local``, ``kv_local``: number of queries and of keys in a step's shards; a strategy may join the shards of several ranks
+    into one. A shard consists of ``q_runs`` or ``k_runs`` equally long runs: arithmetic progressions of token positions, or in a
+    balanced layout one run of indices. ``packed``: keys travel, and k and v are one array [batch, tokens, kv_heads,
+    head_dim + v_dim] with float32 gradients; else k and v are two arrays.
+
     ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
     ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,
     may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``: the launcher can pass TMA

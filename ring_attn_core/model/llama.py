@@ -147,7 +147,7 @@ def _config_in(held: WeightFolder) -> TransformerConfig:
 
 
 THEIRS = Naming(_config_in, llama_name, ignored_names)
-"""The naming of Hugging Face's folders."""
+"""The format of Hugging Face's folders: how to read the config, name weights, and tell which weights to ignore."""
 
 
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:

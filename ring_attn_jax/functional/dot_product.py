@@ -196,11 +196,11 @@ def _window(size: Any) -> Band:
 
 
 def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
-    """Convert a global mask to arguments of the ring. Also return bool [rows, queries]: True if they express the query's mask.
+    """Return ring arguments for a global mask, and bool [rows, queries]: True for each query whose mask the arguments express.
 
-    The second result is None if the mask's values are known, because then the arguments express the mask of every query.
+    If the host can read the mask's values, the second result is None, because the arguments express the mask of every query.
     ``shape``: batch, heads, length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not
-    fit. Raise it too if a mask with known values differs between heads, or if arguments cannot express it.
+    fit. Raise it too if a mask that the host can read differs between heads, or if arguments cannot express it.
     """
     sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
     if len(sizes) != 4 or not hasattr(mask, "ndim") or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):

@@ -1,4 +1,8 @@
-"""The check that a RingTransformer's tokens have positions that fit their extents. It finds most missing ``layout`` arguments."""
+"""The check that each token of a RingTransformer is at a position that its extents allow.
+
+A causal query must not lie before its extent, the interval of keys that it may see. A token of a tree must lie inside its key
+extent, the interval of queries that may see it. The check finds most missing ``layout`` arguments.
+"""
 
 from __future__ import annotations
 

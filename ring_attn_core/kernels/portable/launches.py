@@ -156,7 +156,7 @@ def dq(call: RingCall, first: bool, last: bool) -> Launch:
 def dkv(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that computes the gradients of one shard of keys: ``dkv`` if k and v are packed, else ``dk`` and ``dv``.
 
-    After the ``first`` step the launch adds ``dkv_in``, or ``dk_in`` and ``dv_in``, and float32 gradients overwrite these inputs.
+    Unless ``first``, the launch adds the sums so far (``dkv_in``, or ``dk_in`` and ``dv_in``), which float32 outputs overwrite.
     ``last``: the gradients are complete and get the input's dtype.
     """
     tiles = call.tiles("dkv")
