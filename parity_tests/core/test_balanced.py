@@ -30,6 +30,7 @@ MASKS = {
     "shifted": causal(offset=-2),
 }
 WRONG_MASK: dict[str, Any] = {"mask": "causal"}
+WRONG: Any = [1]
 rows_of_documents = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=8), min_size=1, max_size=3)
 
 
@@ -162,8 +163,8 @@ def test_the_drawing_of_the_module_shows_what_the_function_returns():
         (lambda: balanced_layout([5], 0), "a ring needs at least 1 rank, got 0"),
         (lambda: balanced_layout([5, 4], 2, seq_local=4), "got 4: 2 ranks need 5 for documents of 9 tokens"),
         (lambda: balanced_layout([5, 4], 2, **WRONG_MASK), "mask must be full(), causal(...) or sliding_window(...)"),
-        (lambda: balanced_layout([5, 4], 2, pair_cost=3), "pair_cost is a function of a document's length, or None, got 3"),
-        (lambda: balanced_layout([5, 4], 2, mask=[1]), "mask must be"),
+        (lambda: balanced_layout([5, 4], 2, pair_cost=WRONG), "pair_cost is a function of a document's length, or None, got"),
+        (lambda: balanced_layout([5, 4], 2, mask=WRONG), "mask must be"),
         (lambda: balanced_layout([5, 4], 2, mask={causal(): -1}), "the cost of a mask's pairs must be a finite number"),
         (lambda: balanced_layout([5, 4], 2, mask={}), "got an empty mapping"),
         (lambda: balanced_layout([5, 4], 2, pair_cost=lambda tokens: -1.0), "pair_cost(5), the cost of a pair in a document"),

@@ -59,6 +59,7 @@ ONLY_IN_TORCH = {
     "transformers/balanced.py": "the same",
     "transformers/cache.py": "the same",
     "transformers/loss.py": "the same",
+    "transformers/mask_functions.py": "the same",
     "transformers/masks.py": "the same",
     "transformers/models.py": "the same",
     "transformers/parallel.py": "the same",

@@ -14,6 +14,10 @@ from ..support.stories import Append, Call, Prefill, Story
 from .models import Group, rank_in
 
 
+def small(**changes: Any) -> KVCache:
+    return KVCache.make(CacheSizes(2, 2, 8), 2, **{"capacity": 8, "dtype": "float32"} | changes)
+
+
 def on_rank(group: Group, story: Story) -> list[dict[str, Any]]:
     """What one rank has after every operation, and the attention of prefill and the parts of a step in it."""
     cache = KVCache.make(story.sizes, story.batch, story.capacity, **story.options, group=group)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_torch import CacheSizes, KVCache, TransformerConfig, prefill
+from ring_attn_torch import KVCache, TransformerConfig, prefill
 
 from ..support.caches import check
 from ..support.spawn import PerRank
 from ..support.stories import CHOSEN, REST, Append, Call, Prefill, Story
-from .caches import late_on_rank, on_rank, snapshot
+from .caches import on_rank, small, snapshot
 from .models import Group
 
 
@@ -28,13 +28,6 @@ def test_pages_are_added_and_nothing_is_lost(gloo):
     operations = (Prefill(4, (7, 3), fresh=True), Append(1), Call("reserve", (9,)), Append(4), Call("reserve", (4,)), Append(4))
     story = Story(2, operations, capacity=8, page=3)
     check(story, list(zip(*gloo(2, on_rank, story), strict=True)))
-
-
-SIZES = CacheSizes(2, 2, 8)
-
-
-def small(**changes: Any) -> KVCache:
-    return KVCache.make(SIZES, 2, **{"capacity": 8, "dtype": "float32"} | changes)
 
 
 def filled(cache: KVCache, tokens: int) -> KVCache:
@@ -246,64 +239,8 @@ def test_evicted_keys_are_gone_from_memory_and_reset_ones_from_sight():
     assert (cache.positions == -1).all()
 
 
-def test_given_scales_are_kept_and_what_exceeds_them_is_cut():
-    scale = torch.tensor([[0.5, 1.0], [2.0, 0.25]])
-    cache = small(dtype="float8_e4m3fn", k_scale=scale, v_scale=scale)
-    step = cache.step()
-    for layer in range(2):
-        cache.append(layer, torch.full((2, 1, 2, 8), 300.0), torch.full((2, 1, 2, 8), -300.0), step)
-    cache.advance(step)
-    assert cache.k[:, 0, 0, :, 0].float().tolist() == [[448, 288], [144, 448]]
-    assert cache.v[:, 0, 0, :, 0].float().tolist() == [[-448, -288], [-144, -448]]
-    assert torch.equal(cache.reset().k_scale, scale)
-    with pytest.raises(ValueError, match=r"v_scale must be \[layers, kv_heads\] = \[2, 2\], got \[2\]"):
-        small(dtype="float8_e4m3fn", k_scale=scale, v_scale=torch.ones(2))
-    with pytest.raises(ValueError, match="k_scale and v_scale go together"):
-        small(dtype="float8_e4m3fn", k_scale=scale)
-    for wrong, message in ((scale * 0, r"k_scale\[0, 0\]=0.0: .* must be finite and above 0"), ([[1.0]], "got list")):
-        with pytest.raises(ValueError, match=message):
-            small(dtype="float8_e4m3fn", k_scale=wrong, v_scale=scale)
-
-
-def test_a_step_that_stops_leaves_no_scale_and_one_that_advances_leaves_its_own():
-    cache = small(dtype="float8_e4m3fn")
-
-    def written(value: float, step: Any) -> None:
-        new = torch.full((2, 1, 2, 8), value)
-        for layer in range(2):
-            cache.append(layer, new, new, step)
-
-    written(1e6, cache.step())  # a step that ends here
-    step = cache.step()
-    written(1.0, step)
-    cache.advance(step)
-    assert (cache.k_scale == 2.0**-8).all()
-    cache.scaled.clear()  # as in a graph that was captured after a reset, and is replayed
-    written(1e6, cache.step())
-    assert (cache.k_scale == 2.0**-8).all() and (cache.v_scale == 2.0**-8).all()
-
-
-@pytest.mark.parametrize("first", ["chunk", "step"])
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_step_without_a_token_leaves_no_scale(gloo, ranks, first):
-    """What a request has is to the bit what it has alone, whatever stood where no token was, and whichever rank has its first."""
-    for late, alone in gloo(ranks, late_on_rank, first):
-        for name, x in alone.items():
-            dim = {"k": 1, "v": 1, "k_scale": None, "v_scale": None}.get(name, 0)
-            np.testing.assert_array_equal(late[name] if dim is None else late[name].take([1], dim), x, err_msg=name)
-        assert (alone["k_scale"] == 2.0**-8).all()
-
-
 def test_a_cache_is_made_for_a_models_config():
     config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4, kv_heads=2)
     cache = KVCache.make(config, 1, 7)
     assert (cache.k.shape, cache.k.dtype) == ((3, 1, 8, 2, 8), torch.float32)
     assert KVCache.make(config, 1, 7, dtype=torch.float16).k.dtype == torch.float16
-
-
-def test_scales_are_float32_whatever_torchs_default_is():
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        assert small(dtype="float8_e4m3fn").k_scale.dtype == torch.float32  # type: ignore[union-attr]
-    finally:
-        torch.set_default_dtype(torch.float32)

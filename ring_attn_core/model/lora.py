@@ -31,7 +31,7 @@ class LoRA:
     """The adapters of a model: their rank, their scale ``alpha / rank``, and the projections that have one in every block.
 
     If ``alpha`` is None, it becomes ``rank``, so that the scale is 1. ``targets`` become unique, in the order of ``TARGETS``.
-    Raise ValueError if a number is out of its range, a target is unknown, or there is none.
+    Raise ValueError if a number is out of its range, a target is unknown, or ``targets`` is empty.
     """
 
     rank: int = 8

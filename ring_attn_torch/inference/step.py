@@ -43,7 +43,7 @@ class DecodeStep:
     lengths: Tensor
     """Lengths of the requests after the step, int32 [requests]."""
     chunk: Tensor
-    """Number of new tokens of each request, int32 [requests], including tokens for which there is no room."""
+    """Number of new tokens of each request, int32 [requests], including tokens that do not fit."""
     counts: Tensor
     """Number of tokens that each rank has stored after the step, int32 [requests, ranks]; the next ``KVCache.counts``."""
     slots: Tensor

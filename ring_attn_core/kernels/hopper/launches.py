@@ -11,7 +11,7 @@ from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
 from .supports import TileColumns, columns, in_parts
 
 L2_SHARE = 8 * 2**20
-"""Upper bound of the bytes of k and v of the key heads processed at a time, at least one head, to keep them in the L2 cache.
+"""Bound of the bytes of k and v processed at a time, so that they stay in the L2 cache. One key head may exceed it.
 
 TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tokens, 32/8 heads of 128 627 / 630 / 627 / 623 /
 625, 32/32 heads of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 heads of 128 513 / 535 / 530 / 537 / 528.
