@@ -41,10 +41,10 @@ env: $(STAMP) ## only the environment
 demo: $(STAMP) ## the demo, in this terminal (ARGS=--quick for a short one)
 	@$(BIN)/ring-attn demo $(ARGS)
 
-test: $(STAMP) ## the tests, 10 to 17 minutes on 2 cores, fewer the second time
+test: $(STAMP) ## the tests, some 13 minutes on 2 cores, fewer the second time
 	@$(BIN)/python -m pytest parity_tests -m "not exhaustive" -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-all: $(STAMP) ## every test, those of many or long cases too, 45 to 60 minutes (ARGS=--full for the whole grid)
+test-all: $(STAMP) ## every test, those of many or long cases too, some 45 minutes (ARGS=--full for the whole grid)
 	@$(BIN)/python -m pytest parity_tests -n $(WORKERS) --dist loadfile $(ARGS)
 
 fuzz: $(STAMP) ## 2,000 random problems a framework, and the tests of many draws (ARGS="jax --problems 500 --seed 1" for the first)
