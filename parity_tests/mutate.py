@@ -13,6 +13,7 @@ import importlib
 import multiprocessing
 import os
 import queue
+import re
 import shutil
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from parity_tests.support.warm import CACHE
@@ -52,7 +54,11 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     parser.add_argument("name", nargs="*", help="a part of a break's name, or its room")
     given = parser.parse_args(arguments)
-    chosen = [b for b in breaks() if not given.name or any(name in b.name or name == b.room for name in given.name)]
+    named = [b for b in breaks() if not given.name or any(name in b.name or name == b.room for name in given.name)]
+    lacking = {b.name: package for b in named if (package := lacks(b))}
+    for name, package in lacking.items():
+        print(f"LEFT OUT {name}: its test needs {package}")
+    chosen = [b for b in named if b.name not in lacking]
     tests = list(dict.fromkeys(b.test for b in chosen))
     if run(ROOT, "-n", str(given.workers), "--dist", "loadfile", *tests) != 0:
         print("NOT BROKEN, and already red: see above")
@@ -68,6 +74,14 @@ def main(arguments: list[str]) -> int:
         print(f"SURVIVED {b.name}: {b.file}, {b.test}")
     print(f"{len(chosen) - len(survivors)} of {len(chosen)} breaks were noticed")
     return 1 if survivors else 0
+
+
+def lacks(broken: Break) -> str | None:
+    """Return a package that the file of the break's test needs and this environment lacks, or None."""
+    needed = re.findall(
+        r'^(?:\w+ = )?pytest\.importorskip\("(\w+)', (ROOT / broken.test.partition("::")[0]).read_text(), re.MULTILINE
+    )
+    return next((package for package in needed if find_spec(package) is None), None)
 
 
 def noticed(broken: Break, copies: queue.Queue[Path]) -> bool:
