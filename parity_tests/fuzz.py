@@ -1,9 +1,10 @@
 """Random problems from the whole space of cases, against float64; a failing one is shrunk to the smallest that still fails.
 
-    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees] [--balanced]
+    python -m parity_tests.fuzz [jax|torch] [--problems 2000] [--seed 0] [--trees] [--balanced] [--strategy ring gather ...]
 
 The same seed gives the same problems, those of the tests where the number is theirs too. With --trees each has a prefix
-tree. With --balanced each has a balanced layout, most under the strategies "auto" and "direct".
+tree. With --balanced each has a balanced layout, most under the strategies "auto" and "direct". With --strategy each named
+strategy gets as many problems; "pull" and "push" run in PyTorch, over files in place of GPU memory.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
 from ring_attn_core import LAYOUTS, causal, full, sliding_window
+from ring_attn_core.problem.strategies import PEERS
 from ring_attn_core.reference.oracle import Attention
 from ring_attn_core.reference.tolerance import UNIT_ROUNDOFF
 
@@ -83,6 +85,11 @@ def balanced_problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool
     return in_balanced_layout(fitted(case), draw(st.integers(0, 2)))
 
 
+def under(name: str, drawn: st.SearchStrategy[Case]) -> st.SearchStrategy[Case]:
+    """Return the drawn cases under one strategy, with numbers of ranks and heads that it accepts."""
+    return drawn.map(lambda case: fitted(replace(case, strategy=STRATEGIES.get(name, name))))
+
+
 def fuzz(run: Callable[[Case], Attention], examples: int, number: int = 0, drawn: st.SearchStrategy[Case] | None = None) -> None:
     """Check what ``run`` gives for that many random cases, those of seed ``number``; raises for the smallest case that fails.
 
@@ -134,9 +141,13 @@ def of_products(case: Case, name: str) -> float:
 def on_torch(examples: int, number: int, drawn: st.SearchStrategy[Case]) -> None:
     from .support.spawn import Ranks
     from .torch.ring import run_or_restart
+    from .torch.test_peers import over_files
+
+    def run(case: Case) -> Attention:
+        return run_or_restart(pool, case, over_files if case.strategy in PEERS else None)
 
     pool = Ranks()
-    fuzz(partial(run_or_restart, pool), examples, number, drawn)
+    fuzz(run, examples, number, drawn)
     pool.close()
 
 
@@ -155,12 +166,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
     parser.add_argument("--trees", action="store_true", help="with a prefix tree in each problem")
     parser.add_argument("--balanced", action="store_true", help="with a balanced layout in each problem")
+    parser.add_argument("--strategy", nargs="*", default=[""], choices=["ring", *STRATEGIES, *PEERS], help="of all problems")
     arguments = parser.parse_args()
     drawn = (balanced_problems if arguments.balanced else problems)(arguments.trees)
-    for name in arguments.framework:
+    for name, strategy in product(arguments.framework, arguments.strategy):
         began = time.perf_counter()
-        frameworks[name](arguments.problems, arguments.seed, drawn)
-        print(f"{name}: none of {arguments.problems} failed, {time.perf_counter() - began:.0f} s", flush=True)
+        frameworks[name](arguments.problems, arguments.seed, under(strategy, drawn) if strategy else drawn)
+        print(f"{name} {strategy}: none of {arguments.problems} failed, {time.perf_counter() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

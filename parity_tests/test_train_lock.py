@@ -18,6 +18,7 @@ from ring_attn_cli.train import lock
 from ring_attn_cli.train.config import Config
 
 from .support import corpus
+from .support.warm import free_port
 
 ROOT = str(Path(__file__).resolve().parents[1])
 PATIENCE = 600
@@ -117,9 +118,7 @@ def test_every_process_of_a_program_is_refused_alike(taken: list[str], tmp_path:
     """Two processes of JAX; torchrun's are told by a broadcast, ``of_first`` below."""
     for package in ("jax", "flax", "optax", "orbax.checkpoint", "safetensors"):
         pytest.importorskip(package)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [sys.executable, "-m", "ring_attn_cli.main", *taken, "--framework", "jax", "--coordinator", address]
     environment = os.environ | {"PYTHONPATH": ROOT, "JAX_PLATFORMS": "cpu"}
     environment.pop("XLA_FLAGS", None)  # the tests' devices

@@ -27,6 +27,7 @@ from ..support.cases import Case, check
 from ..support.combinations import EVERYTHING
 from ..support.programs import ROOT
 from ..support.spawn import Ranks
+from ..support.warm import free_port
 from ..torch import ring as on_torch
 from .tolerance import bound_on_hopper
 
@@ -148,7 +149,7 @@ def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, st
     At the last arrival a survivor may have all that it needs from it, and ends well.
     """
     (tmp_path / "kill.py").write_text(PROGRAM)
-    port = str(20000 + os.getpid() % 20000 + 10 * step + PEERS.index(strategy))
+    port = str(free_port())
     of = lambda rank: (
         os.environ
         | {

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from ..support.warm import free_port
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
@@ -20,9 +21,7 @@ def said_by_two(source: str, folder: Path) -> list[list[str]]:
     """
     program = folder / "program.py"
     program.write_text(source)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     log: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "cwd": folder}
     command = [sys.executable, str(program), address]
     started = [subprocess.Popen([*command, str(process)], env=os.environ | ENVIRONMENT, **log) for process in range(2)]

@@ -82,7 +82,7 @@ def run(
     with tempfile.TemporaryDirectory(prefix="ring-attn-") as printed:
         started = []
         ring = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
-        ring |= {"MASTER_PORT": str(_free_port())} if processes > 1 else {}
+        ring |= {"MASTER_PORT": str(free_port())} if processes > 1 else {}
         for rank in range(processes):
             own = variables | (ring | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
             out = Path(printed, f"out{rank}"), Path(printed, f"err{rank}")
@@ -129,7 +129,8 @@ def _program(arguments: list[str], folder: str, variables: dict[str, str], out: 
         sys.stderr.flush()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a TCP port of this host that no process listens on."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
