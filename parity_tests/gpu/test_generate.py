@@ -84,7 +84,8 @@ def test_a_step_keeps_the_host_from_nothing_but_its_tokens():
     assert len(came) == 28
 
 
-def test_jax_generates_the_same_text_in_float32():
+@pytest.mark.parametrize("ranks", sorted({1, max(torch.cuda.device_count(), 1)}))
+def test_jax_generates_the_same_text_in_float32(ranks):
     jax = pytest.importorskip("jax")
     if jax.default_backend() != "gpu":
         pytest.skip("JAX has no GPU")
@@ -95,6 +96,10 @@ def test_jax_generates_the_same_text_in_float32():
 
     torch.manual_seed(0)
     model = RingTransformer(**SIZES).cuda()
-    other = from_numpy(InJax(**SIZES, rngs=nnx.Rngs(0)), to_numpy(model))
+    mesh = jax.make_mesh((ranks,), ("seq",), axis_types=(jax.sharding.AxisType.Auto,))
+    other = from_numpy(InJax(**SIZES, mesh=mesh, rngs=nnx.Rngs(0)), to_numpy(model))
     with jax.default_matmul_precision("highest"):
-        assert other.generate(PROMPTS, 24) == model.generate(PROMPTS, 24)
+        expected = model.generate(PROMPTS, 24)
+        assert other.generate(PROMPTS, 24) == expected
+        stop = [expected[0][6]]
+        assert other.generate(PROMPTS, 24, stop=stop) == model.generate(PROMPTS, 24, stop=stop)

@@ -161,7 +161,8 @@ class DecodeLoop:
             low=np.uint32(parameters.low), high=np.uint32(parameters.high), temperature=number(parameters.temperature)
         )
         parameters = parameters._replace(top_k=number(parameters.top_k), top_p=number(parameters.top_p))
-        ends = np.asarray(generation.stop, np.int32), np.asarray(generation.ends, np.int32)
+        # -1 is no token: jaxlib 0.11.2 crashes for several GPUs if the program has an empty array
+        ends = np.asarray(generation.stop or [-1], np.int32), np.asarray(generation.ends, np.int32)
         self._parameters, self._ends = placed.put(parameters), placed.put(ends)
         self.newest: tuple[jax.Array, jax.Array]
         self.ahead = placed.mesh.devices.flat[0].platform != "cpu"
