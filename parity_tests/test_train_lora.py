@@ -171,6 +171,22 @@ def test_adapters_of_bfloat16_weights_are_float32_and_every_projection_may_have_
     assert {x.dtype for x in merged.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"rank": "8"}, r"lora.rank must be an int of at least 1, got '8'"),
+        ({"rank": 1.5}, r"lora.rank must be an int of at least 1, got 1.5"),
+        ({"alpha": "8"}, r"lora.alpha must be one number, got '8'"),
+        ({"targets": 5}, r"lora.targets must be a list of q, k, v, o, gate, up, down, got 5"),
+        ({"targets": "qv"}, r"lora.targets must be a list of q, k, v, o, gate, up, down, got 'qv'"),
+    ],
+    ids=str,
+)
+def test_arguments_of_another_type_are_refused_in_words(given: dict[str, Any], words: str):
+    with pytest.raises(ValueError, match=words):
+        LoRA(**given)
+
+
 def test_a_damaged_checkpoint_is_not_taken_for_one_of_other_adapters(base: Path, tmp_path: Path):
     """``resume`` names the damaged file."""
     run_file = tmp_path / "checkpoints" / "step-000000003" / "run.json"
@@ -204,7 +220,7 @@ def test_adapters_begin_as_in_peft_and_differ_by_name_and_seed():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("rank = 0", "lora.rank must be at least 1, got 0"),
+        ("rank = 0", "lora.rank must be an int of at least 1, got 0"),
         ("rank = 2.5", "lora.rank must be an integer, got 2.5"),
         ("rank = 9", "lora.rank = 9 is above the width of k, which maps 16 features to 8: make it at most 8, or leave 'k' out"),
         ("alpha = 0", "lora.alpha must be more than 0 and finite, got 0.0"),

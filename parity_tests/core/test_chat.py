@@ -205,6 +205,13 @@ def test_chats_that_make_no_tokens_are_refused_in_words(template: str | None, ch
         tokens_of(folder, tokenizer=tokenizer, chat="assistant")
 
 
+def test_a_tokenizer_config_that_is_no_object_is_named(tmp_path: Path):
+    tokenizer = tokenizer_in(tmp_path / "tokenizer")
+    (tokenizer / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"tokenizer_config.json must hold a JSON object, got a list"):
+        template_files(tokenizer)
+
+
 def test_arguments_that_do_not_go_with_chats_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tokenizer, folder = tokenizer_in(tmp_path / "tokenizer"), write(tmp_path / "data")
     with pytest.raises(ValueError, match="chat must be one of all, assistant, the tokens with labels, got 'user'"):

@@ -86,6 +86,7 @@ def prefilled(cache: KVCache, layout: str | None = "zigzag", heads: int = 4, **a
         (lambda cache: cache.evict(-1), "rows must be an int or ints from 0 to 1"),
         (lambda cache: cache.fork(0, 5), "target must be an int or ints from 0 to 1"),
         (lambda cache: cache.fork([0, 1], [1]), "fork copies one request to some"),
+        (lambda cache: cache.fork([[0]], [1]), "source must be an int or ints from 0 to 1"),
         (lambda cache: cache.rollback([1, -1]), r"lengths\[1\]=-1: it must be 0 to"),
         (lambda cache: cache.reserve(9), "fixed capacity"),
         (lambda cache: appended(cache, dtype=torch.bfloat16), "k and v are bfloat16, and a cache of float32 takes float32"),

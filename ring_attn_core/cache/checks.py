@@ -88,7 +88,7 @@ def check_fork(source: Any, target: Any, batch: int) -> tuple[list[int], list[in
     """
     values = list(source) if isinstance(source, Sequence) else [source]
     for row in values:
-        check_rows("source", row, batch)
+        check_rows("source", (row,), batch)
     targets = check_rows("target", target, batch)
     sources = [int(row) for row in values] * (len(targets) if len(values) == 1 else 1)
     if len(sources) != len(targets):

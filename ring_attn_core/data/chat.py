@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..files import parse_json, read_bytes
+from ..files import read_bytes, read_json
 from ..validation import in_words, missing_package
 from .tool_calls import CALLS, TOOLS, ChatRow, tools_of, with_calls
 
@@ -56,9 +56,9 @@ def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
     path, config, tool_use = folder / TEMPLATE, folder / CONFIG, folder / "additional_chat_templates" / f"{FOR_TOOLS}.jinja"
     try:
         for_tools = read_bytes(tool_use).decode() if tool_use.exists() else None
-        settings = parse_json(read_bytes(config)) if config.exists() else {}
+        settings = read_json(config) if config.exists() else {}
         template = read_bytes(path).decode() if path.exists() else settings.get("chat_template")
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"the chat template in {folder} cannot be read ({error}): mend {TEMPLATE} or {CONFIG}") from error
     if isinstance(template, list):  # several templates, each with a name
         named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..problem.checks import check_number
+from ..validation import in_words
+from .checks import check_sizes
 from .config import TransformerConfig
 from .weight_names import INSIDE, llama_name
 from .weight_saving import replacing
@@ -31,7 +34,7 @@ class LoRA:
     """The adapters of a model: their rank, their scale ``alpha / rank``, and the projections that have one in every block.
 
     If ``alpha`` is None, it becomes ``rank``, so that the scale is 1. ``targets`` become unique, in the order of ``TARGETS``.
-    Raise ValueError if a number is out of its range, a target is unknown, or ``targets`` is empty.
+    Raise ValueError if a number is of another type or out of its range, a target is unknown, or ``targets`` is empty.
     """
 
     rank: int = 8
@@ -39,8 +42,10 @@ class LoRA:
     targets: tuple[str, ...] = ("q", "k", "v", "o")
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"lora.rank must be at least 1, got {self.rank}")
+        check_sizes(**{"lora.rank": self.rank})
+        check_number("lora.alpha", self.rank if self.alpha is None else self.alpha)
+        if not isinstance(self.targets, list | tuple):
+            raise ValueError(f"lora.targets must be a list of {', '.join(TARGETS)}, got {in_words(self.targets)}")
         alpha = float(self.rank if self.alpha is None else self.alpha)
         if not 0 < alpha < math.inf:
             raise ValueError(f"lora.alpha must be more than 0 and finite, got {alpha}: without it the scale alpha / rank is 1")
