@@ -4,6 +4,7 @@
     kept    = the top_k highest scores, and of them the fewest, highest first, whose probabilities sum to at least top_p
     token   = argmax over kept of score_i + gumbel_i         so that P(token = i) = softmax over kept of score_i
 
+``drawn`` in ``inference/sampling.py`` of both packages computes it.
 The noise gumbel_i is a pure function of (seed, request, position, token), drawn by the counter-based generators of
 :mod:`ring_attn_core.dropout`. So all ranks draw the same token from equal logits, and so do both frameworks unless two tokens'
 sums are equal up to rounding. The tokens of a request do not depend on the rest of the batch. Among equal logits the lower token

@@ -1,7 +1,7 @@
 """The messages and bytes that a rank sends (with "pull" reads) in a call, by strategy, computed from the plan.
 
 Tests compare them with real sends. ``data/reader.py`` counts the bytes that a rank reads from the files of a dataset;
-``problem/decode.py`` states how many bytes of the cache a decoding step reads.
+``problem/decode.py`` states how many bytes of one layer's cache a decoding step reads.
 """
 
 from __future__ import annotations
