@@ -52,7 +52,7 @@ def hold_numbers(record: Any, names: Iterable[str]) -> None:
 
 
 def in_words(x: Any) -> str:
-    """Describe ``x`` for an error: a Python number, str or None by repr, an array by type and shape, a class by name."""
+    """Describe ``x`` for an error: numbers, str and None by repr, arrays by type and shape, classes by name, others by type."""
     if isinstance(x, str | int | float | None):
         return repr(x)
     if isinstance(x, type):

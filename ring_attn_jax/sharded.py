@@ -67,7 +67,7 @@ def sharded_ring_attention(
 ) -> Any:
     """Compute :func:`ring_attention` on global arrays in layout order. ``mesh``: None is the mesh of ``jax.set_mesh``.
 
-    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
+    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, kv_tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
     ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
     are sharded over ``head_axis`` too; a single key head (multi-query) is replicated. The shard_map is manual over all mesh axes.
     Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2], key_extents [batch, kv_tokens, 2]

@@ -93,8 +93,9 @@ def accuracy(config: Config, side: Side, length: int) -> float:
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
     """Return the mean loss in nats on held-out files as a line of the log: ``loss`` overall, ``by_position`` for each bucket.
 
-    A token's label belongs to the first bucket whose end in ``ends`` exceeds the number of tokens before the token in its
-    document; ``labels`` counts the labels of each bucket. A bucket without labels has the loss None.
+    It reads at most ``evaluation.batches`` microbatches. A token's label belongs to the first bucket whose end in ``ends``
+    exceeds the number of tokens before the token in its document's part in the packed row; ``labels`` counts the labels of each
+    bucket. A bucket without labels has the loss None.
     """
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)

@@ -264,7 +264,7 @@ def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dic
 
 
 def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
-    """Return the launches of the pass ``name``, "forward" or "backward"; for the backward without those of the forward."""
+    """Return the launches of the pass ``name``, "forward" or "backward"; the list of the backward has none of the forward."""
     from . import steps
 
     return list({"forward": steps.of_forward, "backward": steps.of_backward}[name](call, len(problem.steps.shifts)))

@@ -35,8 +35,8 @@ def objection(problem: Decode) -> str | None:
 def runnable_decode(problem: Decode) -> DecodeCall | None:
     """Compile the kernels for a checked problem and return the parameters of their launches; None if "blockwise" runs it.
 
-    The backend "auto" takes the kernels if they can run, and warns if they do not compile. Raise ValueError if the backend's name
-    is unknown, or if it is "triton" and the kernels cannot run.
+    The backend "auto" takes the kernels if they can run, and warns if they fail on a GPU that should run them. Raise ValueError
+    if the backend's name is unknown, or if it is "triton" and the kernels cannot run.
     """
     backend = problem.backend
     if backend not in ("auto", *BACKENDS):

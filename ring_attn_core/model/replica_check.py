@@ -105,7 +105,7 @@ def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
 
 
 def array_content(data: Any, value: Any = None) -> str:
-    """Return the digest of an array's bytes ``data``, with ``value`` in front if it is not None (for arrays of one element)."""
+    """Return the digest of an array's bytes ``data``. The text of ``value``, passed for an array of one element, precedes it."""
     return digest(data) if value is None else f"{str(value)[:LONGEST]} {digest(data)}"
 
 

@@ -40,7 +40,7 @@ SNAP = 64
 """Largest distance, in tokens, at which a document's edge counts as near a cut; the cut may then move to this edge."""
 
 MOST_WHOLE = 4
-"""Largest number of items, the costliest per query, that ``_Remaining.costly`` tries to give a rank whole, without a cut."""
+"""Largest number of documents or groups, the costliest per query, that ``_Remaining.costly`` tries to give a rank uncut."""
 
 SLACK = 0.004
 """Largest relative deviation of a rank's cost from an equal share that is accepted to move a cut."""

@@ -62,7 +62,7 @@ class JoinedPlan(RingPlan):
 
     @cached_property
     def shifts(self) -> tuple[int, ...]:
-        """Return 0, and the other multiples of ``k_shards`` at which some group of queries may see keys."""
+        """Return the shifts of the steps: 0, and other multiples of ``k_shards`` at which some group's queries may see keys."""
         if self.steps is None:
             shifts = range(self.k_shards, self.ranks, self.k_shards)
             return (0, *(s for s in shifts if any(self.area(rank, s) for rank in range(0, self.ranks, self.q_shards))))

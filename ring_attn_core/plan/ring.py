@@ -188,7 +188,7 @@ class RingPlan:
         return {}
 
     def area(self, rank: int, shift: int) -> int:
-        """Return the number of (query, key) pairs that ``rank`` computes at ``shift``."""
+        """Return the number of (query, key) pairs that the mask lets ``rank`` see at ``shift``; extents are not counted."""
         return sum(
             self.mask.onto(Run(q_start, q_len, stride), Run(k_start, k_len, stride)).area(q_len, k_len)
             for _, q_len, q_start, stride in self.q_runs[rank]

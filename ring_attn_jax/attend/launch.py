@@ -125,5 +125,5 @@ def _of_this_host() -> int:
 
 @lru_cache
 def multiprocessors() -> int:
-    """Return the number of SMs of this host's first GPU. Return 132 (an H100 SXM's) if JAX reports none."""
+    """Return the number of SMs of the program's first GPU. Return 132 (an H100 SXM's) if JAX has no GPU or reports none."""
     return int(getattr(jax.devices()[0], "core_count", 0) or 132) if jax.default_backend() == "gpu" else 132

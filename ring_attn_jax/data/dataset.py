@@ -27,7 +27,7 @@ class SequenceShardedDataset:
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards,
+    ``length``: tokens of a packed row, a multiple of ``ranks``, in zigzag of 2 ``ranks``. ``rank``: None for all shards,
     concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups, which get different
     rows. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
     of epochs; None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)).
@@ -48,7 +48,7 @@ class SequenceShardedDataset:
     A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
     Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
-    there is less data than one batch.
+    the data hold no token, or with ``last="drop"`` fewer than one batch.
     """
 
     def __init__(

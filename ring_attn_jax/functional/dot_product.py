@@ -185,7 +185,7 @@ def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
 
 
 def _window(size: Any) -> Band:
-    """Return the band of ``local_window_size``. Raise ValueError if it is not an int or two ints."""
+    """Return the band of ``local_window_size``, full if None. Raise ValueError if it is neither None nor one or two ints."""
     if size is None:
         return full()
     sides = (size, size) if is_integer(size) else size

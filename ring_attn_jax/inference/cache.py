@@ -224,7 +224,7 @@ def _name(dtype: Any) -> Any:
 
 
 def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
-    """Return k, v, positions, counts, lengths, reached and owners of an empty cache with the slots of ``ranks`` ranks."""
+    """Return the arrays of an empty cache, ``k`` to ``owners``. ``k``, ``v`` and ``positions`` hold ``ranks`` ranks' slots."""
     sizes, slots = spec.sizes, spec.slots * ranks
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [jnp.zeros(shape, spec.dtype) for shape in heads]

@@ -139,7 +139,7 @@ class Requests:
         return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Copy each request of ``source`` to the request at that index of ``target``; a single source goes to every target.
+        """Copy request ``source[i]`` to request ``target[i]``, for every i; a single source goes to every target.
 
         All sources are read before a target is written. Raise ValueError if the indices do not fit.
         """

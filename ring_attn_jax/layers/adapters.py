@@ -149,7 +149,10 @@ class FlaxFunction:
 
     @staticmethod
     def _first(tokens: int, out: jax.Array) -> jax.Array:
-        """Return the first ``tokens`` tokens of ``out`` [batch, tokens, ...]. If ``out`` has more, all-gather Explicit shards."""
+        """Return the first ``tokens`` tokens of ``out`` [batch, tokens, ...].
+
+        If ``out`` has more, and an Explicit mesh axis shards its tokens, all-gather them first: a slice cannot keep the sharding.
+        """
         return out if out.shape[1] == tokens else whole(out, 1)[:, :tokens]
 
 

@@ -25,7 +25,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, a multiple of ``ranks`` times the runs of a shard. ``rank``: None for all shards,
+    ``length``: tokens of a packed row, a multiple of ``ranks``, in zigzag of 2 ``ranks``. ``rank``: None for all shards,
     concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups, which get different
     rows. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
     of epochs; None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)).

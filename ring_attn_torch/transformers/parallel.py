@@ -4,8 +4,7 @@ Entering registers hooks on the model. From its input_ids to its loss a call goe
 
     parallel.py    ``ModelHooks.before`` takes the global arguments, and ``ModelHooks.after`` returns the output
     shards.py      ``sharded`` checks the arguments and takes this rank's tokens; the model then runs on these
-    attention.py   ``ring_attention_forward`` computes each layer's attention over the ring, with a mask of masks.py,
-                   where ``AccelerateHooks`` also removes accelerate's mask hooks
+    attention.py   ``ring_attention_forward`` computes each layer's attention over the ring, with a mask of masks.py
     loss.py        ``with_loss`` computes the loss from this rank's logits and sums over the ranks
 
 ``enable`` sets a model's ring once. Leaving restores the model: its attention, hooks, head and checkpointing.

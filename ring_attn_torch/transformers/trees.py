@@ -30,7 +30,7 @@ REFUSED = {
     "token_type_ids": "the tokens of an image see later ones, and those of a tree see their ancestors: leave them out",
     "cu_seq_lens_q": "a row holds several documents as several trees, each with a parent of -1: leave it out",
 }
-"""Arguments that contradict the tree, and the remedy for each."""
+"""Arguments that cannot be passed with a tree, each with the reason and the remedy."""
 
 
 class RowTrees(NamedTuple):

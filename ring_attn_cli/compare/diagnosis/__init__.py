@@ -238,7 +238,7 @@ def of_lse(e: Evidence) -> Iterator[str]:
 
 
 def wrong_backward(e: Evidence) -> tuple[str, set[str]] | None:
-    """Return a mistake in words and the missed gradients it explains, those of dq and dk among them; None if none fits."""
+    """Return a mistake in words and the wrong gradients that it explains: dq and dk, if wrong, must be among them. Else None."""
     names = {"dq", "dk", "dv"} & {*e.missed}
     for backward, words in BACKWARDS.items() if "out" not in e.missed and e.plan.length <= LONGEST else ():
         if (backward.of_shards and e.plan.ranks == 1) or ("lse" not in e.cotangents and backward.dlse != 1):

@@ -361,7 +361,7 @@ def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Visit a run's key tiles, without the first ``done``: those that need a mask, then the others. Return the new state."""
+    """Visit a run's key tiles, first those that need a mask, but skip the first ``done``. Return the new ``progress``."""
     masked = count_partly_seen(run.tiles)
     for t in range(done, masked):
         n0 = partly_seen(t, run.tiles) * sizes.BLOCK_K

@@ -96,7 +96,7 @@ def _widths(call: RingCall) -> tuple[TileColumns, int]:
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
-    """Return, by parameter, the kernel arguments for those of the arrays ``names`` of portable/extent_lists.py that are needed.
+    """Return, by parameter, the arguments for the arrays ``names`` of portable/extent_lists.py, except those not needed.
 
     Calls without extents and key extents need none. ``intervals`` is only for calls with key extents, ``key_tiles`` for others.
     """

@@ -122,7 +122,7 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the int64 index of (query tile at ``m0``, run of keys) in ``key_tiles`` and ``intervals`` of extent_lists.py."""
+    """Return the int64 index of the query tile at ``m0`` and the key run of ``pair`` in ``key_tiles`` and ``intervals``."""
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
     return tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS

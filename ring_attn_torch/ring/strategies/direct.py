@@ -81,7 +81,7 @@ class OwnerStep:
         return state
 
     def arrived(self) -> None:
-        """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
+        """Return None: no sum travels with the keys, because each rank sends its gradients straight to the keys' owner."""
 
     def send_home(self, dkv: Gradients) -> None:
         """Start to send ``dkv`` to the owner, and add the gradients that the previous step received.
