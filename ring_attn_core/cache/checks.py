@@ -1,4 +1,4 @@
-"""Checks of the arguments of a KVCache's methods."""
+"""Checks of the arguments of a KVCache's methods and of the cache that a model gets, and the spec of a grown cache."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A reader of documents' tokens that detects changed files and counts the bytes that a rank reads.
 
-Besides sampled blocks, the reader reads only the tokens and labels of its shard, and in a striped layout the tokens between them.
-numpy is imported on first use.
+Besides the blocks whose digests show a changed file, the reader reads only the tokens and labels of its shard, and in a striped
+layout the tokens between them. numpy is imported on first use.
 """
 
 from __future__ import annotations

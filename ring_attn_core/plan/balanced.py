@@ -164,7 +164,7 @@ class _Remaining:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Return the number of tokens before each item, followed by the total number of tokens."""
+        """Return the number of tokens of the ``items`` before each item, followed by the number of tokens of all."""
         return list(accumulate([item.end - item.start for item in self.items], initial=0))
 
     @cached_property

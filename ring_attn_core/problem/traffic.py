@@ -85,7 +85,7 @@ class SentSizes:
 
 
 def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
-    """Return the traffic that ``rank`` sends as a pair (forward, backward)."""
+    """Return what ``rank`` sends, or with "pull" reads, as a pair (forward, backward)."""
     if problem.strategy == "direct":
         return _direct(problem, rank)
     of = {"ring": _ring, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level}

@@ -1,4 +1,4 @@
-"""The parameters of a score s_ij other than q and k. They belong to the queries, and do not travel with the keys."""
+"""The parameters of a score s_ij other than q and k, and of dropout. They belong to the queries: keys travel without them."""
 
 from __future__ import annotations
 

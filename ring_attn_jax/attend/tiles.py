@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     def of(
         cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: Any, block: int, batch: BatchRows
     ) -> Tile:
-        """Build tile number ``tile`` of ``block`` tokens. The run's slot begins at token ``base`` and has ``slot`` tokens."""
+        """Build the tile with index ``tile``, of ``block`` tokens, of the run whose ``slot`` tokens begin at index ``base``."""
         first = tile * block
         begin = jnp.minimum(first, slot - block)
         index = begin + jnp.arange(block, dtype=jnp.int32)

@@ -1,7 +1,7 @@
 """The ring loop: k/v shards travel from rank to rank, each rank attends to visible keys, and gradients return to the keys' owner.
 
 The strategy decides which arrays travel; the docstring of ``strategies/ring.py`` lists those of a ring, forward and backward.
-The source text equals loop.py of the other package, except for the words for the ring and for an array.
+The functions have the same source text as those of ``ring_attn_torch``, except for the name of an array's type.
 """
 
 from __future__ import annotations

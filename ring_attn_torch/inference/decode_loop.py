@@ -65,9 +65,9 @@ class DecodeLoop:
     def read(self) -> Read:
         """Return a function that returns the newest tokens.
 
-        On CUDA start their copy to one of two host buffers; the function waits for it. Call the function before the next but one
-        ``read``, which overwrites the buffer. On a CPU nothing is copied: call it before the next step, which overwrites the
-        tokens.
+        On CUDA start their copy to one of two host buffers; the function waits for it. Call the function before the ``read`` that
+        follows two more steps, which overwrites the buffer. On a CPU nothing is copied: call it before the next step, which
+        overwrites the tokens.
         """
         if not self.ahead:
             return self.tokens.tolist

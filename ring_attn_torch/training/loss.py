@@ -47,8 +47,8 @@ def loss(
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for at
     most ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Up
     to rounding, gradients equal those of the full logits. The forward computes them, a chunk at a time, and stores them until
-    the backward: hidden's gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in
-    hidden's dtype. Under autocast float32 hidden states are first cast to autocast's dtype.
+    the backward: hidden's gradient in hidden's dtype, the head's in at least float32, like logits and softmax. The factors
+    of products are in hidden's dtype. Under autocast float32 hidden states are first cast to autocast's dtype.
 
     ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.

@@ -118,7 +118,7 @@ class BackwardArguments(NamedTuple):
 
 
 class BackwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and mbarriers of loaded tiles: ``own_full`` signals the producer, the others consumers."""
+    """The tiles in shared memory, and the mbarriers of loads: the producer waits for ``own_full``, consumers for the others."""
 
     q: Any
     dout: Any

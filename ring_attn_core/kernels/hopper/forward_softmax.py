@@ -24,7 +24,7 @@ from .scheduler import visible, visible_by_key
 
 @gluon.jit
 def scores(products, args, sizes: gl.constexpr):
-    """Return the scores in base 2 without ALiBi, divided by the ``factor`` by which ``softmax_step`` multiplies them in exp2."""
+    """Return the scores without ALiBi. ``softmax_step`` multiplies them by a constant, so that they are in base 2 in exp2."""
     s = products
     if args.softcap is not None:
         s = special_tanh(products * args.inner)
