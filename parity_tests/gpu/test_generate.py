@@ -84,6 +84,15 @@ def test_a_step_keeps_the_host_from_nothing_but_its_tokens():
     assert len(came) == 28
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_model_on_another_gpu_draws_the_same(current):
+    """Also while that GPU is not the current one. torch's own stream for captures stays on the GPU of the first capture."""
+    expected = made().to("cuda:0").generate(PROMPTS, 24)
+    with torch.cuda.device(current):
+        assert made().to("cuda:1").generate(PROMPTS, 24) == expected
+
+
 @pytest.mark.parametrize("ranks", sorted({1, max(torch.cuda.device_count(), 1)}))
 def test_jax_generates_the_same_text_in_float32(ranks):
     jax = pytest.importorskip("jax")

@@ -43,6 +43,7 @@ class DecodeLoop:
         """True (on CUDA) if the next step is launched before the host reads the newest tokens, so that step and read overlap."""
         self._steps = 0
         self._graph: torch.cuda.CUDAGraph | None = None
+        self._side = torch.cuda.Stream(device) if self.ahead else None
         self._sent: list[Tensor] = []
 
     def begin(self, hidden: Tensor) -> None:
@@ -84,16 +85,20 @@ class DecodeLoop:
         return read
 
     def _begin_graph(self) -> None:
-        """Run the first step on a side stream, as torch.cuda.graph requires. Called again, capture the second and replay it."""
+        """Run the first step on a side stream, as torch.cuda.graph requires. Called again, capture the second and replay it.
+
+        torch.cuda.graph's own stream is on the GPU of the process's first capture: on another GPU it would capture nothing.
+        """
+        side = self._side
+        assert side is not None, "only on CUDA"
         if self._steps == 0:
-            stream = torch.cuda.Stream(self.tokens.device)
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
                 self._compute()
-            torch.cuda.current_stream().wait_stream(stream)
+            torch.cuda.current_stream().wait_stream(side)
             return
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with torch.cuda.graph(self._graph, stream=side):
             self._compute()
         self._replay(self._graph)
 
