@@ -77,7 +77,7 @@ def sharded_ring_attention(
     Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: train with them under
     ``jax.set_mesh(mesh)``, called before the weights are made. Works under jax.vmap; its spmd_axis_name may be a mesh axis other
     than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded. Outside jit, arrays on
-    devices outside the mesh are copied to it. The arguments of a jit must lie on the mesh, or be uncommitted.
+    devices outside a mesh passed as ``mesh`` are copied to it. The arguments of a jit must lie on the mesh, or be uncommitted.
 
     Raise ValueError without a mesh, or if the mesh lacks an axis, an axis is named twice, a size is not a multiple of the size of
     its axes, or ring_attention refuses an argument.

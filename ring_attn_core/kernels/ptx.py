@@ -56,7 +56,7 @@ Definitions = dict[str, tuple[str, list[str]]]
 
 _lock = threading.Lock()
 _threads: list[int] = []
-"""Identifiers of the threads that compile our kernels, one entry for each compilation."""
+"""Identifiers of the threads that compile our kernels, one entry for each running block of ``changed_for_products``."""
 _before: Callable[..., Any] | None = None
 
 

@@ -39,10 +39,10 @@ def sample(
     the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
     after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
 
-    The tokens depend only on the logits and these arguments. So from equal logits all ranks and both frameworks draw the same
-    tokens, whatever else is in the batch, and ``RingTransformer.generate`` draws them too. Temperature 0, the default, needs
-    neither requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Logits, requests and
-    positions may be traced.
+    The tokens depend only on the logits and these arguments. So from equal logits all ranks, both frameworks and
+    ``RingTransformer.generate`` draw the same tokens, except where rounding decides. Temperature 0, the default, needs neither
+    requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Logits, requests and positions may
+    be traced.
 
     Raise ValueError if shapes or dtypes do not fit, if a number is outside its range or traced, if ``top_k`` or ``top_p`` is
     passed at temperature 0, or if ``positions`` is missing at a temperature above 0.

@@ -55,7 +55,7 @@ class DecodeStep:
     """Index, among the step's tokens, of the token written to each slot, int32 [requests, writes]; None for a single token."""
     owner_slots: jax.Array
     owners: jax.Array
-    """The rank of each of the newest tokens, int16 [requests, owners]. ``owner_slots``: indices in ``KVCache.owners``."""
+    """The rank that caches each newest token, int16 [requests, owners]; ``owner_slots``: its index in ``KVCache.owners``."""
 
     @property
     def into(self) -> jax.Array:

@@ -49,7 +49,7 @@ class BackwardInputs(NamedTuple):
 
 
 def carries_rest(dtype: torch.dtype) -> bool:
-    """Return True if the attention state of inputs of ``dtype`` has a ``rest``: for float32 and float64."""
+    """Return True if the state of inputs of ``dtype`` has a ``rest``, the rounding error of lse: for float32 and float64."""
     return dtype in (torch.float32, torch.float64)
 
 

@@ -1,9 +1,9 @@
 """A check that extents stay within the documents of a balanced layout, so that strategy="auto" may select "direct".
 
 A rank can read the extents of its own queries only, so each rank checks its extents, and all ranks exchange the results. On a CPU
-each call with extents makes this exchange in any case; on GPUs each new tensor of extents costs one exchange. Once any extents
-reach beyond the documents, "auto" selects as without this check, in later calls of the problem and in the backward of earlier
-ones.
+each call with extents makes this exchange in any case; on GPUs each new tensor of extents costs one exchange, except in
+inference mode. Once any extents reach beyond the documents, "auto" selects as without this check, in later calls of the problem
+and in the backward of earlier ones.
 """
 
 from __future__ import annotations

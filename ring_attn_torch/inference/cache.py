@@ -49,7 +49,7 @@ class KVCache(Requests):
     too); ``lengths`` int32 [batch], the number of a request's tokens; ``reached`` int32 [batch], its greatest length since its
     reset, steps without ``advance`` included; ``owners`` int16 [batch, n + 1], the ranks of the newest n positions, each at index
     position modulo n; with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot
-    and the last owner are extra: they absorb the writes of tokens that other ranks hold.
+    and the last owner are extra: the slot absorbs the writes of tokens that this rank does not cache, the owner those of padding.
 
     A step of new tokens is
 

@@ -1,4 +1,4 @@
-"""The scheduler of the Hopper forward, in Gluon: the query tiles that a program takes, and the order of their key tiles.
+"""The scheduler of ``forward`` and ``hopper_wide_dq``, in Gluon: a program's query tiles, and the order of their key tiles.
 
     ticket -> query tile          ``together`` heads at a time, and of these heads the last query tiles first: under a causal
                                   mask they have the most keys
@@ -7,7 +7,7 @@
 The producer takes tickets and announces each query tile in shared memory; the consumers read the announcement.
 
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], alibi_slopes f32 [H]
-Units      local indices of a run; tokens count within a shard; extents are token positions
+Units      queries, keys and tiles are indices within a run, tokens indices within a shard; extents are token positions
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def list_of(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the pointer to the list of intervals of a query tile and a run of keys."""
+    """Return the pointer to the list of the intervals of key tiles that a query tile visits in a run of keys."""
     return args.intervals + query_tile(args, batch, pair, m0, sizes) * LIST
 
 

@@ -69,7 +69,7 @@ class TwoWayStep(RingStep):
         self.following: TwoWayStep | None = None
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the keys of the next step as in ``RingStep.settle``."""
+        """Return ``state``, tied by a barrier of XLA to the keys of the next step, as in ``RingStep.settle``."""
         if self.following is not None:
             state, self.following.next_keys = lax.optimization_barrier((state, self.following.next_keys))
         return state

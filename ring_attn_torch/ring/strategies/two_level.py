@@ -23,7 +23,7 @@ from .ring import OneWay, RingStep, rows
 
 
 class TwoLevels(OneWay):
-    """The strategy "two_level": keys travel around a ring inside each host, then to the next host."""
+    """The strategy "two_level": keys travel around a ring inside each host, while a copy travels to the next host."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step for each shift of each inner ring of the plan."""
