@@ -235,7 +235,7 @@ class CachedCall(RunningCall):
 
 
 def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[str, Any], tokens: Tensor) -> CachedCall:
-    """Return the CachedCall of checked arguments, with this rank's shard of the ``tokens`` (ids or embeddings) or, if few, all."""
+    """Return the CachedCall of checked arguments with this rank's shard of the ``tokens`` (ids or embeddings) or, if few, all."""
     (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
     keep = max(1, int(call_arguments.get("logits_to_keep", 1)))
     position_ids, mask = call_arguments.get("position_ids"), call_arguments.get("attention_mask")
