@@ -166,13 +166,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same problems")
     parser.add_argument("--trees", action="store_true", help="with a prefix tree in each problem")
     parser.add_argument("--balanced", action="store_true", help="with a balanced layout in each problem")
-    parser.add_argument("--strategy", nargs="*", default=[""], choices=["ring", *STRATEGIES, *PEERS], help="of all problems")
+    parser.add_argument("--strategy", nargs="+", default=[""], choices=["ring", *STRATEGIES, *PEERS], help="of all problems")
     arguments = parser.parse_args()
+    if "jax" in arguments.framework and not {*PEERS}.isdisjoint(arguments.strategy):
+        parser.error('"pull" and "push" exist in PyTorch only: pass the framework torch')
     drawn = (balanced_problems if arguments.balanced else problems)(arguments.trees)
     for name, strategy in product(arguments.framework, arguments.strategy):
         began = time.perf_counter()
         frameworks[name](arguments.problems, arguments.seed, under(strategy, drawn) if strategy else drawn)
-        print(f"{name} {strategy}: none of {arguments.problems} failed, {time.perf_counter() - began:.0f} s", flush=True)
+        called, seconds = f"{name} {strategy}".strip(), time.perf_counter() - began
+        print(f"{called}: none of {arguments.problems} failed, {seconds:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

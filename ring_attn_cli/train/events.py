@@ -18,7 +18,7 @@ from typing import Any
 
 FOLDER = "tensorboard"
 VERSION = b"brain.Event:2"
-"""The file_version in a file's first event. Readers of such files drop, at a START event, earlier events from its step on."""
+"""The file_version in a file's first event. At a START event its readers drop earlier events of that step or later ones."""
 START = 1
 """The value of tensorflow.SessionLog.START, the status in an event that marks a start of the run."""
 

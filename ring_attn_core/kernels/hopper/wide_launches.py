@@ -91,7 +91,7 @@ def _widths(call: RingCall) -> dict[str, int]:
 def _arguments(call: RingCall, portable: Launch, q_rows: int, k_rows: int, *lists: str) -> dict[str, Argument]:
     """Return the arguments of the launch ``portable``, with TMA descriptors in place of q, dout, k and v.
 
-    ``q_rows``, ``k_rows``: queries and keys of a tile. ``lists``: more arrays, of which ``extent_lists`` adds the needed.
+    ``q_rows``, ``k_rows``: queries and keys of a tile. ``lists``: more arrays; ``extent_lists`` adds those needed.
     """
     d, e, both = in_parts(call.head_dim), in_parts(call.v_dim), call.head_dim + call.v_dim
     keys, values = ("kv", "kv") if call.packed else ("k", "v")
