@@ -180,7 +180,7 @@ def _forward(call: RingCall, inputs: dict[str, torch.Tensor]) -> Any:
 
 def _backward(call: RingCall, inputs: dict[str, torch.Tensor]) -> Any:
     if steps.in_one_pass(call):
-        return launch(hopper.backward(call, False, False), inputs)
+        return launch(hopper.backward(call, False), inputs)
     return launch(steps.dq(call, False, False), inputs), launch(steps.dkv(call, False, False), inputs)
 
 

@@ -15,7 +15,7 @@ Prediction (prompt of 16,384, 16 completions of 1,024):
   with a mask, and the kernels skip the gap between. So attention should reach 0.95 of the causal row's rate and be 5.6 times
   faster than one by one, and the layer between that and 8.5 times.
 
-Measured: results/trees-h100.json, discussed in docs/trees.md.
+Measured: results/trees-h100.json and results/trees-ring-h200-x4.json, discussed in docs/trees.md.
 
 "--ring": the tree in a balanced layout, by several strategies. Beside it the rollouts one by one, each over the ring in zigzag,
 or shared out: each GPU computes its part of the rollouts alone, without communication. Times are of all rollouts.

@@ -34,21 +34,20 @@ def launches() -> dict[str, Launch]:
         for runs in (1, 2):
             of_runs = replace(call, q_runs=runs, k_runs=runs)
             made[f"forward {dim}, {runs} runs"] = steps.forward(of_runs, True, True)
-            made[f"backward {dim}, {runs} runs"] = hopper.backward(of_runs, True, True)
+            made[f"backward {dim}, {runs} runs"] = hopper.backward(of_runs, True)
             for feature in (*sorted(EVERYTHING), "softcap"):
                 featured = with_feature(of_runs, feature)
                 made[f"forward {dim}, {runs} runs, {feature}"] = steps.forward(featured, True, True)
                 if feature != "sinks":
-                    made[f"backward {dim}, {runs} runs, {feature}"] = hopper.backward(featured, True, True)
+                    made[f"backward {dim}, {runs} runs, {feature}"] = hopper.backward(featured, True)
         for first, last in ((True, False), (False, False), (False, True)):
             place = f"{'first' if first else 'last' if last else 'middle'} step"
             made[f"forward {dim}, {place}"] = steps.forward(call, first, last)
-            if not last:
-                made[f"backward {dim}, {place}"] = hopper.backward(call, first, False)
+        made[f"backward {dim}, keys travel"] = hopper.backward(call, False)
         full = replace(
             call, zero_masked=True, fully_masked=True, q_runs=2, k_runs=2, array_names=EVERYTHING, dropout_rate=0.1, softcap=30.0
         )
         made[f"forward {dim}, everything"] = steps.forward(full, False, True)
-        made[f"backward {dim}, everything"] = hopper.backward(full, False, False)
-        made[f"backward {dim}, everything, unaligned"] = hopper.backward(replace(full, aligned=False), False, False)
+        made[f"backward {dim}, everything"] = hopper.backward(full, False)
+        made[f"backward {dim}, everything, unaligned"] = hopper.backward(replace(full, aligned=False), False)
     return made

@@ -49,10 +49,10 @@ def test_other_parameters_than_expected_are_refused(expected):
 
 LAUNCHES = {
     "hopper's forward": steps.forward(HOPPER, True, True),
-    "hopper's backward": hopper.backward(HOPPER, True, True),
+    "hopper's backward": hopper.backward(HOPPER, True),
     "the portable forward": steps.forward(PLAIN, True, True),
     "the portable backward": portable.dkv(PLAIN, False, False),
-    "hopper's backward in the middle of a ring": hopper.backward(HOPPER, False, False),
+    "hopper's backward in the middle of a ring": hopper.backward(HOPPER, False),
 }
 
 

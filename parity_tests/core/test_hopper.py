@@ -43,7 +43,7 @@ def test_programs_of_the_hopper_forward_take_tiles_until_none_is_left():
 
 @pytest.mark.parametrize(("tokens", "heads"), [(4096, 8), (16384, 8), (32768, 4), (131072, 1), (2**20, 1)])
 def test_longer_walks_of_the_hopper_backward_share_their_queries_among_fewer_heads(tokens, heads):
-    launch = hopper.backward(replace(HOPPER, seq_local=tokens, kv_local=tokens), True, True)
+    launch = hopper.backward(replace(HOPPER, seq_local=tokens, kv_local=tokens), True)
     assert dict(launch.arguments)["together"] == Scalar(heads, "i32")
 
 
@@ -83,7 +83,7 @@ STACK_BY_CHANCE, RELOADS_BY_CHANCE = 8, 1
 """ptxas orders instructions by the table of source lines too: one PTX with other line numbers (3.6, dropout) had 4 for 3."""
 
 QUICK = ("forward 128, 1 runs", "backward 128, 1 runs")
-OFTEN = ("forward 128, middle step", "backward 128, middle step", "forward 64, everything", "backward 64, everything")
+OFTEN = ("forward 128, middle step", "backward 128, keys travel", "forward 64, everything", "backward 64, everything")
 
 
 def compiled_in(name: str) -> Any:
@@ -148,12 +148,10 @@ def test_the_hopper_forward_reads_and_writes_its_state_at_constant_distances(run
 
 
 def test_the_hopper_backward_makes_all_gradients_in_one_pass():
-    launch = hopper.backward(HOPPER, True, True)
+    launch = hopper.backward(HOPPER, True)
     assert [x.name for x in launch.outputs] == ["dq", "dk", "dv"]
-    assert [(x.name, x.over) for x in hopper.backward(replace(HOPPER, packed=True), False, False).outputs] == [
-        ("dq", "dq_in"),
-        ("dkv", "dkv_in"),
-    ]
+    of_ring = hopper.backward(replace(HOPPER, packed=True), False).outputs
+    assert [(x.name, x.over) for x in of_ring] == [("dq", "dq_in"), ("dkv", None)]
     assert {x.kernel for x in (*steps.of_forward(HOPPER, 3), *steps.of_backward(HOPPER, 3))} == {
         "delta",
         "hopper_forward",
@@ -214,5 +212,5 @@ def test_key_extents_become_intervals_of_tiles_in_every_pass():
         names = [name for x in steps.lists(call, kernel) for name in x.output_names]
         assert len(names) == len(set(names)) and "intervals" in names
     wide = replace(call, head_dim=256, v_dim=256)
-    for launch in (steps.forward(call, True, True), hopper.backward(call, True, True), steps.dq(wide, True, True)):
+    for launch in (steps.forward(call, True, True), hopper.backward(call, True), steps.dq(wide, True, True)):
         assert {"intervals", "key_extents"} <= set(launch.inputs)

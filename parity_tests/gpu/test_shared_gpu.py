@@ -39,7 +39,7 @@ def gloo():
 
 def on_first_gpu(group: Any, case: Case, *shards: Any) -> Any:
     torch.cuda.set_device(0)
-    with patch.object(on_torch.dist, "get_backend_config", lambda: "cuda"):
+    with patch.object(on_torch.dist, "get_backend_config", lambda *_: "cuda"):
         return on_torch.on_rank(group, case, *shards)
 
 

@@ -34,7 +34,7 @@ def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
     for first, last in _ends(steps):
         if in_one_pass(call):
             yield from lists(call, "backward")
-            yield hopper.backward(call, first, not call.packed)
+            yield hopper.backward(call, not call.packed)
             yield hopper.dq(call)
         else:
             yield from lists(call, "dq")

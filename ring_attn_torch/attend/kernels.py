@@ -94,14 +94,13 @@ class Kernels:
         if not steps.in_one_pass(self.call):
             dq = self.attend_dq(of_q, keys, rows, score, dq, last)
             return dq, self.attend_dkv(of_q, keys, rows, score, arrived())
-        before = arrived()
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         arrays["dq_in"] = torch.zeros(hopper.sums_of_dq(self.call), device=of_q.q.device) if dq is None else dq
         self._add_bounds(arrays, of_q)
-        if before is not None:
-            arrays["dkv_in"] = before
         _add_lists(arrays, steps.lists(self.call, "backward"))
-        dq, *dkv = launch(hopper.backward(self.call, before is None, not self.call.packed), arrays)
+        dq, *dkv = launch(hopper.backward(self.call, not self.call.packed), arrays)
+        if (before := arrived()) is not None:  # added here, not in the kernel, which runs while they arrive
+            dkv[0].add_(before)
         if last:
             (dq,) = launch(hopper.dq(self.call), {"sums": dq})
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)

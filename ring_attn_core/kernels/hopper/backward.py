@@ -152,8 +152,6 @@ def hopper_backward(
     key_mask_spans_ptr,
     alibi_slopes_ptr,
     dropout_BH,
-    dk_in_BTGD,
-    dv_in_BTGE,
     dq_RX,
     dk_BTGD,
     dv_BTGE,
@@ -177,7 +175,6 @@ def hopper_backward(
     BLOCK_Q: gl.constexpr,
     BLOCK_K: gl.constexpr,
     BLOCK_D: gl.constexpr,
-    FIRST: gl.constexpr,
     ZERO_MASKED: gl.constexpr,
     FULLY_MASKED: gl.constexpr,
     ALIGNED: gl.constexpr,
@@ -188,11 +185,11 @@ def hopper_backward(
     gl.static_assert(STAGES <= BACKWARD_STAGES and OUT_STAGES <= BACKWARD_STAGES, "named barriers overlap")
     sizes: gl.constexpr = BackwardConstants(
         H, G, D, E, K_STRIDE, V_STRIDE, V_COLUMN, Q_RUNS, K_RUNS, BLOCK_Q, BLOCK_K, BLOCK_D, 0, BLOCK_D, 0,
-        FIRST, ZERO_MASKED, FULLY_MASKED, ALIGNED, STAGES, OUT_STAGES,
+        True, ZERO_MASKED, FULLY_MASKED, ALIGNED, STAGES, OUT_STAGES,
     )  # fmt: skip
     args = BackwardArguments(
         rows_ptr, key_ranges_ptr, key_extents_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, key_mask_BT,
-        key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dk_in_BTGD, dv_in_BTGE, dq_RX, dk_BTGD, dv_BTGE,
+        key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, None, None, dq_RX, dk_BTGD, dv_BTGE,
         scale, inner, softcap, threshold, rescale, S, T,
     )  # fmt: skip
     work = survey(args, keys_of_program(together, args, sizes), sizes)
@@ -274,10 +271,9 @@ def consumer(args, shared, work, sizes: gl.constexpr):
                             at, s, dk, dv = visit_queries(at, s, dk, dv, m0, run, args, shared, work, sizes, False)
     if args.dropout is not None:
         dv *= args.rescale
-    dv_in = args.dk_in if args.dv_in is None else args.dv_in
     dv_to = args.dk if args.dv is None else args.dv
-    finish(dk * args.scale, args.dk_in, args.dk, 0, matrix(shared.k.main.index(0)), sizes.K_STRIDE, sizes.D, args, work, sizes)
-    finish(dv, dv_in, dv_to, sizes.V_COLUMN, matrix(shared.v.main.index(0)), sizes.V_STRIDE, sizes.E, args, work, sizes)
+    finish(dk * args.scale, None, args.dk, 0, matrix(shared.k.main.index(0)), sizes.K_STRIDE, sizes.D, args, work, sizes)
+    finish(dv, None, dv_to, sizes.V_COLUMN, matrix(shared.v.main.index(0)), sizes.V_STRIDE, sizes.E, args, work, sizes)
 
 
 class RunOfQueries(NamedTuple):

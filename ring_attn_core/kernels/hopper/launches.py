@@ -161,25 +161,19 @@ def queries(call: RingCall) -> int:
 
 
 @lru_cache(maxsize=4096)
-def backward(call: RingCall, first: bool, last: bool) -> Launch:
+def backward(call: RingCall, last: bool) -> Launch:
     """Return the launch of a backward step in one pass, with the outputs ``dq`` and then ``dkv``, or ``dk`` and ``dv``.
 
-    This ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``. ``first``: no dk and dv of earlier
-    steps are added. ``last``: dk and dv are complete, and get the input's dtype.
+    This ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``. dk and dv are those of this step:
+    the caller adds those of earlier steps, which travel while the kernel runs. ``last``: dk and dv get the input's dtype.
     """
     together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
     dtype = call.dtype if last else "float32"
     shape = call.batch, call.kv_local, call.kv_heads
-    over = lambda name: name + "_in" if not first and dtype == "float32" else None
     if call.packed:
-        gradients: tuple[Output, ...] = (Output("dkv", (*shape, together), dtype, over("dkv")),)
-        names = {"dk": "dkv", "dv": "dkv"}
+        gradients: tuple[Output, ...] = (Output("dkv", (*shape, together), dtype),)
     else:
-        gradients = (
-            Output("dk", (*shape, call.head_dim), dtype, over("dk")),
-            Output("dv", (*shape, call.v_dim), dtype, over("dv")),
-        )
-        names = {"dk": "dk", "dv": "dv"}
+        gradients = Output("dk", (*shape, call.head_dim), dtype), Output("dv", (*shape, call.v_dim), dtype)
 
     def tile(name: str, tokens: int, heads: int, columns_of: int, pitch: int, rows: int) -> Descriptor:
         return Descriptor(name, call.dtype, (call.batch, tokens, heads, columns_of), (1, rows, 1, width), pitch, gluon=True)
@@ -204,10 +198,8 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "key_mask_spans_ptr": call.array("key_mask", "int32", "key_mask_spans"),
         "alibi_slopes_ptr": call.array("alibi_slopes"),
         "dropout_BH": call.array("dropout_seed", "uint32", "dropout"),
-        "dk_in_BTGD": None if first else Array(names["dk"] + "_in", "float32"),
-        "dv_in_BTGE": None if first or call.packed else Array("dv_in", "float32"),
         "dq_RX": Array("dq", "float32"),
-        "dk_BTGD": Array(names["dk"], dtype),
+        "dk_BTGD": Array("dkv" if call.packed else "dk", dtype),
         "dv_BTGE": None if call.packed else Array("dv", dtype),
         "scale": Scalar(call.scale, "fp32"),
         **call.numbers,
@@ -226,7 +218,6 @@ def backward(call: RingCall, first: bool, last: bool) -> Launch:
         "BLOCK_Q": block_q,
         "BLOCK_K": HOPPER_BACKWARD_KEYS,
         "BLOCK_D": width,
-        "FIRST": first,
         "ZERO_MASKED": call.zero_masked,
         "FULLY_MASKED": call.fully_masked,
         "ALIGNED": call.aligned,
