@@ -16,7 +16,7 @@ from ..problem.problem import Problem
 from ..releases import warn_if_untried
 from .compile import NEWEST_TRIED, broken_triton, triton_release, triton_version
 from .hopper.supports import refusal_of_shape
-from .tile_sizes import WIDEST
+from .tile_sizes import WIDEST, WIDEST_TAIL
 
 if TYPE_CHECKING:
     from .call import RingCall
@@ -66,9 +66,18 @@ def _triton(problem: Problem) -> str | None:
         return broken
     if problem.dtypes[0] == "float64":
         return "its kernels take bfloat16, float16 and float32, not float64"
-    for name, width in (("head_dim", problem.q_shape[-1]), ("v_dim", problem.v_shape[-1])):
+    return _too_wide(problem)
+
+
+def _too_wide(problem: Problem) -> str | None:
+    """Return why heads of a problem are too wide for the Triton kernels, or None."""
+    head_dim, v_dim = problem.q_shape[-1], problem.v_shape[-1]
+    if problem.options.values_in_keys and v_dim <= WIDEST and head_dim - v_dim <= WIDEST_TAIL:
+        return None
+    for name, width in (("head_dim", head_dim), ("v_dim", v_dim)):
         if width > WIDEST:
-            return f"its kernels take head sizes of at most {WIDEST}, and {name} is {width}"
+            most = f"its kernels take head sizes of at most {WIDEST}, and {name} is {width}"
+            return f"{most} (the forward with v=None takes {WIDEST_TAIL} more, if v_dim is at most {WIDEST})"
     return None
 
 

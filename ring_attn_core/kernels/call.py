@@ -14,7 +14,7 @@ from ..plan.ulysses import HeadSplit
 from ..problem.problem import Problem
 from ..records import hashed_once
 from .launch import Argument, Array, Scalar
-from .tile_sizes import TileConfig, choose_tiles, padded
+from .tile_sizes import TileConfig, choose_tiles, latent_tiles, padded, tail_of
 
 BEYOND = 2**30
 """A position that stands for the end of any sequence. Extents are clipped to it, so that the kernels' arithmetic fits int32."""
@@ -28,7 +28,8 @@ class RingCall:
     ``seq_local``, ``kv_local``: number of queries and of keys in a step's shards; a strategy may join the shards of several ranks
     into one. A shard consists of ``q_runs`` or ``k_runs`` equally long runs: arithmetic progressions of token positions, or in a
     balanced layout one run of indices. ``packed``: keys travel, and k and v are one array [batch, tokens, kv_heads,
-    head_dim + v_dim] with float32 gradients; else k and v are two arrays.
+    head_dim + v_dim] with float32 gradients; else k and v are two arrays. ``values_in_keys``: the values are the first ``v_dim``
+    columns of k, and the one array is k alone; forward only.
 
     ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
     ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,
@@ -61,6 +62,23 @@ class RingCall:
     hopper: bool = False
     portable: frozenset[str] = frozenset()
     tiles_override: TileConfig | None = None
+    values_in_keys: bool = False
+
+    @property
+    def key_columns(self) -> tuple[int, int, int]:
+        """Return the columns of a head in the array of k, those in the array of v, and the column there at which v begins."""
+        if self.values_in_keys:
+            return self.head_dim, self.head_dim, 0
+        together = self.head_dim + self.v_dim
+        return (together, together, self.head_dim) if self.packed else (self.head_dim, self.v_dim, 0)
+
+    @property
+    def tail(self) -> int | None:
+        """Return the columns of k after those of the values, if a key tile holds the values too; else None.
+
+        The portable forward reads these ``tail`` columns as a tile of their own. 0: a key tile needs no other.
+        """
+        return tail_of(self.head_dim, self.v_dim) if self.values_in_keys else None
 
     @property
     def carries_rest(self) -> bool:
@@ -81,6 +99,8 @@ class RingCall:
         """Return the tiles of a kernel: ``tiles_override`` if set, else the result of ``choose_tiles``."""
         if self.tiles_override is not None:
             return self.tiles_override
+        if self.tail is not None and kernel == "forward":
+            return latent_tiles(self.dtype, padded(self.v_dim), self.tail, self.capability, self.features)
         return choose_tiles(kernel, self.dtype, padded(self.head_dim), padded(self.v_dim), self.capability, self.features)
 
     @property
@@ -150,7 +170,7 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         softcap=problem.options.softcap,
         dropout_rate=problem.options.dropout_rate,
         array_names=frozenset(names),
-        packed=plan.travels,
+        packed=plan.travels or problem.options.values_in_keys,
         aligned=plan.by_counter and not anywhere,
         zero_masked=plan.blank_keys or not names.isdisjoint({"extents", "key_extents"}) or anywhere,
         fully_masked=problem.blanks or anywhere,
@@ -159,4 +179,5 @@ def call_of(problem: Problem, backend: str, anywhere: bool = False, portable: fr
         tma=problem.tma,
         hopper=backend == "hopper",
         portable=portable,
+        values_in_keys=problem.options.values_in_keys,
     )

@@ -3,6 +3,7 @@
 No tile is tuned at run time. Each function chooses tiles by the properties of a call in the third column:
 
     choose_tiles       portable kernels      kernel, dtype, widths, compute capability, features    call.py
+    latent_tiles       forward, v in k       dtype, widths, compute capability, features            call.py
     decode_tiles       decode (decode.py)    query rows, width, dtypes, compute capability          decode.py
     hopper_passes      Hopper's backward     widths, query heads per key head, keys, extents        steps.py
     hopper_tiles       Hopper's forward      widths, features                                       hopper/launches.py
@@ -28,6 +29,8 @@ MASK_SPAN = 64
 
 WIDEST = 512
 """Largest head dimension of the portable kernels."""
+WIDEST_TAIL = 128
+"""Largest number of columns that keys may have beyond those of values in keys, in the portable forward."""
 
 HOPPER_BACKWARD_KEYS = 128
 """Number of keys per program of the one-pass Hopper backward: 64 for each of its two warpgroups."""
@@ -131,6 +134,27 @@ def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
             return 64, 16, 8, 2, False  # 15.8 without dropout; Triton 3.6 to 3.9 fail to compile 32 x 32 with every feature
         return 32, 32, 4, stages, False  # 9.88, 15.6 in one stage
     return 32, 16, 8, stages, False  # 22.8 (16 x 32 29.4), 29.1
+
+
+def tail_of(head_dim: int, v_dim: int) -> int | None:
+    """Return the columns that the portable forward reads beside the tile of ``v_dim`` columns that are both keys and values.
+
+    0: heads of both dimensions are padded alike, so that one tile holds them. None: the forward reads k and v as two tiles,
+    because more than ``WIDEST_TAIL`` columns would remain.
+    """
+    if padded(head_dim) == padded(v_dim):
+        return 0
+    return head_dim - v_dim if head_dim - v_dim <= WIDEST_TAIL else None
+
+
+def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: frozenset[str] = frozenset()) -> TileConfig:
+    """Return the tiles of the portable forward with values in keys: ``v_dim`` padded columns, and a tail beside them.
+
+    A key tile is read once, for the scores and for the values, so it takes half the memory of k and v.
+    """
+    if dtype != "float32" and v_dim > 256 and shared_memory(capability) > 200 * 1024:
+        return TileConfig(64, 64, 8, 2, tma=True)
+    return choose_tiles("forward", dtype, max(v_dim, padded(tail)), v_dim, capability, features)
 
 
 @dataclass(frozen=True)

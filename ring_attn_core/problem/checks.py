@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
@@ -32,6 +32,33 @@ def check_softcap(softcap: Any) -> None:
             f"softcap must be a Python number above 0 ({LEAST_CAP:g} to {LARGEST_CAP:g}), got {in_words(softcap)}: scores become "
             "softcap * tanh(score / softcap); pass None to leave them" + (STATIC if is_traced(softcap) else "")
         )
+
+
+def check_v_dim(v_dim: Any, k_shape: Sequence[int], v_shape: Sequence[int] | None) -> int | None:
+    """Return ``v_dim`` as an int if v is None (``v_shape`` None), else None.
+
+    Raise ValueError if ``v_dim`` contradicts v, or does not count first columns of k, which are the values without v.
+    """
+    v_dim, traced = as_number(v_dim), STATIC if is_traced(v_dim) else ""
+    if v_shape is not None:
+        if v_dim is not None and not (_is_int(v_dim) and v_shape and v_dim == v_shape[-1]):
+            raise ValueError(
+                "v_dim is for v=None, where the values are k's first columns, got v_dim=" + in_words(v_dim) + " and v of shape "
+                f"{list(v_shape)}: leave out v_dim, or v" + traced
+            )
+        return None
+    if v_dim is None:
+        raise ValueError("v is None: pass v, or v_dim=, the number of k's first columns that are the values")
+    if k_shape and not (_is_int(v_dim) and 1 <= v_dim <= k_shape[-1]):
+        raise ValueError(
+            f"v_dim must be an int of 1 to {k_shape[-1]}, k's head_dim: the number of k's first columns that are the values; got "
+            + in_words(v_dim) + traced
+        )
+    return v_dim
+
+
+def _is_int(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
 
 
 def check_mask_sizes(batch: Any, heads: Any, *dims: int) -> None:

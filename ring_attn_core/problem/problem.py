@@ -24,7 +24,7 @@ class Problem:
     """One call of ``ring_attention`` on one rank, as hashable data without arrays.
 
     Shapes describe the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``, v
-    ``[batch, kv_local, kv_heads, v_dim]``. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
+    ``[batch, kv_local, kv_heads, v_dim]``, also if the values are columns of k. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
     ``arrays``: the optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without
     one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
     descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX. ``machine``: the machine's record for the cost
@@ -74,6 +74,12 @@ class Problem:
         self.check()
         problem = replace(self, within_documents=True)
         return problem if problem.travel != self.travel else None
+
+    @cached_property
+    def ordinary(self) -> Problem:
+        """Return this problem with v as an array of its own, as every backward reads it; itself if v is one."""
+        options = self.options
+        return replace(self, options=replace(options, values_in_keys=False)) if options.values_in_keys else self
 
     @property
     def strategy(self) -> str:

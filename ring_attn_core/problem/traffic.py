@@ -58,9 +58,9 @@ class SentSizes:
 
     @property
     def kv(self) -> int:
-        """Return the number of elements of k and v together."""
+        """Return the number of elements of k and v together, or of k alone if the values are columns of it."""
         (b, _, _, d), e = self.problem.k_shape, self.problem.v_shape[-1]
-        return b * self.keys * self.kv_heads * (d + e)
+        return b * self.keys * self.kv_heads * (d if self.problem.options.values_in_keys else d + e)
 
     @property
     def keys(self) -> int:
@@ -86,6 +86,12 @@ class SentSizes:
 
 def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
     """Return what ``rank`` sends, or with "pull" reads, as a pair (forward, backward)."""
+    if problem.options.values_in_keys:
+        return _traffic(problem, rank)[0], _traffic(problem.ordinary, rank)[1]
+    return _traffic(problem, rank)
+
+
+def _traffic(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
     if problem.strategy == "direct":
         return _direct(problem, rank)
     of = {"ring": _ring, "gather": _gather, "ulysses": _ulysses, "two_level": _two_level}

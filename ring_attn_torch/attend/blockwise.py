@@ -8,7 +8,7 @@ This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 a
 so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator. Key tiles outside of the band and the
 extents are skipped. No score matrix is larger than one tile for each batch row and head.
 
-Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows [q_runs][k_runs] of Row;
+Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension) or [b t g d] (v in k), rows [q_runs][k_runs] of Row;
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
 Tiles      a tile lies within one run; the r query heads of a key head are rows of one product: [b*g, r*block_q, ...].
@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -37,13 +37,18 @@ LOG2E = math.log2(math.e)
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain torch, tile by tile. Vendors' backends override only ``merged`` and ``gradients``."""
+    """The backend "blockwise": plain torch, tile by tile. Vendors' backends override only ``merged`` and ``gradients``.
+
+    ``v_dim``: number of k's first columns that are the values; None: v follows k in ``Keys.kv``.
+    """
 
     two_arrays: ClassVar[bool] = False
+    v_dim: int | None = field(default=None, kw_only=True)
 
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         """Merge attention to the visible keys into ``total``, tile by tile. See ``Backend.attend``."""
-        state = self.merged(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total)
+        v_dim = keys.kv.shape[-1] - q.shape[-1] if self.v_dim is None else self.v_dim
+        state = self.merged(q, keys, rows, score, nothing(q, v_dim, rows, score) if total is None else total)
         return state._replace(out=state.out.to(q.dtype)) if last else state
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
@@ -86,14 +91,14 @@ class Blockwise:
         return attend_backward(of_q, keys, rows, score, dq)
 
 
-def nothing(q: Tensor, keys: Keys, rows: Rows, score: Score) -> State:
+def nothing(q: Tensor, v_dim: int, rows: Rows, score: Score) -> State:
     """Return the initial attention state, in the accumulation dtype.
 
     ``out`` is 0. ``lse`` is the head's sink; without sinks and at padding queries ``lse`` is -inf.
     """
-    b, s, h, d = q.shape
+    b, s, h, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
-    out, lse = q.new_zeros((b, s, h, keys.kv.shape[-1] - d), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
+    out, lse = q.new_zeros((b, s, h, v_dim), dtype=dtype), q.new_full((b, s, h), -math.inf, dtype=dtype)
     if score.sinks is not None:
         for row, *_ in rows:
             lse[:, row.q_base : row.q_base + row.q_len] = score.sinks
@@ -111,7 +116,7 @@ def attend(q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> Sta
             if rest:
                 acc.mul_(l.mul_(queries.load(rest[0]).exp_()))
             for pair in inputs.pairs(queries):
-                k_tile, v_tile = pair.load_kv()
+                k_tile, v_tile = pair.load_kv(out.shape[-1])
                 scores = pair.hide(pair.scores(q_tile, k_tile)[0], -math.inf)
                 m_new = torch.maximum(m, scores.amax(-1, keepdim=True))
                 m_finite = m_new.masked_fill(m_new == -math.inf, 0)
@@ -152,7 +157,7 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
             dout_tile, lse_tile, delta_tile = (queries.load(x[inputs.batch]) for x in (dout, lse, delta))
             dq_tile = torch.zeros_like(q_tile)
             for pair in inputs.pairs(queries):
-                k_tile, v_tile = pair.load_kv()
+                k_tile, v_tile = pair.load_kv(dout.shape[-1])
                 q_visible, dout_visible = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
                 scores, tanh = pair.scores(q_visible, k_tile)
                 p = pair.hide(_exp_(scores.sub_(lse_tile)), 0.0)

@@ -188,8 +188,8 @@ class Pair:
     keys: Tile
     row: Row
 
-    def load_kv(self) -> tuple[Tensor, Tensor]:
-        """Copy k [b*g, block_k, d] and v [b*g, block_k, e] of the key tile.
+    def load_kv(self, v_dim: int) -> tuple[Tensor, Tensor]:
+        """Copy k [b*g, block_k, d] and v [b*g, block_k, v_dim] of the key tile.
 
         Set keys that no query of the query tile sees to 0, because they may hold NaN.
         """
@@ -198,7 +198,8 @@ class Pair:
             unused = self.masked.all(1)
             tile.view(-1, self.keys.groups, *tile.shape[1:]).masked_fill_(unused[:, None, :, None], 0)
         d = self.inputs.q.shape[-1]
-        return tile[..., :d], tile[..., d:]
+        begin = 0 if tile.shape[-1] == d else d  # 0: the values are columns of k
+        return tile[..., :d], tile[..., begin : begin + v_dim]
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
         """Return ``tile`` [b*g, r*block_q, width] with 0 at queries that see no key of the key tile: they may hold NaN."""

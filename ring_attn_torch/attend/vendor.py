@@ -118,7 +118,8 @@ def _pieces_of(pair: Row) -> Iterator[QueryRange]:
 
 
 def _two_arrays(keys: Keys, d: int) -> tuple[Tensor, ...]:
-    return keys.kv.split([d, keys.kv.shape[-1] - d], -1)
+    """Return k and v, which are one array if the values are columns of k: their heads are of one size."""
+    return (keys.kv, keys.kv) if keys.kv.shape[-1] == d else keys.kv.split([d, keys.kv.shape[-1] - d], -1)
 
 
 def _forward(options: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

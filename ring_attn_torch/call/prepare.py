@@ -88,10 +88,12 @@ class CompiledCall(NamedTuple):
     strategy: str
     steps: RingPlan
     """The plan by which the strategy moves keys, such as ``plan`` itself or a plan over joined shards."""
+    values_in_keys: bool = False
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
-        return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=self.backend.two_arrays and not self.plan.travels)
+        two_arrays, of_v = self.backend.two_arrays and not self.plan.travels, None if self.values_in_keys else v
+        return pack(k, of_v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score parameters with this call's extents, sinks, ALiBi slopes and dropout seed."""
@@ -132,13 +134,15 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options
     score = Score(problem.scale, options.softcap, options.dropout_rate)
-    backend = _backend_of(problem, anywhere, PASSES[:1] if options.backend == "auto" else PASSES)
-    return CompiledCall(plan, score, backend, problem.strategy, problem.steps)
+    forward_only = options.backend == "auto" or options.values_in_keys
+    backend = _backend_of(problem, anywhere, PASSES[:1] if forward_only else PASSES)
+    return CompiledCall(plan, score, backend, problem.strategy, problem.steps, options.values_in_keys)
 
 
 @lru_cache(maxsize=MOST_KNOWN)
 def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
-    """Check the problem for the backward, compile its backward kernels, and cache the result."""
+    """Check the problem for the backward, compile its backward kernels, and cache the result. A backward reads v as an array."""
+    problem = problem.ordinary
     compiled = checked(problem, anywhere=anywhere)
     if problem.options.backend != "auto":
         return compiled
@@ -149,7 +153,8 @@ def _backend_of(problem: Problem, anywhere: bool, passes: Collection[str]) -> Ba
     call = runnable(problem, anywhere, passes)
     if call is not None:
         return Kernels(call, problem.plan.band_of_one_run)
-    return Vendor(problem.options.backend) if problem.options.backend in VENDORS else Blockwise()
+    v_dim = problem.v_shape[-1] if problem.options.values_in_keys else None
+    return Vendor(problem.options.backend, v_dim=v_dim) if problem.options.backend in VENDORS else Blockwise(v_dim=v_dim)
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.kernels.backends import VENDORS, check_vendor
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
-from ring_attn_core.problem.checks import rate_of
+from ring_attn_core.problem.checks import check_v_dim, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.records import remembered
@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 def ring_attention(
     q: Float[Tensor, "batch seq_local heads head_dim"],
     k: Float[Tensor, "batch kv_local kv_heads head_dim"],
-    v: Float[Tensor, "batch kv_local kv_heads v_dim"],
+    v: Float[Tensor, "batch kv_local kv_heads v_dim"] | None = None,
     *,
+    v_dim: int | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: str | BalancedLayout = "zigzag",
     mask: Band = causal(),
@@ -67,7 +68,9 @@ def ring_attention(
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
         k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
             kv_heads)``.
-        v: ``[batch, kv_local, kv_heads, v_dim]``.
+        v: ``[batch, kv_local, kv_heads, v_dim]``. None: the values are ``k[..., :v_dim]``. Then the forward reads and sends k alone
+            (latent attention, docs/features.md); the backward sends these columns twice.
+        v_dim: the number of columns of the values if v is None, at most head_dim; else leave it out.
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
@@ -120,6 +123,8 @@ def ring_attention(
     """
     name = group_name(group)
     with same_error(name):
+        v, values_in_keys = values_of(k, v, v_dim)
+        values_in_keys = values_in_keys and (backend == "auto" or not differentiates(q, k))
         make = Options if torch.compiler.is_compiling() else _known_options
         options = make(
             layout=layout,
@@ -132,14 +137,27 @@ def ring_attention(
             strategy=strategy,
             backend=backend,
             deterministic=deterministic,
+            values_in_keys=values_in_keys,
         )
         if backend in VENDORS:
-            differentiates = torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (q, k, v))
-            check_vendor(options, return_lse and differentiates)
+            check_vendor(options, return_lse and differentiates(q, k, v))
     dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
     arrays = Arrays(extents, key_mask, sinks, alibi_slopes, None, key_extents)
     out, lse = attention(q, k, v, arrays, dropout, options, name)
     return (out, lse) if return_lse else out
+
+
+def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, bool]:
+    """Return v, or if it is None k's first ``v_dim`` columns, and whether it was None. Raise ValueError if v_dim does not fit."""
+    columns = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
+    if v is not None:
+        return v, False
+    return (k[..., :columns] if getattr(k, "shape", ()) else k), True
+
+
+def differentiates(*tensors: Any) -> bool:
+    """Return whether autograd records an operation on the tensors."""
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 _known_options = remembered(Options)

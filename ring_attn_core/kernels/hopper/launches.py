@@ -64,7 +64,8 @@ def forward(call: RingCall, portable: Launch) -> Launch:
             arguments |= extent_lists(call, "key_tiles", "intervals", "not_finite") | {
                 "tickets_in_ptr": Array("tickets_in", "int32")
             }
-        arguments.setdefault(parameter, argument)
+        if parameter not in ("q_tail_BSHD", "k_tail_BTGD"):  # its own tails have other columns
+            arguments.setdefault(parameter, argument)
         if parameter == "lse_BSH":
             arguments["tickets_ptr"] = Array("tickets", "int32")
     arguments |= {"together": Scalar(heads_together(call), "i32"), "total": Scalar(total, "i32")}
@@ -105,9 +106,8 @@ def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
 
 
 def _descriptors(call: RingCall, tiles: HopperConfig, d: TileColumns, e: int) -> dict[str, Argument]:
-    both = call.head_dim + call.v_dim
+    pitch, v_width, _ = call.key_columns
     k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
-    pitch, v_width = (both, both) if call.packed else (call.head_dim, call.v_dim)
     q_shape = call.batch, call.seq_local, call.heads, call.head_dim
     k_shape = call.batch, call.kv_local, call.kv_heads, call.head_dim
     return {

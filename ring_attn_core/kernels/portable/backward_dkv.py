@@ -102,7 +102,7 @@ def dkv(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
         Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
-        None, None, ALIGNED, PRECISION,
+        None, None, ALIGNED, PRECISION, None,
     )  # fmt: skip
     queries = QueryArrays(q_BSHD, dout_BSHE, lse2_BHS, delta_BHS)
     args = KernelArguments(

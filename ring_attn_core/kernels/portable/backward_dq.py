@@ -98,7 +98,7 @@ def dq(
         H, G, BLOCK_Q, BLOCK_K,
         Columns(H, D, 0, D, BLOCK_D, TMA), Columns(H, E, 0, E, BLOCK_E, TMA),
         Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
-        None, ZERO_MASKED, ALIGNED, PRECISION,
+        None, ZERO_MASKED, ALIGNED, PRECISION, None,
     )  # fmt: skip
     args = KernelArguments(
         k_BTGD, v_BTGE, extents_ptr, key_extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,

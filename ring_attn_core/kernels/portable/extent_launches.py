@@ -136,7 +136,7 @@ def not_finite(call: RingCall, of_values: bool) -> Launch:
 
     ``of_values``: True: examine v; False: k. The output ``not_finite`` is int32 [batch, kv_heads, spans], 1 for a flagged span.
     """
-    both = call.head_dim + call.v_dim
+    k_stride, v_stride, v_column = call.key_columns
     width = call.v_dim if of_values else call.head_dim
     arguments = {
         "x_BTGD": Array("kv" if call.packed else "v" if of_values else "k", call.dtype),
@@ -146,8 +146,8 @@ def not_finite(call: RingCall, of_values: bool) -> Launch:
     constants = {
         "G": call.kv_heads,
         "D": width,
-        "STRIDE": both if call.packed else width,
-        "COLUMN": call.head_dim if call.packed and of_values else 0,
+        "STRIDE": v_stride if of_values else k_stride,
+        "COLUMN": v_column if of_values else 0,
         "BLOCK_D": padded(width),
     }
     spans = -(-call.kv_local // MASK_BLOCK) * (MASK_BLOCK // MASK_SPAN)

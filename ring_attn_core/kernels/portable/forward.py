@@ -30,7 +30,7 @@ import triton.language as tl
 
 from .dropout import keep_mask_of_tile
 from .loads import add_product, keep_seen, load_own_tile, load_tile, some_hidden, under_key_mask
-from .records import Columns, KernelArguments, KernelConstants, KeyRun, QueryTile
+from .records import Columns, KernelArguments, KernelConstants, KeyRun, QueryTile, Tail
 from .rows import (
     count_partly_seen,
     every_query_sees,
@@ -48,7 +48,9 @@ from .scores import LN2, scores
 @triton.jit
 def forward(
     q_BSHD,
+    q_tail_BSHD,
     k_BTGD,
+    k_tail_BTGD,
     v_BTGE,
     rows_ptr,
     extents_ptr,
@@ -83,6 +85,7 @@ def forward(
     BLOCK_K: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_TAIL: tl.constexpr,
     FIRST: tl.constexpr,
     LAST: tl.constexpr,
     FOLDED: tl.constexpr,
@@ -91,11 +94,13 @@ def forward(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
+    MAIN: tl.constexpr = E if BLOCK_TAIL else D  # pyright: ignore[reportAssignmentType]
+    K_TAIL: tl.constexpr = Columns(G, K_STRIDE, E, D - E, BLOCK_TAIL, TMA)
     sizes: tl.constexpr = KernelConstants(
         H, G, BLOCK_Q, BLOCK_K,
-        Columns(H, D, 0, D, BLOCK_D, TMA), None,
-        Columns(G, K_STRIDE, 0, D, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
-        FOLDED, ZERO_MASKED, ALIGNED, PRECISION,
+        Columns(H, D, 0, MAIN, BLOCK_D, TMA), None,
+        Columns(G, K_STRIDE, 0, MAIN, BLOCK_D, TMA), Columns(G, V_STRIDE, V_COLUMN, E, BLOCK_E, TMA),
+        FOLDED, ZERO_MASKED, ALIGNED, PRECISION, K_TAIL,
     )  # fmt: skip
     args = KernelArguments(
         k_BTGD, v_BTGE, extents_ptr, key_extents_ptr, key_mask_BT, key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH,
@@ -112,6 +117,11 @@ def forward(
     i = m0 + tl.arange(0, BLOCK_Q)
 
     q_tile = load_own_tile(q_BSHD, batch, S, q_run * q_slot + m0, head, q_slot - m0, sizes.Q, BLOCK_Q)
+    tail = None
+    if BLOCK_TAIL:
+        columns: tl.constexpr = Columns(H, D, E, D - E, BLOCK_TAIL, TMA)
+        q_tail = load_own_tile(q_tail_BSHD, batch, S, q_run * q_slot + m0, head, q_slot - m0, columns, BLOCK_Q)
+        tail = Tail(q_tail, k_tail_BTGD)
     slope = None if alibi_slopes_ptr is None else tl.load(alibi_slopes_ptr + head).to(tl.float32)
     tile = QueryTile(batch, head, m0, i, slope)
     m = tl.full([BLOCK_Q], float("-inf"), tl.float32)
@@ -131,12 +141,12 @@ def forward(
         for t in range(count_partly_seen(tiles)):
             n0 = partly_seen(t, tiles) * BLOCK_K
             if key_extents_ptr is None or some_query_sees(n0, run, tile, args, sizes):
-                acc, m, l = visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes, True)
+                acc, m, l = visit_keys(acc, m, l, q_tile, tail, n0, run, tile, args, sizes, True)
         for t in range(tiles.whole_first, tiles.whole_last):
             if key_extents_ptr is None or every_query_sees(t * BLOCK_K, run, tile, args, sizes):
-                acc, m, l = visit_keys(acc, m, l, q_tile, t * BLOCK_K, run, tile, args, sizes, False)
+                acc, m, l = visit_keys(acc, m, l, q_tile, tail, t * BLOCK_K, run, tile, args, sizes, False)
             elif some_query_sees(t * BLOCK_K, run, tile, args, sizes):
-                acc, m, l = visit_keys(acc, m, l, q_tile, t * BLOCK_K, run, tile, args, sizes, True)
+                acc, m, l = visit_keys(acc, m, l, q_tile, tail, t * BLOCK_K, run, tile, args, sizes, True)
 
     if FIRST or LAST or visited > 0:
         valid = i < q_len
@@ -189,7 +199,7 @@ def forward(
 
 
 @triton.jit
-def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
+def visit_keys(acc, m, l, q_tile, tail, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
     """Take the step of online softmax for the key tile that begins at ``n0``; return acc, row max m (base 2) and row sum l."""
     ACCURATE: tl.constexpr = q_tile.dtype == tl.float32
     row = run.row
@@ -197,6 +207,9 @@ def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASK
     group = tile.head // (sizes.H // sizes.G)
     k_tile = load_tile(args.k, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.K, sizes.BLOCK_K, MASKED)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=sizes.PRECISION)
+    if tail is not None:
+        k_tail = load_tile(tail.k, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.K_TAIL, sizes.BLOCK_K, MASKED)
+        products = add_product(products, tail.q, tl.trans(k_tail), args.T, sizes.PRECISION)
     # A positive scale goes into the exponential's multiply-add if nothing else needs the scores.
     if sizes.FOLDED and args.softcap is None and tile.slope is None:
         s, factor = products, args.inner
@@ -220,7 +233,10 @@ def visit_keys(acc, m, l, q_tile, n0, run, tile, args, sizes: tl.constexpr, MASK
     # The dropout mask does not depend on the scores, but if drawn before the product, its bools are packed by 250 instructions.
     if args.dropout is not None:
         p = tl.where(keep_mask_of_tile(args, tile.batch, tile.head, row, tile.i, j, tile.m0, n0, sizes, False), p, 0.0)
-    v_tile = load_tile(args.v, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.V, sizes.BLOCK_K, MASKED)
+    if args.v is None:
+        v_tile = k_tile
+    else:
+        v_tile = load_tile(args.v, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.V, sizes.BLOCK_K, MASKED)
     if MASKED and sizes.ZERO_MASKED > 0:
         v_tile = keep_seen(v_tile, visible, sizes.ZERO_MASKED == 2)
     acc = add_product(acc * decay[:, None], p.to(v_tile.dtype), v_tile, args.T, sizes.PRECISION)

@@ -61,6 +61,8 @@ def forward(call: RingCall, first: bool, last: bool) -> Launch:
         "FOLDED": call.scale > LEAST_FOLDED,
         "ZERO_MASKED": _zero_masked(call),
     }
+    if call.tail is not None:
+        constants |= {"BLOCK_D": padded(call.v_dim), "BLOCK_TAIL": padded(call.tail) if call.tail else 0}
     grid = call.q_tiles(tiles.block_q) * call.heads * call.batch
     return launch_of("forward", grid, arguments, constants, (out, *of_lse), tiles)
 
@@ -194,7 +196,8 @@ def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> di
 
     ``of_queries``: "q_BSHD", "dout_BSHE". ``own``: the arrays of which a program loads one tile only, "q" (and dout) or "kv".
     """
-    together = call.head_dim + call.v_dim
+    k_stride, v_stride, _ = call.key_columns
+    k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
     by_tma = tiles.tma and tma_fits(call)
 
     def tiled(name: str, tokens: int, heads: int, stride: int, rows: int, width: int, whose: str) -> Argument:
@@ -204,13 +207,18 @@ def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> di
             return Descriptor(name, call.dtype, (call.batch * tokens, heads * stride), (rows, width))
         return Descriptor(name, call.dtype, (call.batch, tokens, heads, stride), (1, rows, 1, width))
 
+    of_q, of_k = (call.seq_local, call.heads), (call.kv_local, call.kv_heads)
     arguments: dict[str, Argument] = {}
     for parameter in of_queries:
         name, width = {"q_BSHD": ("q", call.head_dim), "dout_BSHE": ("dout", call.v_dim)}[parameter]
-        arguments[parameter] = tiled(name, call.seq_local, call.heads, width, tiles.block_q, width, "q")
-    for parameter, name, width in (("k_BTGD", "k", call.head_dim), ("v_BTGE", "v", call.v_dim)):
-        name, stride = ("kv", together) if call.packed else (name, width)
-        arguments[parameter] = tiled(name, call.kv_local, call.kv_heads, stride, tiles.block_k, width, "kv")
+        arguments[parameter] = tiled(name, *of_q, width, tiles.block_q, width, "q")
+    arguments["k_BTGD"] = tiled(k_name, *of_k, k_stride, tiles.block_k, call.head_dim, "kv")
+    if call.tail is None:
+        arguments["v_BTGE"] = tiled(v_name, *of_k, v_stride, tiles.block_k, call.v_dim, "kv")
+    elif call.tail:
+        for of_width, width in (("", call.v_dim), ("_tail", call.tail)):
+            arguments[f"q{of_width}_BSHD"] = tiled("q", *of_q, call.head_dim, tiles.block_q, width, "q")
+            arguments[f"k{of_width}_BTGD"] = tiled(k_name, *of_k, k_stride, tiles.block_k, width, "kv")
     return arguments
 
 
@@ -304,6 +312,8 @@ def tma_fits(call: RingCall) -> bool:
     """Return whether the call may use TMA: supported, no padded columns, rows of a multiple of 16 bytes, no empty array."""
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
+    if call.tail is not None:
+        widths = (call.v_dim, call.tail) if call.tail else (call.head_dim,)
     whole = call.tma and all(width == padded(width) and width * itemsize % 16 == 0 for width in widths)
     return whole and min(call.batch, call.seq_local, call.kv_local) > 0
 
@@ -322,15 +332,15 @@ def _backward_inputs(call: RingCall) -> dict[str, Argument | None]:
 
 
 def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
-    together = call.head_dim + call.v_dim
+    k_stride, v_stride, v_column = call.key_columns
     return {
         "H": call.heads,
         "G": call.kv_heads,
         "D": call.head_dim,
         "E": call.v_dim,
-        "K_STRIDE": together if call.packed else call.head_dim,
-        "V_STRIDE": together if call.packed else call.v_dim,
-        "V_COLUMN": call.head_dim if call.packed else 0,
+        "K_STRIDE": k_stride,
+        "V_STRIDE": v_stride,
+        "V_COLUMN": v_column,
         "Q_RUNS": call.q_runs,
         "K_RUNS": call.k_runs,
         "BLOCK_Q": tiles.block_q,

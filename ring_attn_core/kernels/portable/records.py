@@ -29,7 +29,7 @@ class KernelConstants(NamedTuple):
     ``H``, ``G``: query and key heads. ``Q``, ``DOUT``, ``K``, ``V``: the ``Columns`` of these arrays. ``FOLDED``: the scale is
     folded into the exponential. ``ZERO_MASKED``: whether ``loads.keep_seen`` zeroes unused keys, which may hold NaN (0: no; 1: by
     bools; 2: by bits). ``ALIGNED``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several
-    probabilities. ``PRECISION``: the precision of float32 products.
+    probabilities. ``PRECISION``: the precision of float32 products. ``K_TAIL``: the ``Columns`` of k in a ``Tail``.
     """
 
     H: Any
@@ -44,6 +44,7 @@ class KernelConstants(NamedTuple):
     ZERO_MASKED: Any
     ALIGNED: Any
     PRECISION: Any
+    K_TAIL: Any
 
 
 class KernelArguments(NamedTuple):
@@ -82,6 +83,13 @@ class QueryTile(NamedTuple):
     m0: Any
     i: Any
     slope: Any
+
+
+class Tail(NamedTuple):
+    """The columns beyond those that are values too: loaded ``q`` of a query tile, and the pointer or TMA descriptor ``k``."""
+
+    q: Any
+    k: Any
 
 
 class KeyRun(NamedTuple):
