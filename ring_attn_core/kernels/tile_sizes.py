@@ -152,9 +152,10 @@ def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: f
 
     A key tile is read once, for the scores and for the values, so it takes half the memory of k and v.
     """
-    if dtype != "float32" and v_dim > 256 and shared_memory(capability) > 200 * 1024:
-        return TileConfig(64, 64, 8, 2, tma=True)
-    return choose_tiles("forward", dtype, max(v_dim, padded(tail)), v_dim, capability, features)
+    if dtype == "float32" or v_dim <= 256 or shared_memory(capability) < 200 * 1024:
+        return choose_tiles("forward", dtype, max(v_dim, padded(tail)), v_dim, capability, features)
+    by_extents = not features.isdisjoint({"extents", "key_extents"})  # whose masks would spill with 64 keys
+    return TileConfig(64, 32 if by_extents else 64, 8, 2, tma=True)
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,8 @@ def visit_keys(acc, m, l, q_tile, tail, n0, run, tile, args, sizes: tl.constexpr
     j = n0 + tl.arange(0, sizes.BLOCK_K)
     group = tile.head // (sizes.H // sizes.G)
     k_tile = load_tile(args.k, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.K, sizes.BLOCK_K, MASKED)
+    if args.v is None and MASKED and sizes.ZERO_MASKED > 0:  # before the scores: the tile is not in registers during the softmax
+        k_tile = keep_seen(k_tile, sees(j, run, tile, args), sizes.ZERO_MASKED == 2)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=sizes.PRECISION)
     if tail is not None:
         k_tail = load_tile(tail.k, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.K_TAIL, sizes.BLOCK_K, MASKED)
@@ -237,7 +239,7 @@ def visit_keys(acc, m, l, q_tile, tail, n0, run, tile, args, sizes: tl.constexpr
         v_tile = k_tile
     else:
         v_tile = load_tile(args.v, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.V, sizes.BLOCK_K, MASKED)
-    if MASKED and sizes.ZERO_MASKED > 0:
+    if args.v is not None and MASKED and sizes.ZERO_MASKED > 0:
         v_tile = keep_seen(v_tile, visible, sizes.ZERO_MASKED == 2)
     acc = add_product(acc * decay[:, None], p.to(v_tile.dtype), v_tile, args.T, sizes.PRECISION)
     return acc, m_new, l
