@@ -12,7 +12,7 @@ from jax import lax
 
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
-from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs, rate_of
+from ring_attn_core.problem.checks import FARTHEST, check_pairs, check_runs, check_v_dim, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.runs import Band, Run, row
 
@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 def attend_block(
     q: Float[Array, "batch queries heads head_dim"],
     k: Float[Array, "batch keys kv_heads head_dim"],
-    v: Float[Array, "batch keys kv_heads v_dim"],
+    v: Float[Array, "batch keys kv_heads v_dim"] | None = None,
     *,
+    v_dim: int | None = None,
     mask: Band = causal(),
     q_run: Run | None = None,
     k_run: Run | None = None,
@@ -61,8 +62,11 @@ def attend_block(
     Raise ValueError if inputs do not fit. Differentiable once, in reverse mode.
     """
     rate = rate_of(dropout_rate, dropout_seed)
-    options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=rate, backend=backend)
-    dtype_names(q, k, v)
+    v_dim = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
+    numbers: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout_rate": rate, "v_dim": v_dim}
+    options = Options(layout="contiguous", mask=mask, backend=backend, **numbers)
+    dtype_names(q, k, k if v is None else v)
+    v = k[..., :v_dim] if v is None else v
     q_run, k_run = check_runs(q_run, k_run, q.shape, k.shape)
     state = dropout_state(dropout_seed, dropout_offset) if rate and dropout_seed is not None else None
     arrays = Arrays(extents, key_mask, None, alibi_slopes, state, key_extents)
@@ -123,14 +127,14 @@ def _attention(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> Sta
 
 
 def _forward(inputs: OpInputs, rows: jax.Array, compiled: CompiledCall) -> tuple[State, tuple[OpInputs, jax.Array, State]]:
-    total = _attention(inputs, rows, compiled)
+    total = _attention(inputs, rows, compiled.recorded)
     return total, (inputs, rows, total)
 
 
 def _backward(compiled: CompiledCall, residuals: tuple[OpInputs, jax.Array, State], dtotal: State) -> tuple[OpInputs, None]:
     inputs, rows, total = residuals
     inputs, total, dtotal = reverse_only(inputs, total, dtotal._replace(rest=None))
-    return _gradients(inputs, rows, total, dtotal, compiled), None
+    return _gradients(inputs, rows, total, dtotal, compiled.of_backward), None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

@@ -19,7 +19,7 @@ from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.needed import NeededPlan, check_available
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import check_array, check_extents, check_key_extents, rate_of
+from ring_attn_core.problem.checks import check_array, check_extents, check_key_extents, check_v_dim, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy, plan_of_steps
 from ring_attn_core.runs import Band
@@ -40,8 +40,9 @@ if TYPE_CHECKING:
 def sharded_ring_attention(
     q: Float[Array, "batch tokens heads head_dim"],
     k: Float[Array, "batch kv_tokens kv_heads head_dim"],
-    v: Float[Array, "batch kv_tokens kv_heads v_dim"],
+    v: Float[Array, "batch kv_tokens kv_heads v_dim"] | None = None,
     *,
+    v_dim: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     axis_name: str = "seq",
     batch_axes: str | Sequence[str] = (),
@@ -67,7 +68,7 @@ def sharded_ring_attention(
 ) -> Any:
     """Compute :func:`ring_attention` on global arrays in layout order. ``mesh``: None is the mesh of ``jax.set_mesh``.
 
-    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, kv_tokens, kv_heads, ...]. Tokens are sharded over the mesh axis
+    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, kv_tokens, kv_heads, ...]; v None: k's first v_dim columns. Tokens are sharded over the mesh axis
     ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
     are sharded over ``head_axis`` too; a single key head (multi-query) is replicated. The shard_map is manual over all mesh axes.
     Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2], key_extents [batch, kv_tokens, 2]
@@ -93,6 +94,7 @@ def sharded_ring_attention(
         strategy=strategy,
         backend=backend,
         deterministic=deterministic,
+        v_dim=check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ())),
     )
     where = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis)
     state = dropout_state(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
@@ -158,9 +160,10 @@ class ShardedAxes(NamedTuple):
 
 
 def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
-    """Compute ``sharded_ring_attention`` from its arguments as records."""
-    dtype_names(q, k, v)
-    check_shards(q, k, v, where)
+    """Compute ``sharded_ring_attention`` from its arguments as records. ``v`` None: the values are columns of k."""
+    of_v = k if v is None else v
+    dtype_names(q, k, of_v)
+    check_shards(q, k, of_v, where)
     for array in described(arrays._replace(dropout_seed=None, positions=None)._asdict()):
         check_array(array, q.shape, k.shape)
     if arrays.positions is None:
@@ -179,7 +182,7 @@ def _compiled(
     """Return the jitted program, cached because outside jit a new function at each call would be compiled anew."""
 
     def on_shards(inputs: dict[str, Any]) -> Any:
-        q, k, v = (inputs.pop(name) for name in "qkv")
+        q, k, v = inputs.pop("q"), inputs.pop("k"), inputs.pop("v", None)
         arrays = Arrays(**inputs)
         if (state := arrays.dropout_seed) is not None:
             rows, _, heads, _ = q.shape

@@ -33,7 +33,16 @@ from .call.autograd import (
     saved_of,
     separate_gradients,
 )
-from .call.prepare import Arrays, check_tensors, checked, checked_backward, problem_of, refuse_transforms
+from .call.prepare import (
+    Arrays,
+    check_tensors,
+    checked,
+    checked_backward,
+    differentiates,
+    problem_of,
+    refuse_transforms,
+    values_of,
+)
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -42,8 +51,9 @@ if TYPE_CHECKING:
 def attend_block(
     q: Float[Tensor, "batch queries heads head_dim"],
     k: Float[Tensor, "batch keys kv_heads head_dim"],
-    v: Float[Tensor, "batch keys kv_heads v_dim"],
+    v: Float[Tensor, "batch keys kv_heads v_dim"] | None = None,
     *,
+    v_dim: int | None = None,
     mask: Band = causal(),
     q_run: Run | None = None,
     k_run: Run | None = None,
@@ -74,7 +84,10 @@ def attend_block(
     Raise ValueError if inputs do not fit. No second derivative.
     """
     rate = rate_of(dropout_rate, dropout_seed)
-    options = Options(layout="contiguous", mask=mask, scale=scale, softcap=softcap, dropout_rate=rate, backend=backend)
+    v, v_dim = values_of(k, v, v_dim)
+    v_dim = v_dim if backend == "auto" or not differentiates((q, k)) else None
+    numbers: dict[str, Any] = {"scale": scale, "softcap": softcap, "dropout_rate": rate, "v_dim": v_dim}
+    options = Options(layout="contiguous", mask=mask, backend=backend, **numbers)
     arrays = Arrays(extents, key_mask, None, alibi_slopes, None, key_extents)
     refuse_transforms((q, k, v, arrays.sinks, arrays.alibi_slopes))
     check_tensors(q, k, v, arrays)

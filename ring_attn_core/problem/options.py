@@ -28,7 +28,7 @@ class Options:
     ``return_lse`` is not among them either, because each call computes lse.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
-    ``values_in_keys``, not public either: v is None, so the values are the first v_dim columns of k, and k travels alone.
+    ``v_dim``: v was None, and the values are the first ``v_dim`` columns of k, which travels alone. None: v is an array.
     ``dropout_offset``: global index of the first batch row and of the first head; -1 stands for an index that is an array on a
     device. Only PyTorch compares this offset between ranks.
     Raise ValueError if a value has the wrong type or is out of range. Not checked here: ``dropout_offset``, the names of layout
@@ -47,7 +47,7 @@ class Options:
     backend: str = "auto"
     deterministic: bool = False
     steps: tuple[int, ...] | None = None
-    values_in_keys: bool = False
+    v_dim: int | None = None
 
     def __post_init__(self) -> None:
         check_strategy(self.strategy)
@@ -76,6 +76,11 @@ class Options:
             check_steps(self.steps)
 
     @property
+    def values_in_keys(self) -> bool:
+        """Return whether the values are columns of k."""
+        return self.v_dim is not None
+
+    @property
     def counts(self) -> list[int]:
         """Return the numbers that may change between calls of a compiled program: lengths, mask bounds and dropout offset.
 
@@ -97,12 +102,12 @@ class Options:
         layout: object = self.layout
         if isinstance(self.layout, BalancedLayout):
             layout = self.layout.runs, self.layout.length, self.layout.documents
-        return f"({layout!r}, {of_numbers}, {str(self.strategy)!r}, {self.backend!r}, {self.deterministic}, {steps}, {self.values_in_keys})"
+        return f"({layout!r}, {of_numbers}, {str(self.strategy)!r}, {self.backend!r}, {self.deterministic}, {steps}, {self.v_dim})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:
         """Build the record from its ``text`` and ``counts``."""
-        layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps, values_in_keys = ast.literal_eval(text)
+        layout, scale, softcap, dropout_rate, strategy, backend, deterministic, steps, v_dim = ast.literal_eval(text)
         length, kv_length, lo, hi = (None if count == NO_COUNT else count for count in counts[:4])
         return cls(
             layout=layout if isinstance(layout, str) else BalancedLayout(*layout),
@@ -117,7 +122,7 @@ class Options:
             backend=backend,
             deterministic=deterministic,
             steps=None if steps is None else tuple(steps),
-            values_in_keys=values_in_keys,
+            v_dim=v_dim,
         )
 
     def as_dict(self) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class Problem:
     def ordinary(self) -> Problem:
         """Return this problem with v as an array of its own, as every backward reads it; itself if v is one."""
         options = self.options
-        return replace(self, options=replace(options, values_in_keys=False)) if options.values_in_keys else self
+        return replace(self, options=replace(options, v_dim=None)) if options.values_in_keys else self
 
     @property
     def strategy(self) -> str:

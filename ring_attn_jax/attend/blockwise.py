@@ -8,7 +8,7 @@ This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 a
 so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator. Key tiles outside of the band and the
 extents are skipped. No score matrix is larger than one tile per batch row and head.
 
-Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension), rows int32 [q_runs, k_runs, fields];
+Shapes     q [b s h d], keys.kv [b t g d+e] (k then v) or [b t g d] (v in k), rows int32 [q_runs, k_runs, fields];
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
 Tiles      a tile lies within one slot, and all tiles of a slot have the same length. The last tile begins early and ends with
@@ -40,14 +40,19 @@ from .tiles import Pair, TileInputs, accumulation_dtype, dot
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain jnp, tile by tile. ``even``: True if each run has an equal part of the shard."""
+    """The backend "blockwise": plain jnp, tile by tile. ``even``: True if each run has an equal part of the shard.
+
+    ``v_dim``: number of k's first columns that are the values; None: v follows k in ``Keys.kv``.
+    """
 
     two_arrays: ClassVar[bool] = False
     even: bool = True
+    v_dim: int | None = None
 
     def attend(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State | None, last: bool) -> State:
         """Merge attention to the visible keys into ``total``, tile by tile. See ``Backend.attend``."""
-        state = attend(q, keys, rows, score, nothing(q, keys, rows, score) if total is None else total, even=self.even)
+        v_dim = keys.kv.shape[-1] - q.shape[-1] if self.v_dim is None else self.v_dim
+        state = attend(q, keys, rows, score, nothing(q, v_dim, rows, score) if total is None else total, even=self.even)
         return state._replace(out=state.out.astype(q.dtype)) if last else state
 
     def backward_inputs(
@@ -82,14 +87,14 @@ class Blockwise:
         return total, dkv if before is None else before + dkv
 
 
-def nothing(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> State:
+def nothing(q: jax.Array, v_dim: int, rows: jax.Array, score: Score) -> State:
     """Return the initial attention state, in the accumulation dtype.
 
     ``out`` is 0. ``lse`` is the head's sink; without sinks and at padding queries ``lse`` is -inf.
     """
-    b, s, h, d = q.shape
+    b, s, h, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
-    out = jnp.zeros_like(q, shape=(b, s, h, keys.kv.shape[-1] - d), dtype=dtype)
+    out = jnp.zeros_like(q, shape=(b, s, h, v_dim), dtype=dtype)
     lse = jnp.full_like(q, -jnp.inf, shape=(b, s, h), dtype=dtype)
     if score.sinks is not None:
         lse = jnp.where(valid_queries(rows, s)[None, :, None], score.sinks.astype(dtype)[None, None], lse)
@@ -121,7 +126,7 @@ def attend(q: jax.Array, keys: Keys, rows: jax.Array, score: Score, total: State
 
         def key_tile(pair: Pair, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             acc, l, m = state
-            k_tile, v_tile = pair.load_kv()
+            k_tile, v_tile = pair.load_kv(acc.shape[-1])
             scores = jnp.where(pair.visible, pair.scores(q_tile, k_tile)[0], -jnp.inf)
             m_new = jnp.maximum(m, scores.max(-1))
             m_finite = jnp.where(m_new == -jnp.inf, 0, m_new)
@@ -167,7 +172,7 @@ def attend_backward(
 
         def key_tile(pair: Pair, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             dq_tile, dkv = state
-            k_tile, v_tile = pair.load_kv()
+            k_tile, v_tile = pair.load_kv(dout.shape[-1])
             q_visible, dout_visible = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
             scores, tanh = pair.scores(q_visible, k_tile)
             p = jnp.where(pair.visible, jnp.exp(scores - lse_tile[..., None]), 0)

@@ -15,8 +15,8 @@ from ring_attn_core.kernels.call import BEYOND
 class Keys(NamedTuple):
     """A shard of keys and values: k and v packed in one array, or, only if no keys travel between ranks, in two arrays.
 
-    ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone if ``v`` [b t g e] is present. ``bits`` uint8 [b,
-    ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j may be attended. None: no key mask. ``extents`` int32
+    ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone [b t g d], if ``v`` [b t g e] is present, or if the
+    values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j may be attended. None: no key mask. ``extents`` int32
     [b t 2]: per key, the first and end (exclusive) position of the queries that may see the key, at least 0; local indices after
     a conversion by ``one_run.py``. None: no limit.
     """
@@ -28,19 +28,24 @@ class Keys(NamedTuple):
 
 
 def pack(
-    k: jax.Array, v: jax.Array, key_mask: jax.Array | None = None, key_extents: jax.Array | None = None, two_arrays: bool = False
+    k: jax.Array,
+    v: jax.Array | None,
+    key_mask: jax.Array | None = None,
+    key_extents: jax.Array | None = None,
+    two_arrays: bool = False,
 ) -> Keys:
     """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
 
     Set masked keys and values to 0, even NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32 arithmetic.
-    ``two_arrays``: keep k and v apart, which saves the copy; only if no keys travel between ranks.
+    ``two_arrays``: keep k and v apart, which saves the copy; only if no keys travel between ranks. ``v`` None: the values are
+    columns of k, which is not copied.
     """
-    arrays = [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
+    arrays = [k] if v is None else [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
     bits = None
     if key_mask is not None:
         arrays = [jnp.where(key_mask[..., None, None], x, 0) for x in arrays]
         bits = bits_of(key_mask)
-    return Keys(arrays[0], bits, arrays[1] if two_arrays else None, None if key_extents is None else clipped(key_extents))
+    return Keys(arrays[0], bits, arrays[1] if len(arrays) == 2 else None, None if key_extents is None else clipped(key_extents))
 
 
 def bits_of(key_mask: jax.Array) -> jax.Array:

@@ -200,12 +200,13 @@ class Pair:
     keys: Tile
     row: Row
 
-    def load_kv(self) -> tuple[jax.Array, jax.Array]:
-        """Return the key tile's k and v [b g block_k d or e]. Set keys that no query sees to 0: they may be NaN."""
+    def load_kv(self, v_dim: int) -> tuple[jax.Array, jax.Array]:
+        """Return the key tile's k and v [b g block_k d or v_dim]. Set keys that no query sees to 0: they may be NaN."""
         tile = self.keys.load(self.inputs.kv, self.inputs.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
         d = self.inputs.q.shape[-1]
-        return tile[..., :d], tile[..., d:]
+        begin = 0 if tile.shape[-1] == d else d  # 0: the values are columns of k
+        return tile[..., :d], tile[..., begin : begin + v_dim]
 
     def queries_that_see(self, tile: jax.Array) -> jax.Array:
         """Return ``tile`` [b g r block_q width] with 0 at queries that see no key of the key tile: they may hold NaN."""

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec
 
 from ring_attn_core.problem.options import Options
 
-from ..attend.one_run import TracedRuns
 from ..attend.state import State, carries_rest
 from ..axes import Trees, on_auto_axes, ring_size, sharded_like, vary_alike
 from ..ring import loop
@@ -50,11 +49,13 @@ class OpInputs(NamedTuple):
 
 
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute (out, lse) of ``ring_attention`` from its arguments as records. Differentiable once, in reverse mode."""
+    """Compute (out, lse) of ``ring_attention`` from its arguments as records. Differentiable once, in reverse mode.
+
+    ``v`` None: the values are the first ``options.v_dim`` columns of k. Only the backward reads them as an array.
+    """
+    v = k[..., : options.v_dim] if v is None else v
     problem = on_hardware(problem_of(q, k, v, arrays, ring_size(axis_name), options))
     compiled = checked(problem, anywhere=False)
-    if arrays.positions is not None:
-        compiled = compiled._replace(backend=TracedRuns(compiled.backend))
     (inputs,) = reverse_only(*vary_alike((axis_name,), OpInputs.of(q, k, v, arrays)))
     return _attention(inputs, compiled, axis_name)
 
@@ -86,13 +87,13 @@ def sharded_state(inputs: OpInputs) -> Any:
 def _forward(
     inputs: OpInputs, compiled: CompiledCall, axis_name: str
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[OpInputs, State]]:
-    out, lse, rest = round_the_ring(inputs, compiled, axis_name)
+    out, lse, rest = round_the_ring(inputs, compiled.recorded, axis_name)
     total = State(checkpoint_name(out, OUT_NAME), *checkpoint_name((lse, rest), LSE_NAME))
     return total[:2], (inputs, total)
 
 
 def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs, State], dtotal: Any) -> tuple[OpInputs]:
-    return (_gradients(*reverse_only(*residuals, State(*dtotal)), compiled, axis_name),)
+    return (_gradients(*reverse_only(*residuals, State(*dtotal)), compiled.of_backward, axis_name),)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))

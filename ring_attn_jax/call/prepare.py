@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ring_attn_core.kernels.backends import runnable
+from ring_attn_core.kernels.backends import PASSES, runnable
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.checks import OptionalArray
 from ring_attn_core.problem.options import Options
@@ -24,6 +24,7 @@ from ..attend.dropout import DropoutState
 from ..attend.kernels import Kernels
 from ..attend.keys import Keys, pack
 from ..attend.launch import capability, makes_descriptors
+from ..attend.one_run import TracedRuns
 from ..attend.score import Score
 from ..axes import described, dtype_names
 from ..ring.step import Ring
@@ -78,10 +79,27 @@ class CompiledCall(NamedTuple):
     strategy: str
     steps: RingPlan
     """The plan by which the strategy moves keys, such as ``plan`` itself or a plan over joined shards."""
+    values_in_keys: tuple[Problem, bool] | None = None
+    """If the values are columns of k: the arguments of ``checked`` for the call with v as an array of its own; else None."""
+
+    @property
+    def of_backward(self) -> CompiledCall:
+        """Return the call with v as an array of its own, as every backward reads it. Raise ValueError as ``checked`` does."""
+        if self.values_in_keys is None:
+            return self
+        problem, anywhere = self.values_in_keys
+        return checked(problem, anywhere=anywhere)
+
+    @property
+    def recorded(self) -> CompiledCall:
+        """Return the call whose forward runs if a backward follows: by name, a backend runs both passes of ``of_backward``."""
+        automatic = self.values_in_keys is None or self.values_in_keys[0].options.backend == "auto"
+        return self if automatic else self.of_backward
 
     def keys(self, k: jax.Array, v: jax.Array, arrays: Arrays) -> Keys:
         """Pack k, v, the key mask and the key extents into ``Keys``, the form in which they travel between ranks."""
-        return pack(k, v, arrays.key_mask, arrays.key_extents, two_arrays=self.backend.two_arrays and not self.plan.travels)
+        two_arrays, of_v = self.backend.two_arrays and not self.plan.travels, None if self.values_in_keys else v
+        return pack(k, of_v, arrays.key_mask, arrays.key_extents, two_arrays=two_arrays)
 
     def scored(self, arrays: Arrays) -> Score:
         """Return the score parameters with this call's extents, sinks, ALiBi slopes, dropout state and traced positions."""
@@ -108,6 +126,10 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options
     cap = None if options.softcap is None else float(options.softcap)
-    call = runnable(problem, anywhere)
-    backend = Blockwise(even=isinstance(plan.layout, str)) if call is None else Kernels(call, plan.band_of_one_run)
-    return CompiledCall(plan, Score(problem.scale, cap, float(options.dropout_rate)), backend, problem.strategy, problem.steps)
+    call = runnable(problem, anywhere, PASSES[:1] if options.values_in_keys else PASSES)
+    even, score = isinstance(plan.layout, str), Score(problem.scale, cap, float(options.dropout_rate))
+    backend: Backend = Blockwise(even, options.v_dim) if call is None else Kernels(call, plan.band_of_one_run)
+    if problem.traced_layout:
+        backend = TracedRuns(backend)
+    ordinary = (problem.ordinary, anywhere) if options.values_in_keys else None
+    return CompiledCall(plan, score, backend, problem.strategy, problem.steps, ordinary)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from ring_attn_core.keywords import named_keywords
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
-from ring_attn_core.problem.checks import rate_of
+from ring_attn_core.problem.checks import check_v_dim, rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.runs import Band
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 def ring_attention(
     q: Float[Array, "batch seq_local heads head_dim"],
     k: Float[Array, "batch kv_local kv_heads head_dim"],
-    v: Float[Array, "batch kv_local kv_heads v_dim"],
+    v: Float[Array, "batch kv_local kv_heads v_dim"] | None = None,
     *,
+    v_dim: int | None = None,
     axis_name: str = "seq",
     layout: str | BalancedLayout | TracedLayout = "zigzag",
     mask: Band = causal(),
@@ -62,7 +63,9 @@ def ring_attention(
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
         k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
             kv_heads)``.
-        v: ``[batch, kv_local, kv_heads, v_dim]``.
+        v: ``[batch, kv_local, kv_heads, v_dim]``. None: the values are ``k[..., :v_dim]``. Then the forward reads and sends k alone
+            (latent attention, docs/features.md); the backward sends these columns twice.
+        v_dim: the number of columns of the values if v is None, at most head_dim; else leave it out.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
             Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, static under jit, or its TracedLayout.
@@ -113,11 +116,12 @@ def ring_attention(
         strategy=strategy,
         backend=backend,
         deterministic=deterministic,
+        v_dim=check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ())),
     )
     state = dropout_state(dropout_seed, dropout_offset) if options.dropout_rate and dropout_seed is not None else None
     arrays = Arrays(extents, key_mask, sinks, alibi_slopes, state, key_extents)
     if isinstance(layout, TracedLayout):
-        dtype_names(q, k, v)  # raises ValueError if one is not an array
+        dtype_names(q, k, k if v is None else v)  # raises ValueError if one is not an array
         options, arrays = traced(options, layout, arrays, q.shape, axis_name)
     out, lse = attention(q, k, v, arrays, options, axis_name)
     return (out, lse) if return_lse else out

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from ring_attn_core.kernels.backends import PASSES, VENDORS, runnable
 from ring_attn_core.plan.needed import NeededPlan, check_available, unavailable
 from ring_attn_core.plan.ring import RingPlan
-from ring_attn_core.problem.checks import OptionalArray, check_extents, check_key_extents
+from ring_attn_core.problem.checks import OptionalArray, check_extents, check_key_extents, check_v_dim
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.problem import Problem
 from ring_attn_core.records import MOST_KNOWN
@@ -153,13 +153,26 @@ def _backend_of(problem: Problem, anywhere: bool, passes: Collection[str]) -> Ba
     call = runnable(problem, anywhere, passes)
     if call is not None:
         return Kernels(call, problem.plan.band_of_one_run)
-    v_dim = problem.v_shape[-1] if problem.options.values_in_keys else None
+    v_dim = problem.options.v_dim
     return Vendor(problem.options.backend, v_dim=v_dim) if problem.options.backend in VENDORS else Blockwise(v_dim=v_dim)
 
 
 def dtype_name(dtype: torch.dtype | str) -> str:
     """Return the name of a dtype as configs spell it, such as "bfloat16" for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, int | None]:
+    """Return v and None, or if v is None the first ``v_dim`` columns of k and ``v_dim``. Raise ValueError if v_dim does not fit."""
+    v_dim = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
+    if v is None:
+        v = k[..., :v_dim] if getattr(k, "shape", ()) else k
+    return v, v_dim
+
+
+def differentiates(tensors: Iterable[Any]) -> bool:
+    """Return whether autograd records an operation on the tensors."""
+    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 def refuse_transforms(tensors: Iterable[Any]) -> None:

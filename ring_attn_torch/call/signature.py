@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_attn_core.kernels.backends import VENDORS, check_vendor
 from ring_attn_core.masks import causal
 from ring_attn_core.plan.balanced_layout import BalancedLayout
-from ring_attn_core.problem.checks import check_v_dim, rate_of
+from ring_attn_core.problem.checks import rate_of
 from ring_attn_core.problem.options import Options
 from ring_attn_core.problem.strategies import Strategy
 from ring_attn_core.records import remembered
@@ -22,7 +22,7 @@ from ..attend.dropout import Dropout
 from ..ring.agreement import same_error
 from ..ring.groups import group_name
 from .autograd import attention
-from .prepare import Arrays
+from .prepare import Arrays, differentiates, values_of
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Int
@@ -123,8 +123,8 @@ def ring_attention(
     """
     name = group_name(group)
     with same_error(name):
-        v, values_in_keys = values_of(k, v, v_dim)
-        values_in_keys = values_in_keys and (backend == "auto" or not differentiates(q, k))
+        v, v_dim = values_of(k, v, v_dim)
+        forward_only = backend == "auto" or not differentiates((q, k))
         make = Options if torch.compiler.is_compiling() else _known_options
         options = make(
             layout=layout,
@@ -137,27 +137,14 @@ def ring_attention(
             strategy=strategy,
             backend=backend,
             deterministic=deterministic,
-            values_in_keys=values_in_keys,
+            v_dim=v_dim if forward_only else None,  # a backend by name is checked for the backward, which reads v
         )
         if backend in VENDORS:
-            check_vendor(options, return_lse and differentiates(q, k, v))
+            check_vendor(options, return_lse and differentiates((q, k, v)))
     dropout = None if dropout_seed is None else Dropout(dropout_seed, dropout_offset)
     arrays = Arrays(extents, key_mask, sinks, alibi_slopes, None, key_extents)
     out, lse = attention(q, k, v, arrays, dropout, options, name)
     return (out, lse) if return_lse else out
-
-
-def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, bool]:
-    """Return v, or if it is None k's first ``v_dim`` columns, and whether it was None. Raise ValueError if v_dim does not fit."""
-    columns = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
-    if v is not None:
-        return v, False
-    return (k[..., :columns] if getattr(k, "shape", ()) else k), True
-
-
-def differentiates(*tensors: Any) -> bool:
-    """Return whether autograd records an operation on the tensors."""
-    return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 _known_options = remembered(Options)
