@@ -45,15 +45,15 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False)
     integers, maybe = st.integers, lambda strategy: st.none() | strategy
     offset, side = integers(-LONGEST, LONGEST), integers(0, LONGEST)
     bands = st.one_of(st.just(full()), st.builds(causal, offset), st.builds(sliding_window, side, side, offset))
-    kv_heads = draw(integers(1, 3))
+    kv_heads, head_dim, values_in_keys = draw(integers(1, 3)), draw(integers(1, 40)), draw(st.booleans())
     case = Case(
         layout=draw(st.sampled_from(list(LAYOUTS))),
         mask=draw(bands),
         ranks=min(draw(integers(1, 8)), draw(integers(1, 8))),  # small rings more often: JAX compiles every step
         heads=kv_heads * draw(integers(1, 3)),
         kv_heads=kv_heads,
-        head_dim=draw(integers(1, 40)),
-        v_dim=draw(integers(1, 40)),
+        head_dim=head_dim,
+        v_dim=draw(integers(1, head_dim if values_in_keys else 40)),
         length=draw(integers(0, LONGEST)),
         kv_length=draw(maybe(integers(0, LONGEST))),
         dtype=draw(st.sampled_from((*DTYPES, "float64"))),
@@ -70,6 +70,7 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False)
         dropout_rate=draw(st.just(0.0) | st.floats(0.05, 0.9)),
         seed=draw(integers(-(2**63), 2**63 - 1)),
         poison=draw(st.booleans()),
+        values_in_keys=values_in_keys,
         strategy=draw(st.sampled_from(("auto", "auto", "auto", *STRATEGIES.values()))),
     )
     return fitted(case)

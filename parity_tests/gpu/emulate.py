@@ -14,7 +14,7 @@ import torch
 
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.problem.options import Options
-from ring_attn_core.reference.oracle import Attention
+from ring_attn_core.reference.oracle import Attention, rounding
 from ring_attn_jax.attend import keys as jax_keys
 from ring_attn_jax.attend.dropout import dropout_state as jax_dropout_state
 from ring_attn_jax.call import prepare as jax_prepare
@@ -35,10 +35,13 @@ def on_torch(case: Case, backend: str = "triton") -> Attention:
         dict(zip(case.features, each, strict=True)) for each in (zip(*features, strict=True) if features else [()] * len(q))
     ]
     scores, backends = zip(*(_torch_score(case, backend, q[0], k[0], v[0], arrays) for arrays in of_rank), strict=True)
-    two_arrays = backends[0].two_arrays and not case.plan.hops
-    make_keys = lambda r: torch_keys.pack(k[r], v[r], of_rank[r].get("key_mask"), of_rank[r].get("key_extents"), two_arrays)
-    rows = case.plan.rows
-    results = _ring(case.plan, scores, q, make_keys, dout, dlse, backends[0], rows)
+    two_arrays = backends[0][1].two_arrays and not case.plan.hops
+
+    def make_keys(r: int, forward: bool) -> torch_keys.Keys:
+        of_v = None if forward and case.values_in_keys else v[r]
+        return torch_keys.pack(k[r], of_v, of_rank[r].get("key_mask"), of_rank[r].get("key_extents"), two_arrays)
+
+    results = _ring(case.plan, scores, q, make_keys, dout, dlse, backends[0], case.plan.rows)
     wide = [[x.float().cpu().numpy() for x in each] for each in results[:-1]]
     return _gathered(case, wide, [np.zeros(1) if x is None else x.float().cpu().numpy() for x in results[-1]])
 
@@ -48,8 +51,8 @@ def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[
     draw = None if seed is None else torch_dropout_state(Dropout(seed), torch.device("cuda"))
     given = torch_prepare.Arrays(**arrays, dropout_seed=draw)
     problem = torch_prepare.problem_of(q, k, v, given, case.plan.ranks, _options(case, backend))
-    compiled = torch_prepare.checked(problem, anywhere=False)
-    return compiled.scored(given), compiled.backend
+    compiled, backward = torch_prepare.checked(problem, anywhere=False), torch_prepare.checked_backward(problem, anywhere=False)
+    return compiled.scored(given), (compiled.backend, backward.backend)
 
 
 def _options(case: Case, backend: str) -> Options:
@@ -63,6 +66,7 @@ def _options(case: Case, backend: str) -> Options:
         softcap=case.softcap,
         dropout_rate=case.dropout_rate,
         backend=backend,
+        **case.v_dims,
     )
 
 
@@ -86,33 +90,41 @@ def _jax_ring(case: Case, backend: str, q: Any, k: Any, v: Any, dout: Any, dlse:
     given = [jax_prepare.Arrays(**arrays, dropout_seed=draw) for arrays in of_rank]
     problem = jax_prepare.problem_of(q[0], k[0], v[0], given[0], plan.ranks, _options(case, backend))
     compiled = jax_prepare.checked(problem, anywhere=False)
-    scores, computes = [compiled.scored(arrays) for arrays in given], compiled.backend
-    two_arrays = computes.two_arrays and not plan.hops
-    make_keys = lambda r: jax_keys.pack(k[r], v[r], given[r].key_mask, given[r].key_extents, two_arrays)
+    scores, backends = [compiled.scored(arrays) for arrays in given], (compiled.backend, compiled.of_backward.backend)
+    two_arrays = backends[1].two_arrays and not plan.hops
+
+    def make_keys(r: int, forward: bool) -> jax_keys.Keys:
+        of_v = None if forward and case.values_in_keys else v[r]
+        return jax_keys.pack(k[r], of_v, given[r].key_mask, given[r].key_extents, two_arrays)
+
     rows = lambda rank, shift: jnp.asarray(plan.rows(rank, shift), jnp.int32)
-    return _ring(plan, scores, q, make_keys, dout, dlse, computes, rows)
+    return _ring(plan, scores, q, make_keys, dout, dlse, backends, rows)
 
 
 def _ring(
-    plan: RingPlan, scores: Any, q: Any, make_keys: Callable[[int], Any], dout: Any, dlse: Any, backend: Any, rows: Any
+    plan: RingPlan, scores: Any, q: Any, make_keys: Callable[[int, bool], Any], dout: Any, dlse: Any, backends: Any, rows: Any
 ) -> tuple[list[Any], ...]:
-    """out, lse, dq, dk, dv and dsinks of every rank: the loop of ring/loop.py, its ranks one after the other at every shift."""
-    every = range(plan.ranks)
-    keys, total, dq, dkv = [make_keys(r) for r in every], [None] * plan.ranks, [None] * plan.ranks, [None] * plan.ranks
+    """out, lse, dq, dk, dv and dsinks of every rank: the loop of ring/loop.py, its ranks one after the other at every shift.
+
+    ``make_keys(rank, forward)``, ``backends``: for the forward and for the backward.
+    """
+    every, (backend, of_backward) = range(plan.ranks), backends
+    keys, total, dq, dkv = [make_keys(r, True) for r in every], [None] * plan.ranks, [None] * plan.ranks, [None] * plan.ranks
     for shift in plan.shifts:
         last = shift == plan.shifts[-1]
         for r in every:
             total[r] = backend.attend(q[r], keys[r - shift], rows(r, shift), scores[r], total[r], last)
     state: Any = type(total[0])
     out, lse, _ = zip(*total, strict=True)
-    start = lambda r: backend.backward_inputs(q[r], keys[r], rows(r, 0), scores[r], total[r], state(dout[r], dlse[r]))
+    keys = [make_keys(r, False) for r in every]
+    start = lambda r: of_backward.backward_inputs(q[r], keys[r], rows(r, 0), scores[r], total[r], state(dout[r], dlse[r]))
     of_q = [start(r) for r in every]
     for shift in plan.shifts:
         last = shift == plan.shifts[-1]
         for r in every:
             arrived = dkv[r - shift]
             arguments = of_q[r], keys[r - shift], rows(r, shift), scores[r], dq[r], lambda arrived=arrived: arrived, last
-            dq[r], dkv[r - shift] = backend.attend_backward(*arguments)
+            dq[r], dkv[r - shift] = of_backward.attend_backward(*arguments)
     d = q[0].shape[-1]
     dk, dv = zip(*(x if isinstance(x, tuple) else (x[..., :d], x[..., d:]) for x in dkv), strict=True)  # type: ignore[index]
     return [*out], [*lse], dq, [*dk], [*dv], [each.sinks for each in of_q]
@@ -120,4 +132,8 @@ def _ring(
 
 def _gathered(case: Case, sharded: list[list[np.ndarray]], dsinks: list[np.ndarray]) -> Attention:
     whole = [case.gather(x, of) for x, of in zip(sharded, "qqqkk", strict=True)]
+    if case.values_in_keys:
+        *others, dk, dv = whole
+        sum_of_both = dk + np.pad(dv, [(0, 0)] * 3 + [(0, case.head_dim - case.v_dim)])
+        whole = [*others, rounding(case.dtype)(sum_of_both), None]
     return Attention(*whole, dsinks=np.sum(dsinks, 0) if case.sinks else None)

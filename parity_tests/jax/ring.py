@@ -59,9 +59,10 @@ def run(case: Case, quick: bool = True) -> Attention:
         arguments = {name: jnp.asarray(x) for name, x in zip(case.features, features, strict=True)}
         results = program(replace(case, poison=False), quick)(*arrays, jnp.asarray(dlse), arguments)
         wide = [np.asarray(x.astype(jnp.float64 if case.dtype == "float64" else jnp.float32)) for x in results]
-    *sharded, dsinks = [*wide, None][:6]
-    split = [np.split(x, case.ranks, 1) for x in sharded]
-    return Attention(*(case.gather(x, of) for x, of in zip(split, "qqqkk", strict=True)), dsinks=dsinks)
+    arrays = "qqqk" if case.values_in_keys else "qqqkk"
+    *sharded, dsinks = [*wide, None][: len(arrays) + 1]
+    gathered = [case.gather(np.split(x, case.ranks, 1), of) for x, of in zip(sharded, arrays, strict=True)]
+    return Attention(*[*gathered, None][:5], dsinks=dsinks)
 
 
 @lru_cache(maxsize=2048)
@@ -69,7 +70,8 @@ def program(case: Case, quick: bool) -> Callable:
     """Of arrays in layout order: out, lse, dq, dk, dv and, where there are sinks, dsinks; compiled once for every case."""
 
     def attention(q, k, v, sinks, features):
-        call = options(case.plan) | case.scalars | features | {"strategy": case.strategy}
+        call = options(case.plan) | case.scalars | features | {"strategy": case.strategy} | case.v_dims
+        v = None if case.values_in_keys else v
         return ring_attention(q, k, v, **call, sinks=sinks, return_lse=True)
 
     def results(q, k, v, dout, dlse, features):
@@ -78,7 +80,8 @@ def program(case: Case, quick: bool) -> Callable:
         specs = SEQ, SEQ, SEQ, REPLICATED, {name: SEQ if name in PADDING else REPLICATED for name in others}
         sharded = jax.shard_map(attention, mesh=mesh_of(case.ranks), in_specs=specs, out_specs=(SEQ, SEQ))
         primal, vjp = jax.vjp(lambda q, k, v, sinks: sharded(q, k, v, sinks, others), q, k, v, sinks)
-        return *primal, *(gradient for gradient in vjp((dout, dlse)) if gradient is not None)
+        dq, dk, dv, dsinks = vjp((dout, dlse))
+        return *primal, *(x for x in (dq, dk, None if case.values_in_keys else dv, dsinks) if x is not None)
 
     return jax.jit(results, compiler_options=(QUICK if quick else AS_USERS) if jax.default_backend() == "cpu" else None)
 

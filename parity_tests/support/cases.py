@@ -37,7 +37,7 @@ class Case:
 
     ``extents``, ``key_extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn
     features, ``data`` that of the arrays. ``poison``: the shards of fully masked queries and unused keys hold NaN and inf, which
-    must change nothing. ``own``: arrays in place of those drawn, by ``given``; cases that differ in these alone are equal.
+    must change nothing. ``values_in_keys``: v is None, and the values are the first v_dim columns of k. ``own``: arrays in place of those drawn, by ``given``; cases that differ in these alone are equal.
     """
 
     layout: str | BalancedLayout = "zigzag"
@@ -65,6 +65,7 @@ class Case:
     data: int = 0
     key_extents: str | None = None
     strategy: Strategy = "auto"
+    values_in_keys: bool = False
     own: dict[str, np.ndarray] = field(default_factory=dict, compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -91,7 +92,8 @@ class Case:
         data = np.float64 if self.dtype == "float64" else np.float32
         arrays = {name: rounding(self.dtype)(rng.standard_normal(shape).astype(data)) for name, shape in shapes.items()}
         arrays["dlse"] = rng.standard_normal(q).astype(data)
-        return {name: self.own.get(name, x) for name, x in arrays.items()}
+        arrays = {name: self.own.get(name, x) for name, x in arrays.items()}
+        return arrays | ({"v": arrays["k"][..., : self.v_dim]} if self.values_in_keys else {})
 
     @cached_property
     def features(self) -> dict[str, np.ndarray]:
@@ -117,13 +119,26 @@ class Case:
         seed = self.seed if self.dropout_rate else None
         return {"scale": self.scale, "softcap": self.softcap, "dropout_rate": self.dropout_rate, "dropout_seed": seed}
 
+    @property
+    def v_dims(self) -> dict[str, int]:
+        """The argument ``v_dim`` of ring_attention, if v is None."""
+        return {"v_dim": self.v_dim} if self.values_in_keys else {}
+
     @cached_property
     def expected(self) -> Attention:
-        return exact(mask=self.mask, **self.arrays, **self.features, **self.scalars)
+        return self._of_keys(exact(mask=self.mask, **self.arrays, **self.features, **self.scalars), lambda x: x)
 
     @cached_property
     def plain(self) -> Attention:
-        return plain(mask=self.mask, dtype=self.dtype, **self.arrays, **self.features, **self.scalars)
+        inner = plain(mask=self.mask, dtype=self.dtype, **self.arrays, **self.features, **self.scalars)
+        return self._of_keys(inner, rounding(self.dtype))
+
+    def _of_keys(self, of: Attention, rounded: Callable[[np.ndarray], np.ndarray]) -> Attention:
+        """Return dk with the gradient of the values added, if these are columns of k, and no dv then."""
+        if not self.values_in_keys:
+            return of
+        columns = [(0, 0)] * 3 + [(0, self.head_dim - self.v_dim)]
+        return of._replace(dk=rounded(of.dk + np.pad(of.dv, columns)), dv=None)
 
     @property
     def visible(self) -> np.ndarray:
@@ -252,8 +267,11 @@ SPECIAL = [
     Case("contiguous", causal(offset=-5), ranks=2, head_dim=1, v_dim=1, heads=1, kv_heads=1, batch=1),
     Case(length=1111, ranks=1, tiles=None, batch=1),
     Case(length=2111, ranks=2, tiles=None, batch=1, heads=2, kv_heads=1),
+    Case(head_dim=24, v_dim=16, kv_heads=1, sinks=True, values_in_keys=True),
+    Case("striped", ranks=3, head_dim=80, v_dim=50, kv_heads=1, extents="documents", dtype="bfloat16", values_in_keys=True),
 ]
-"""Cases beyond the grid: cross-attention, offsets, shards of padding, odd sizes, negative scales, float64, real tile sizes."""
+"""Cases beyond the grid: cross-attention, offsets, shards of padding, odd sizes, negative scales, float64, real tile sizes, values
+in keys."""
 
 
 def one_hot(case: Case) -> Case:

@@ -30,8 +30,10 @@ def run(pool: Ranks, case: Case, function: Callable[..., list[np.ndarray]] | Non
     ``function``: what every rank runs, ``on_rank`` unless told otherwise.
     """
     results = pool(case.ranks, function or on_rank, replace(case), *(PerRank(*shards) for shards in case.inputs()))
-    dsinks = np.sum([r[5] for r in results], 0) if case.sinks else None
-    return Attention(*(case.gather([r[i] for r in results], of) for i, of in enumerate("qqqkk")), dsinks=dsinks)
+    sharded = "qqqk" if case.values_in_keys else "qqqkk"
+    dsinks = np.sum([r[len(sharded)] for r in results], 0) if case.sinks else None
+    whole = [case.gather([r[i] for r in results], of) for i, of in enumerate(sharded)]
+    return Attention(*[*whole, None][:5], dsinks=dsinks)
 
 
 def run_or_restart(pool: Ranks, case: Case, function: Callable[..., list[np.ndarray]] | None = None) -> Attention:
@@ -49,6 +51,7 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
     q, k, v, dout = (torch.from_numpy(x).to(device, getattr(torch, case.dtype)) for x in shards[:4])
     dlse, *features = (torch.from_numpy(x).to(device) for x in shards[4:])
     arguments: dict[str, Any] = dict(zip(case.features, features, strict=True)) | {"strategy": case.strategy}
+    v, arguments = (None, arguments | case.v_dims) if case.values_in_keys else (v, arguments)
     leaves = [x.requires_grad_() for x in (q, k, v, arguments.get("sinks")) if x is not None]
     with patch_tiles(case):
         out, lse = ring_attention(q, k, v, group=group, **options(case.plan), **case.scalars, **arguments, return_lse=True)

@@ -89,6 +89,7 @@ def on_rank(group: Any, case: Case, *shards: np.ndarray) -> list[np.ndarray]:
         as_on_a_gpu(),
         patch.object(prepare, "capability", gpu),
         patch.object(calls, "choose_tiles", lambda kernel, *_: SMALL[kernel]),
+        patch.object(calls, "latent_tiles", lambda *_: SMALL["forward"]),
         patch.object(fused, "launch", lambda what, arrays: launched.append(what.kernel) or launch(what, arrays)),
     ):
         results = ring.on_rank(group, case, *shards)
@@ -146,6 +147,24 @@ def test_joined_shards_are_exact_under_every_strategy(interpreter, case):
 @pytest.mark.parametrize(("head_dim", "v_dim"), first([(192, 128), (5, 40), (16, 16), (48, 16), (300, 40)], 2))
 def test_head_sizes_are_padded_inside_the_kernel(interpreter, head_dim, v_dim):
     case = Case(head_dim=head_dim, v_dim=v_dim, ranks=2, batch=1, heads=2, kv_heads=1)
+    check(case, run(interpreter, case))
+
+
+LATENT = [
+    Case(head_dim=80, v_dim=64, dtype="float16", extents="documents", sinks=True),
+    Case(head_dim=128, v_dim=64, strategy="gather", key_mask="random", dropout_rate=0.3),
+    Case(head_dim=128, v_dim=64, dtype="float16", mask=sliding_window(9), alibi=True),
+    Case(head_dim=100, v_dim=50, key_extents="any", softcap=2.0),
+    Case("striped", head_dim=200, v_dim=100, dtype="float16"),
+    Case(head_dim=24, v_dim=16, dtype="float16", key_mask="random"),
+    Case("contiguous", head_dim=256, v_dim=40),
+]
+"""Values in keys: tails of 16, 64, 50 and 100 columns (64 by TMA), a tile without a tail, and a tail that is too wide for a tile."""
+
+
+@pytest.mark.parametrize("case", first(LATENT, 3, 6), ids=str)
+def test_values_that_are_columns_of_keys_are_exact(interpreter, case):
+    case = replace(case, ranks=2, batch=1, heads=2, kv_heads=1, values_in_keys=True, poison=True)
     check(case, run(interpreter, case))
 
 

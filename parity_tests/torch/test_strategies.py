@@ -101,8 +101,9 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
     with patch.multiple(dist, **replaced):
         dtype, names = getattr(torch, case.dtype), [*case.features]
         q, k, v = (torch.from_numpy(x).to(dtype).requires_grad_() for x in shards[:3])
+        v = None if case.values_in_keys else v
         features = dict(zip(names, map(torch.from_numpy, shards[5:]), strict=True))
-        arguments = options(case.plan) | case.scalars | features | {"strategy": case.strategy}
+        arguments = options(case.plan) | case.scalars | features | {"strategy": case.strategy} | case.v_dims
         out, lse = ring_attention(q, k, v, group=group, **arguments, return_lse=True)
         forward = total()
         sent.clear()

@@ -154,8 +154,8 @@ def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: f
     """
     if dtype == "float32" or v_dim <= 256 or shared_memory(capability) < 200 * 1024:
         return choose_tiles("forward", dtype, max(v_dim, padded(tail)), v_dim, capability, features)
-    by_extents = not features.isdisjoint({"extents", "key_extents"})  # whose masks would spill with 64 keys
-    return TileConfig(64, 32 if by_extents else 64, 8, 2, tma=True)
+    fewer = capability > 90 or not features.isdisjoint({"extents", "key_extents"})  # 64 keys would not fit, or spill
+    return TileConfig(64, 32 if fewer else 64, 8, 2, tma=True)
 
 
 @dataclass(frozen=True)
