@@ -152,6 +152,8 @@ def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: f
 
     A key tile is read once, for the scores and for the values, so it takes half the memory of k and v.
     """
+    if dtype != "float32" and v_dim == 256 and tail and shared_memory(capability) < 128 * 1024:
+        return TileConfig(64, 32, 4, 1)
     if dtype == "float32" or v_dim <= 256 or shared_memory(capability) < 200 * 1024:
         return choose_tiles("forward", dtype, max(v_dim, padded(tail)), v_dim, capability, features)
     fewer = capability > 90 or not features.isdisjoint({"extents", "key_extents"})  # 64 keys would not fit, or spill

@@ -209,16 +209,15 @@ def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> di
 
     of_q, of_k = (call.seq_local, call.heads), (call.kv_local, call.kv_heads)
     arguments: dict[str, Argument] = {}
-    for parameter in of_queries:
-        name, width = {"q_BSHD": ("q", call.head_dim), "dout_BSHE": ("dout", call.v_dim)}[parameter]
-        arguments[parameter] = tiled(name, *of_q, width, tiles.block_q, width, "q")
-    arguments["k_BTGD"] = tiled(k_name, *of_k, k_stride, tiles.block_k, call.head_dim, "kv")
+    parts = {"": call.v_dim, "_tail": call.tail} if call.tail else {"": call.head_dim}
+    for part, width in parts.items():
+        arguments[f"q{part}_BSHD"] = tiled("q", *of_q, call.head_dim, tiles.block_q, width, "q")
+    if "dout_BSHE" in of_queries:
+        arguments["dout_BSHE"] = tiled("dout", *of_q, call.v_dim, tiles.block_q, call.v_dim, "q")
+    for part, width in parts.items():
+        arguments[f"k{part}_BTGD"] = tiled(k_name, *of_k, k_stride, tiles.block_k, width, "kv")
     if call.tail is None:
         arguments["v_BTGE"] = tiled(v_name, *of_k, v_stride, tiles.block_k, call.v_dim, "kv")
-    elif call.tail:
-        for of_width, width in (("", call.v_dim), ("_tail", call.tail)):
-            arguments[f"q{of_width}_BSHD"] = tiled("q", *of_q, call.head_dim, tiles.block_q, width, "q")
-            arguments[f"k{of_width}_BTGD"] = tiled(k_name, *of_k, k_stride, tiles.block_k, width, "kv")
     return arguments
 
 
