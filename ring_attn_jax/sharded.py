@@ -68,12 +68,13 @@ def sharded_ring_attention(
 ) -> Any:
     """Compute :func:`ring_attention` on global arrays in layout order. ``mesh``: None is the mesh of ``jax.set_mesh``.
 
-    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, kv_tokens, kv_heads, ...]; v None: k's first v_dim columns. Tokens are sharded over the mesh axis
-    ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all arrays are replicated. Key heads
-    are sharded over ``head_axis`` too; a single key head (multi-query) is replicated. The shard_map is manual over all mesh axes.
-    Other arguments are those of ring_attention, with global arrays: extents [batch, tokens, 2], key_extents [batch, kv_tokens, 2]
-    and key_mask [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads]. The dropout mask is that of one device: each
-    shard gets the global index of its first batch row and head as its offset, and dropout_offset is added.
+    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, kv_tokens, kv_heads, ...]; v None: k's first v_dim columns. Tokens
+    are sharded over the mesh axis ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all
+    arrays are replicated. Key heads are sharded over ``head_axis`` too; a single key head (multi-query) is replicated. The
+    shard_map is manual over all mesh axes. Other arguments are those of ring_attention, with global arrays: extents [batch,
+    tokens, 2], key_extents [batch, kv_tokens, 2] and key_mask [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads].
+    The dropout mask is that of one device: each shard gets the global index of its first batch row and head as its offset, and
+    dropout_offset is added.
 
     Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: train with them under
     ``jax.set_mesh(mesh)``, called before the weights are made. Works under jax.vmap; its spmd_axis_name may be a mesh axis other

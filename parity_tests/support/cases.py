@@ -37,7 +37,8 @@ class Case:
 
     ``extents``, ``key_extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn
     features, ``data`` that of the arrays. ``poison``: the shards of fully masked queries and unused keys hold NaN and inf, which
-    must change nothing. ``values_in_keys``: v is None, and the values are the first v_dim columns of k. ``own``: arrays in place of those drawn, by ``given``; cases that differ in these alone are equal.
+    must change nothing. ``values_in_keys``: v is None, and the values are the first v_dim columns of k. ``own``: arrays in place
+    of those drawn, by ``given``; cases that differ in these alone are equal.
     """
 
     layout: str | BalancedLayout = "zigzag"
@@ -270,8 +271,8 @@ SPECIAL = [
     Case(head_dim=24, v_dim=16, kv_heads=1, sinks=True, values_in_keys=True),
     Case("striped", ranks=3, head_dim=80, v_dim=50, kv_heads=1, extents="documents", dtype="bfloat16", values_in_keys=True),
 ]
-"""Cases beyond the grid: cross-attention, offsets, shards of padding, odd sizes, negative scales, float64, real tile sizes, values
-in keys."""
+"""Cases beyond the grid: cross-attention, offsets, shards of padding, odd sizes, negative scales, float64, real tile
+sizes, values in keys."""
 
 
 def one_hot(case: Case) -> Case:

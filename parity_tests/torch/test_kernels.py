@@ -159,7 +159,7 @@ LATENT = [
     Case(head_dim=24, v_dim=16, dtype="float16", key_mask="random"),
     Case("contiguous", head_dim=256, v_dim=40),
 ]
-"""Values in keys: tails of 16, 64, 50 and 100 columns (64 by TMA), a tile without a tail, and a tail that is too wide for a tile."""
+"""Values in keys: tails of 16, 64 (by TMA), 50 and 100 columns, a tile without a tail, and a tail too wide for a tile."""
 
 
 @pytest.mark.parametrize("case", first(LATENT, 3, 6), ids=str)

@@ -43,8 +43,8 @@ def check_v_dim(v_dim: Any, k_shape: Sequence[int], v_shape: Sequence[int] | Non
     if v_shape is not None:
         if v_dim is not None and not (_is_int(v_dim) and v_shape and v_dim == v_shape[-1]):
             raise ValueError(
-                "v_dim is for v=None, where the values are k's first columns, got v_dim=" + in_words(v_dim) + " and v of shape "
-                f"{list(v_shape)}: leave out v_dim, or v" + traced
+                f"v_dim is for v=None, where the values are k's first columns, got v_dim={in_words(v_dim)} and v of shape "
+                f"{list(v_shape)}: leave out v_dim, or v{traced}"
             )
         return None
     if v_dim is None:
@@ -52,7 +52,7 @@ def check_v_dim(v_dim: Any, k_shape: Sequence[int], v_shape: Sequence[int] | Non
     if k_shape and not (_is_int(v_dim) and 1 <= v_dim <= k_shape[-1]):
         raise ValueError(
             f"v_dim must be an int of 1 to {k_shape[-1]}, k's head_dim: the number of k's first columns that are the values; got "
-            + in_words(v_dim) + traced
+            f"{in_words(v_dim)}{traced}"
         )
     return v_dim
 

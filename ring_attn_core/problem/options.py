@@ -102,7 +102,8 @@ class Options:
         layout: object = self.layout
         if isinstance(self.layout, BalancedLayout):
             layout = self.layout.runs, self.layout.length, self.layout.documents
-        return f"({layout!r}, {of_numbers}, {str(self.strategy)!r}, {self.backend!r}, {self.deterministic}, {steps}, {self.v_dim})"
+        names = f"{str(self.strategy)!r}, {self.backend!r}, {self.deterministic}"
+        return f"({layout!r}, {of_numbers}, {names}, {steps}, {self.v_dim})"
 
     @classmethod
     def read(cls, text: str, counts: Sequence[int]) -> Options:

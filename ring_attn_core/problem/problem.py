@@ -24,9 +24,9 @@ class Problem:
     """One call of ``ring_attention`` on one rank, as hashable data without arrays.
 
     Shapes describe the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``, v
-    ``[batch, kv_local, kv_heads, v_dim]``, also if the values are columns of k. ``dtypes``: names of the dtypes of q, k and v. ``device``: kind of the device.
-    ``arrays``: the optional arrays of the call. ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without
-    one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
+    ``[batch, kv_local, kv_heads, v_dim]``, also if the values are columns of k. ``dtypes``: names of the dtypes of q, k and v.
+    ``device``: kind of the device. ``arrays``: the optional arrays of the call. ``capability``: compute capability of the NVIDIA
+    GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
     descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX. ``machine``: the machine's record for the cost
     model, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown. ``peer_access``:
     whether the ranks can copy from and to the memory of each other's GPUs in this call, so that "auto" may take "pull" or "push".

@@ -16,9 +16,9 @@ class Keys(NamedTuple):
     """A shard of keys and values: k and v packed in one array, or, only if no keys travel between ranks, in two arrays.
 
     ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone [b t g d], if ``v`` [b t g e] is present, or if the
-    values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j may be attended. None: no key mask. ``extents`` int32
-    [b t 2]: per key, the first and end (exclusive) position of the queries that may see the key, at least 0; local indices after
-    a conversion by ``one_run.py``. None: no limit.
+    values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j may be
+    attended. None: no key mask. ``extents`` int32 [b t 2]: per key, the first and end (exclusive) position of the queries that
+    may see the key, at least 0; local indices after a conversion by ``one_run.py``. None: no limit.
     """
 
     kv: jax.Array

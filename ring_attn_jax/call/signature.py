@@ -63,8 +63,8 @@ def ring_attention(
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
         k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
             kv_heads)``.
-        v: ``[batch, kv_local, kv_heads, v_dim]``. None: the values are ``k[..., :v_dim]``. Then the forward reads and sends k alone
-            (latent attention, docs/features.md); the backward sends these columns twice.
+        v: ``[batch, kv_local, kv_heads, v_dim]``. None: the values are ``k[..., :v_dim]``, and the forward reads and sends
+            k alone (latent attention, docs/features.md); the backward sends these columns twice.
         v_dim: the number of columns of the values if v is None, at most head_dim; else leave it out.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.

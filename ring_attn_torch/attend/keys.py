@@ -15,8 +15,9 @@ class Keys(NamedTuple):
     """A shard of keys and values: k and v packed in one array, or in two arrays if no keys travel between ranks.
 
     ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone [b t g d], if ``v`` [b t g e] is present, or if the
-    values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j is visible. None: all keys are visible. ``extents`` int32
-    [b t 2]: per key, the first and end (exclusive) position of the queries that may see the key, at least 0. None: no limit.
+    values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j is visible.
+    None: all keys are visible. ``extents`` int32 [b t 2]: per key, the first and end (exclusive) position of the queries that may
+    see the key, at least 0. None: no limit.
     """
 
     kv: Tensor

@@ -163,7 +163,10 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, int | None]:
-    """Return v and None, or if v is None the first ``v_dim`` columns of k and ``v_dim``. Raise ValueError if v_dim does not fit."""
+    """Return v and None, or if v is None the first ``v_dim`` columns of k, and ``v_dim``.
+
+    Raise ValueError as ``check_v_dim``.
+    """
     v_dim = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
     if v is None:
         v = k[..., :v_dim] if getattr(k, "shape", ()) else k

@@ -68,8 +68,8 @@ def ring_attention(
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
         k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
             kv_heads)``.
-        v: ``[batch, kv_local, kv_heads, v_dim]``. None: the values are ``k[..., :v_dim]``. Then the forward reads and sends k alone
-            (latent attention, docs/features.md); the backward sends these columns twice.
+        v: ``[batch, kv_local, kv_heads, v_dim]``. None: the values are ``k[..., :v_dim]``, and the forward reads and sends
+            k alone (latent attention, docs/features.md); the backward sends these columns twice.
         v_dim: the number of columns of the values if v is None, at most head_dim; else leave it out.
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.

@@ -210,7 +210,8 @@ def visit_keys(acc, m, l, q_tile, tail, n0, run, tile, args, sizes: tl.constexpr
         k_tile = keep_seen(k_tile, sees(j, run, tile, args), sizes.ZERO_MASKED == 2)
     products = tl.dot(q_tile, tl.trans(k_tile), input_precision=sizes.PRECISION)
     if tail is not None:
-        k_tail = load_tile(tail.k, tile.batch, args.T, row.k_base + n0, group, row.k_len - n0, sizes.K_TAIL, sizes.BLOCK_K, MASKED)
+        token, limit = row.k_base + n0, row.k_len - n0
+        k_tail = load_tile(tail.k, tile.batch, args.T, token, group, limit, sizes.K_TAIL, sizes.BLOCK_K, MASKED)
         products = add_product(products, tail.q, tl.trans(k_tail), args.T, sizes.PRECISION)
     # A positive scale goes into the exponential's multiply-add if nothing else needs the scores.
     if sizes.FOLDED and args.softcap is None and tile.slope is None:
