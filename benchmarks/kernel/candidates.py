@@ -26,7 +26,10 @@ CAUSAL = causal()
 
 @dataclass(frozen=True)
 class Case:
-    """The shape of a problem, its mask, and its features as (name, value) pairs (``arguments``). ``v_dim``: ``dim`` if None."""
+    """The shape of a problem, its mask, and its features as (name, value) pairs (``arguments``). ``v_dim``: ``dim`` if None.
+
+    ``values_in_keys``: the values are the first ``v_dim`` columns of k, as in latent attention.
+    """
 
     batch: int = 1
     heads: int = 16
@@ -36,6 +39,7 @@ class Case:
     mask: Band = CAUSAL
     features: tuple[tuple[str, Any], ...] = ()
     v_dim: int | None = None
+    values_in_keys: bool = False
 
     @property
     def widths(self) -> tuple[int, int]:
@@ -52,7 +56,7 @@ class Case:
 
     def __str__(self) -> str:
         mask = "causal" if self.mask == causal() else "full" if self.mask == Band() else str(self.mask)
-        of_v = "" if self.v_dim is None else f" and values of {self.v_dim}"
+        of_v = "" if self.v_dim is None else f" and values of {self.v_dim}" + " in keys" * self.values_in_keys
         text = f"{self.batch} x {self.tokens:,}, {self.heads}/{self.kv_heads} heads of {self.dim}{of_v}, {mask}"
         return text + "".join(f", {name}" + f" of {value:,}" * (name == "documents") for name, value in self.features)
 
@@ -62,7 +66,8 @@ class Case:
         d, e = self.widths
         shape = lambda heads, width: (self.batch, self.tokens, heads, width)
         make = lambda *of: torch.randn(shape(*of), device="cuda", generator=generator).bfloat16()
-        return make(self.heads, d), make(self.kv_heads, d), make(self.kv_heads, e), make(self.heads, e)
+        q, k, v, dout = make(self.heads, d), make(self.kv_heads, d), make(self.kv_heads, e), make(self.heads, e)
+        return q, k, k[..., :e] if self.values_in_keys else v, dout
 
     def arguments(self) -> dict[str, Any]:
         """Return the features as arguments of ring_attention."""
@@ -126,6 +131,23 @@ def ours_in_jax(case: Case, backend: str = "auto") -> tuple[Work, Work, Work]:
 
 def _is_array(x: Any) -> bool:
     return isinstance(x, torch.Tensor)
+
+
+def forward_in_torch(case: Case, backend: str = "auto") -> Work:
+    """Return the forward alone, which reads the values in the keys if the case says so."""
+    q, k, v, _ = case.tensors()
+    keys = {"k": k, "v_dim": case.v_dim} if case.values_in_keys else {"k": k, "v": v}
+    return lambda: ring_attn_torch.ring_attention(q, **keys, mask=case.mask, backend=backend, **case.arguments())
+
+
+def forward_in_jax(case: Case, backend: str = "auto") -> Work:
+    """Return the same in JAX, as one jitted program."""
+    q, k, v, _ = (jax.dlpack.from_dlpack(x.contiguous()) for x in case.tensors())
+    mesh, keys = Mesh(np.array(jax.devices()[:1]), ("seq",)), (k,) if case.values_in_keys else (k, v)
+    numbers = {"v_dim": case.v_dim} if case.values_in_keys else {}
+    attend = partial(ring_attn_jax.ring_attention, mask=case.mask, backend=backend, **numbers)
+    ring = jax.jit(jax.shard_map(attend, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False))
+    return lambda: ring(q, *keys)
 
 
 def sdpa(which: SDPBackend, case: Case) -> tuple[Work, Work, Work]:

@@ -19,7 +19,7 @@ from ring_attn_torch.attend.launch import launch
 
 from ..support.calls import arrays, the_call
 from ..support.turns import device_seconds, seconds, take_turns
-from .candidates import CANDIDATES, Case, ours_in_jax, ours_in_torch, truth
+from .candidates import CANDIDATES, Case, forward_in_jax, forward_in_torch, ours_in_jax, ours_in_torch, truth
 
 PASSES = "forward", "backward"
 BACKENDS = "auto", "triton"
@@ -45,6 +45,13 @@ HEADS = [
     Case(batch=4, tokens=4096, heads=64, kv_heads=8),
     Case(batch=4, tokens=4096, heads=32, kv_heads=8, dim=64),
 ]
+LATENT = [
+    Case(heads=16, kv_heads=8, dim=256),
+    *(Case(heads=heads, kv_heads=1, dim=576, v_dim=512, values_in_keys=True) for heads in (16, 128)),
+    Case(heads=16, kv_heads=1, dim=512, v_dim=512, values_in_keys=True),
+    Case(heads=16, kv_heads=1, dim=192, v_dim=128, values_in_keys=True),
+]
+"""The portable forward at 256, and beside it values in keys: 576/512 is latent attention in absorbed form."""
 DOCUMENTS = 256, 512, 1024, 2048, 4096
 """Lengths, in tokens, of the documents in a row of 16,384 tokens."""
 FEATURES = [
@@ -137,6 +144,33 @@ def documents(rounds: int) -> list[dict[str, Any]]:
     return cells
 
 
+def latent(rounds: int) -> list[dict[str, Any]]:
+    """Return the rates of the portable forward with values in keys, and with heads of 256 beside it, measured in turns."""
+    cells = []
+    for mask in (causal(), full()):
+        cases = [replace(case, mask=mask) for case in LATENT]
+        makers = {"torch": forward_in_torch, "jax": forward_in_jax}
+        works = {f"{case}, {name}": make(case, "triton") for name, make in makers.items() for case in cases}
+        times = take_turns(works, rounds)
+        for case in cases:
+            second = {name: times[f"{case}, {name}"] for name in makers}
+            rates = {name: round(case.flops[0] / time / 1e12, 1) for name, time in second.items()}
+            milliseconds = {name: round(time * 1e3, 4) for name, time in second.items()}
+            cell = {"case": str(case), "backend": "triton", "forward": {"ms": milliseconds, "tflops": rates}}
+            cells.append(cell | ({"error_at_1024": _latent_error(case)} if case.values_in_keys else {}))
+    return cells
+
+
+def _latent_error(case: Case) -> float:
+    """Return the relative error of out at 1,024 tokens. Raise ValueError if it exceeds ``WORST``."""
+    short = replace(case, batch=1, tokens=1024)
+    out, exact = forward_in_torch(short, "triton")(), truth(short)[0]
+    error = ((out.double() - exact).norm() / exact.norm()).item()
+    if not error <= WORST:
+        raise ValueError(f"the forward is wrong on {short}: {error}")
+    return error
+
+
 def state(rounds: int) -> list[dict[str, Any]]:
     """Return the time of a launch of 8,192 tokens that reads or writes the float32 (out, lse), over one that does neither."""
     cells = []
@@ -221,6 +255,7 @@ MEASURED = {"cases": CASES, "lengths": LENGTHS, "heads": HEADS}
 OTHERS = {
     "device": device,
     "documents": documents,
+    "latent": latent,
     "features": features,
     "state": state,
     "window": window,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from ring_attn_core import Run, causal
+from ring_attn_core import LAYOUTS, Run, causal
 from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_jax import TracedLayout, attend_block, ring_attention, sharded_ring_attention
@@ -38,9 +38,12 @@ EVERY_FEATURE = replace(
 )
 
 
-@pytest.mark.parametrize("ranks", first([3, 1, 2, 4, 8], 2))
-def test_rings_of_every_size_are_exact(ranks):
-    check(LATENT, run_once(replace(LATENT, ranks=ranks)))
+SIZES = [replace(LATENT, layout=layout, ranks=ranks) for ranks, layout in zip((3, 2, 1, 4, 8), [*LAYOUTS] * 2, strict=False)]
+
+
+@pytest.mark.parametrize("case", first(SIZES, 2), ids=str)
+def test_rings_of_every_size_are_exact(case):
+    check(case, run_once(case))
 
 
 @pytest.mark.parametrize("strategy", first(["auto", *STRATEGIES.values()], 2), ids=str)

@@ -136,10 +136,8 @@ class Case:
 
     def _of_keys(self, of: Attention, rounded: Callable[[np.ndarray], np.ndarray]) -> Attention:
         """Return dk with the gradient of the values added, if these are columns of k, and no dv then."""
-        if not self.values_in_keys:
-            return of
-        columns = [(0, 0)] * 3 + [(0, self.head_dim - self.v_dim)]
-        return of._replace(dk=rounded(of.dk + np.pad(of.dv, columns)), dv=None)
+        columns = [(0, 0)] * 3 + [(0, self.head_dim - self.v_dim)] if self.values_in_keys else []
+        return of._replace(dk=rounded(of.dk + np.pad(of.dv, columns)), dv=None) if columns else of
 
     @property
     def visible(self) -> np.ndarray:

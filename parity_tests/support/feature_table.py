@@ -66,6 +66,7 @@ FEATURES = [
     Feature("cross-attention: keys of another length (`kv_length`)", lambda case: case.kv_length not in (None, case.length)),
     Feature("grouped-query and multi-query heads", lambda case: 1 <= case.kv_heads < case.heads),
     Feature("`v_dim` other than head_dim, odd head dims", lambda case: case.v_dim != case.head_dim),
+    Feature("`v=None`, `v_dim`: values that are columns of keys", lambda case: case.values_in_keys),
     Feature("any length and number of ranks, padding (`length`)", lambda case: case.length % case.ranks > 0),
     Feature("bfloat16 and float16, state between hops in float32", lambda case: case.dtype in ("bfloat16", "float16")),
     Feature("float32; float64 throughout", lambda case: case.dtype in ("float32", "float64")),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from ring_attn_core import Run, TwoLevel, Ulysses, causal, full, sliding_window
+from ring_attn_core import LAYOUTS, Run, TwoLevel, Ulysses, causal, full, sliding_window
 from ring_attn_core.problem.traffic import traffic
 from ring_attn_torch import attend_block, ring_attention
 
@@ -32,9 +32,12 @@ EACH = [
 """Every feature at once, under every strategy."""
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-def test_rings_of_every_size_are_exact(gloo, ranks):
-    check(LATENT, run(gloo, replace(LATENT, ranks=ranks)))
+SIZES = [replace(LATENT, layout=layout, ranks=ranks) for ranks, layout in zip((3, 2, 1, 4, 8), [*LAYOUTS] * 2, strict=False)]
+
+
+@pytest.mark.parametrize("case", SIZES, ids=str)
+def test_rings_of_every_size_are_exact(gloo, case):
+    check(case, run(gloo, case))
 
 
 @pytest.mark.parametrize("case", one_of_each(2, EACH), ids=str)

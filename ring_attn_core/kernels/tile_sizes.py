@@ -137,10 +137,10 @@ def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 
 def tail_of(head_dim: int, v_dim: int) -> int | None:
-    """Return the columns that the portable forward reads beside the tile of ``v_dim`` columns that are both keys and values.
+    """Return the columns of k that the portable forward reads beside the tile of those that are values too.
 
-    0: heads of both dimensions are padded alike, so that one tile holds them. None: the forward reads k and v as two tiles,
-    because more than ``WIDEST_TAIL`` columns would remain.
+    0: the tile holds all columns of k, because both head dimensions have the same padded size. None: the forward reads k and v as
+    two tiles, because more than ``WIDEST_TAIL`` columns would remain.
     """
     if padded(head_dim) == padded(v_dim):
         return 0
@@ -150,14 +150,18 @@ def tail_of(head_dim: int, v_dim: int) -> int | None:
 def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: frozenset[str] = frozenset()) -> TileConfig:
     """Return the tiles of the portable forward with values in keys: ``v_dim`` padded columns, and a tail beside them.
 
-    A key tile is read once, for the scores and for the values, so it takes half the memory of k and v.
+    A key tile is read once, for the scores and for the values, so it takes half the memory of k and v. Not measured.
     """
     if dtype != "float32" and v_dim == 256 and tail and shared_memory(capability) < 128 * 1024:
         return TileConfig(64, 32, 4, 1)
+    by_extents = not features.isdisjoint({"extents", "key_extents"})
+    if dtype != "float32" and v_dim > 256 and by_extents and capability < 90:
+        return TileConfig(32, 16, 4, 2 if shared_memory(capability) > 128 * 1024 else 1)  # 32 keys would spill
     if dtype == "float32" or v_dim <= 256 or shared_memory(capability) < 200 * 1024:
         return choose_tiles("forward", dtype, max(v_dim, padded(tail)), v_dim, capability, features)
-    fewer = capability > 90 or not features.isdisjoint({"extents", "key_extents"})  # 64 keys would not fit, or spill
-    return TileConfig(64, 32 if fewer else 64, 8, 2, tma=True)
+    if capability > 90 or by_extents:  # 64 keys would not fit, or spill
+        return TileConfig(64, 32, 8, 2, tma=True)
+    return TileConfig(64, 64, 8, 2, tma=True)
 
 
 @dataclass(frozen=True)
