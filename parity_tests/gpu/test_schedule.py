@@ -48,7 +48,7 @@ def test_every_hop_of_a_ring_of_8_runs_beside_a_kernel(strategy, backward):
     text = compiled(8, strategy, backward).as_text()
     starts = [line for line in text.splitlines() if re.search(r"= .*collective-permute-start\(", line)]
     synchronous = re.findall(r"= \S+ collective-permute\(", text)
-    assert len(starts) + len(synchronous) >= (7 + 7 + 7 if backward else 7)
+    assert len(starts) + len(synchronous) >= (14 if backward else 7)  # XLA may join the hops of keys and of gradients
     assert not [line for line in starts if '"is_sync":true' in line]
     assert len(synchronous) <= backward
     spans = re.findall(r"collective-permute-start\(.*?collective-permute-done\(", text[text.index("ENTRY") :], re.DOTALL)
