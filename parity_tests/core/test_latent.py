@@ -1,6 +1,6 @@
 """Values that are columns of keys: which backend takes them, what its launches read, what is sent, and what is refused."""
 
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def _torch_score(case: Case, backend: str, q: Any, k: Any, v: Any, arrays: dict[
 
 
 def _options(case: Case, backend: str) -> Options:
-    plan = case.plan
+    plan, of_v = case.plan, case.v_dims.get("v_dim")
     return Options(
         layout=plan.layout,
         mask=plan.mask,
@@ -66,7 +66,7 @@ def _options(case: Case, backend: str) -> Options:
         softcap=case.softcap,
         dropout_rate=case.dropout_rate,
         backend=backend,
-        **case.v_dims,
+        v_dim=of_v,
     )
 
 

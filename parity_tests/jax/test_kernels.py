@@ -68,6 +68,20 @@ def test_a_step_is_one_launch_forward_and_one_or_two_backward(backend, ranks):
 
 @needs_plugin
 @pytest.mark.usefixtures("uncompiled")
+@pytest.mark.parametrize(("dim", "v_dim"), [(576, 512), (192, 128)])
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_values_in_keys_are_one_launch_a_step_and_k_travels_alone(ranks, dim, v_dim):
+    mesh = jax.make_mesh((ranks,), ("seq",), axis_types=(AxisType.Auto,), devices=jax.devices()[:ranks])
+    attention = lambda q, k: ring_attention(q, k, v_dim=v_dim, backend="triton")
+    q, k, _ = shapes(kv_heads=1, dim=dim)
+    text = lowered(jax.shard_map(attention, mesh=mesh, in_specs=(SEQ,) * 2, out_specs=SEQ), q, k)
+    assert text.count(f"@{CUSTOM_CALL}") == ranks
+    sent = re.findall(r"collective_permute.*-> tensor<1x128x1x(\d+)xbf16>", text)
+    assert sent == [str(dim)] * (ranks - 1)
+
+
+@needs_plugin
+@pytest.mark.usefixtures("uncompiled")
 @pytest.mark.parametrize("backend", ["triton", pytest.param("hopper", marks=needs_descriptors)])
 def test_a_traced_layout_lowers_to_kernels(backend):
     """And its positions are an argument of the program, which other documents run too."""

@@ -1,5 +1,7 @@
 """Values that are columns of keys in JAX: exact under every strategy, in every transform, k sent alone, and what is refused."""
 
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+
 from __future__ import annotations
 
 from dataclasses import replace

@@ -139,8 +139,8 @@ def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 def tail_of(head_dim: int, v_dim: int) -> int | None:
     """Return the number of columns of k beyond the values, which the portable forward reads as a tile of their own.
 
-    0: the tile of the values holds all columns of k, because both head dimensions have the same padded size. None: the forward
-    reads k and v as two tiles, because more than ``WIDEST_TAIL`` columns would remain.
+    Return 0 if the tile holds all columns of k, because both head dimensions have the same padded size. Return None if more than
+    ``WIDEST_TAIL`` columns would remain, so that the forward reads k and v as two tiles.
     """
     if padded(head_dim) == padded(v_dim):
         return 0

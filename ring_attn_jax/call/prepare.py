@@ -128,8 +128,7 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     cap = None if options.softcap is None else float(options.softcap)
     call = runnable(problem, anywhere, PASSES[:1] if options.values_in_keys else PASSES)
     even, score = isinstance(plan.layout, str), Score(problem.scale, cap, float(options.dropout_rate))
-    backend: Backend = Blockwise(even, options.v_dim) if call is None else Kernels(call, plan.band_of_one_run)
-    if problem.traced_layout:
-        backend = TracedRuns(backend)
+    backend: Any = Blockwise(even, options.v_dim) if call is None else Kernels(call, plan.band_of_one_run)
+    backend = TracedRuns(backend) if problem.traced_layout else backend
     ordinary = (problem.ordinary, anywhere) if options.values_in_keys else None
     return CompiledCall(plan, score, backend, problem.strategy, problem.steps, ordinary)
