@@ -268,6 +268,7 @@ SPECIAL = [
     Case(length=2111, ranks=2, tiles=None, batch=1, heads=2, kv_heads=1),
     Case(head_dim=24, v_dim=16, kv_heads=1, sinks=True, values_in_keys=True),
     Case("striped", ranks=3, head_dim=80, v_dim=50, kv_heads=1, extents="documents", dtype="bfloat16", values_in_keys=True),
+    Case("contiguous", full(), 2, head_dim=20, v_dim=20, kv_heads=1, key_mask="random", values_in_keys=True),
 ]
 """Cases beyond the grid: cross-attention, offsets, shards of padding, odd sizes, negative scales, float64, real tile
 sizes, values in keys."""
