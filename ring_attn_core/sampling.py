@@ -33,11 +33,11 @@ LEAST = 2.0**-126
 
 
 class SamplingParameters(NamedTuple):
-    """Sampling parameters within the ranges of float32 and int32.
+    """Sampling parameters, clamped to float32 and int32, and the seed as two words of 32 bits.
 
-    None means that a parameter is not used; a ``temperature`` of None means greedy decoding. A parameter may be a list with a
-    number for each request. In such a list, a ``temperature`` of 0 means greedy decoding, and ``ALL_TOKENS`` in ``top_k`` or
-    ``ALL`` in ``top_p`` means that the request draws from all tokens.
+    None means that one of the first three is not used; a ``temperature`` of None means greedy decoding. Each of the three may be
+    a list with a number for each request. In such a list, a ``temperature`` of 0 means greedy decoding, and ``ALL_TOKENS`` in
+    ``top_k`` or ``ALL`` in ``top_p`` means that the request draws from all tokens.
     """
 
     temperature: Any

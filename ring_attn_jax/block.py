@@ -75,7 +75,7 @@ def attend_block(
 
 
 def block_state(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from records and return the state; ``runs``: the runs of the queries and of the keys."""
+    """Compute ``attend_block`` with its arguments as records, and return a ``State``. ``runs``: of the queries, of the keys."""
     compiled = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in runs)
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])

@@ -112,13 +112,13 @@ def _cpu() -> str:
 
 
 def bibtex(comparison: Comparison) -> str:
-    """Return a BibTeX entry that cites this run: variants, command, versions, devices, commit and date."""
+    """Return a BibTeX entry that cites this run: variants, command, versions, devices, date and, if known, commit."""
     now = datetime.now(UTC)
     with_versions = ", ".join(f"{name} {number}" for name, number in versions().items())
     device = " and ".join(dict.fromkeys([*comparison.kinds.values()])).replace("cpu", _cpu())
     at = commit()
     escaped = lambda text: text.replace("\\", "").replace("_", r"\_").replace("&", r"\&").replace("%", r"\%").replace("#", r"\#")
-    note = f"{with_versions}; {device}" + (f"; commit {at[:12]}" if at else "")
+    note = f"{with_versions}; {device}" + (f"; commit {at}" if at else "")
     fields = {
         "author": "{ring-attn authors}",
         "title": f"ring-attn compare: {escaped(', '.join(comparison.sweep.named))}",

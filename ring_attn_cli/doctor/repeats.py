@@ -50,8 +50,8 @@ class Repeats:
     def seconds(self, runs: Sequence[Callable[[], float]]) -> list[float]:
         """Return the median seconds of each run, from the quietest of up to ``SERIES`` series, and update ``noise``.
 
-        The runs take turns, so that a slow change of the clock rate affects all of them alike. A further series starts if on any
-        rank the noise of each one before it exceeds ``NOISE`` and spare seconds are left.
+        The runs take turns, so that a slow change of the clock rate affects all of them alike. A further series starts while
+        some rank has spare seconds, and all of its series so far had more noise than ``NOISE``.
         """
         self._warm_up(runs)
         quietest = self._series(runs)

@@ -1,7 +1,7 @@
 """The data of a plan's drawings: sequences cut into cells, the ranks that hold each cell, and the pairs they compute.
 
-A cell is a block of tokens. A cell of a matrix is filled if any pair in it is computed. A cell shows one rank; ranks that share
-blocks take turns from cell to cell.
+A cell of a sequence is a block of tokens, and shows one rank. If several ranks hold tokens of a block, neighbouring cells show
+these ranks in turn. A cell of a matrix is a block of queries and a block of keys, filled if any pair in it is computed.
 """
 
 from __future__ import annotations

@@ -41,7 +41,10 @@ def read_tree(text: str) -> Tree:
 
 
 def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
-    """Return the plan of a tree, with each segment as a packed document. Raise ValueError if the layout is unknown."""
+    """Return the plan of a prefix tree. Raise ValueError if the layout is unknown.
+
+    Each segment is listed as a document; the work of a segment counts its ancestors, which it sees.
+    """
     local, runs = runs_of(balanced_tree_layout(*tree, ranks) if layout == BALANCED else layout, tree.tokens, ranks)
     return PackedPlan(layout, tree.lengths, local, runs, [tree_work(tree, each) for each in runs])
 

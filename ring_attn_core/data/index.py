@@ -75,7 +75,7 @@ class Index:
         """Batches of all epochs; None if epochs are unlimited."""
 
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
-        """Return the document spans of each packed row of this replica in batch ``number``; none for a row after the last."""
+        """Return the document spans of each packed row of this replica in batch ``number``; none after the epoch's last row."""
         epoch, at = divmod(number, self.batches)
         packed_rows, order = self._packed_rows(epoch)
         first = at * self._settings.rows + self._settings.replica * self._settings.batch_size

@@ -5,9 +5,12 @@ Instead each rank describes its shard by spans, and every rank joins the spans o
 if and only if the end of each subtree lies inside the subtree of its parent, and the positions count the ancestors:
 
     token      0 1   2 3   4 5   6         a prompt of 2 tokens, and completions of 2 and 3
-    rank       0 0   1 1   0 0   1         a span: tokens ``step`` apart whose subtrees end at the same token, as
-    end        7 7   4 4   7 7   7         (row, first token, step, number of tokens, end, position of the first token)
-    position   0 1   2 3   2 3   4         rank 0: (0, 0, 1, 2, 7, 0), (0, 4, 1, 2, 7, 2)
+    rank       0 0   1 1   0 0   1
+    end        7 7   4 4   7 7   7
+    position   0 1   2 3   2 3   4
+
+A span is (row, first token, step, number of tokens, end, position of the first token): tokens ``step`` apart whose subtrees end
+at the same token. Here rank 0 describes its shard by (0, 0, 1, 2, 7, 0) and (0, 4, 1, 2, 7, 2).
 
 numpy is imported on first use.
 """

@@ -35,7 +35,7 @@ class RingCall:
     ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,
     may see no key and hold NaN. ``capability``: compute capability of the GPU, such as 90. ``tma``: the launcher can pass TMA
     descriptors. ``hopper``: Hopper's kernels run if they take the call, except in the passes ("forward", "backward") listed in
-    ``portable``. ``tiles_override``: tiles that replace the result of ``choose_tiles``, for comparison.
+    ``portable``. ``tiles_override``: tiles that replace the chosen ones, for comparison.
     """
 
     batch: int
@@ -66,7 +66,7 @@ class RingCall:
 
     @property
     def key_columns(self) -> tuple[int, int, int]:
-        """Return the columns of a head in the array of k, those in the array of v, and the column there at which v begins."""
+        """Return (columns of a head in the array that holds k, the same for v, first column of v in its array)."""
         if self.values_in_keys:
             return self.head_dim, self.head_dim, 0
         together = self.head_dim + self.v_dim
@@ -96,7 +96,7 @@ class RingCall:
         return not self.array_names.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:
-        """Return the tiles of a kernel: ``tiles_override`` if set, else the result of ``choose_tiles``."""
+        """Return a kernel's tiles: ``tiles_override``, or ``latent_tiles`` in a forward with ``tail``, or ``choose_tiles``."""
         if self.tiles_override is not None:
             return self.tiles_override
         if self.tail is not None and kernel == "forward":

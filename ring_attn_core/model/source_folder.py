@@ -1,4 +1,4 @@
-"""The files beside the weights of a saved Hugging Face model: config.json, and tokenizer files of the original folder."""
+"""The files beside the weights of a saved Hugging Face model: config.json, and the original tokenizer and generation config."""
 
 from __future__ import annotations
 

@@ -71,7 +71,10 @@ class DirectPlan(RingPlan):
         return {shift: tuple(self._of_shift(shift)) for shift in self.shifts[1:]}
 
     def _of_shift(self, shift: int) -> list[Slice]:
-        """Return a slice for each run of keys that some reader sees at this shift; join slices that meet in every shard."""
+        """Return the slices sent at this shift: one for each key run of which a rank ``shift`` after the owner sees a key.
+
+        Consecutive slices that meet in every shard are joined.
+        """
         found: list[Slice] = []
         for run in range(len(self.k_runs[0])):
             parts = [self._visible(owner, (owner + shift) % self.ranks, run) for owner in range(self.ranks)]

@@ -9,8 +9,8 @@ one shard. Documents of 4, 12 and 8 tokens over 4 ranks of 6 tokens, under a cau
     rank 0      holds A and the end of B, and receives the rest of B: 2 keys of rank 2, 6 of rank 3, 2 of rank 1
     rank 2      holds the first keys of B and the end of C, and receives the 4 keys of C that rank 1 holds
 
-The documents are those that the layout was made for. They limit the keys that travel only if the queries have extents; otherwise
-the mask alone limits these keys.
+The documents are those that the layout was made for. If the queries have extents, these documents and the mask decide which keys
+travel; otherwise the mask alone decides.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def _runs(received: tuple[Stretch, ...]) -> tuple[tuple[int, int, int, int], ...
 
 
 def _held(layout: BalancedLayout) -> list[Stretch]:
-    """Return the runs of all ranks without padding, in order of position."""
+    """Return the runs of all ranks in order of position. Padding is cut off, and a run of padding alone is left out."""
     held = []
     for owner in range(layout.ranks):
         held += [Stretch(start, length, owner, base) for base, length, start, _ in layout.padded_runs(owner) if length]

@@ -191,7 +191,7 @@ class FoldedBatches:
 
     @property
     def padded(self) -> bool:
-        """True if the slots of a rank span more positions than its shard."""
+        """True if the slots of a rank, each of ``dilation`` positions, span more positions than its shard has."""
         return self.spanned > self.local
 
     @property

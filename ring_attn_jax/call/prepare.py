@@ -120,8 +120,8 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check a problem, choose its backend, and compile its kernels if the backend has any.
 
-    ``anywhere``: True for ``attend_block``, whose runs may begin at any position, not only at the plan's positions. Raise
-    ValueError if a check fails.
+    ``anywhere``: True for ``attend_block``, whose runs of tokens may begin at any position, not only at the plan's
+    positions. Raise ValueError if a check fails.
     """
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options

@@ -133,7 +133,7 @@ class SequenceShardedDataset:
 
     @property
     def bytes_read(self) -> int:
-        """Return the number of bytes of tokens that this process has read, without those that a striped rank skips."""
+        """Return the bytes of the tokens that this dataset has read as ids or labels, without those that a striped rank skips."""
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:

@@ -61,6 +61,8 @@ def pack_rollouts(
 ) -> Rollouts:
     """Pack rollouts (token lists) that share prefixes into rows of prefix trees, where a shared token is computed once.
 
+    Each token of a row is a slot with one label. A token that several tokens follow takes a slot for each of them.
+
     ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
     True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
     token, of any sign; None: 1. No token predicts the first token of a rollout, so its mask and its weight have no effect.

@@ -102,7 +102,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh, specs: Specs) -> Programs:
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
-        """Prefill a chunk (ids, lengths, mask of the prompts that end in it). Return (hidden, cache)."""
+        """Prefill a chunk (ids, lengths, mask of the prompts that end in it). Return (hidden, cache). See ``Programs``."""
 
         def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
             hidden, (ids, lengths, ends) = inputs

@@ -48,9 +48,10 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> MaskArguments:
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
-    The extents are the tightest interval around each query's visible keys, and the key mask hides the keys that no query sees.
-    ``fits`` is True for a query whose visible keys the two express exactly. If it is not True for all queries, no other extents
-    and key mask express the whole mask.
+    The extents are the tightest interval around the keys that each query sees in the first head; None if all queries share a row.
+    The key mask hides the keys that no query of any head sees. ``fits`` is True for a query whose visible keys are the same in
+    all heads and are expressed exactly by the two; None stands for True everywhere. If it is not True for all queries, no other
+    extents and key mask express the whole mask.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

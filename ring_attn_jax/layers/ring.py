@@ -52,7 +52,7 @@ class LayerRing:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
 
         With a mesh, return the positions of all shards in layout order; ``tokens`` is then the total of all shards.
-        ``layout``: a layout in place of the field ``layout``, whose size replaces ``tokens``; None: the field.
+        ``layout``: used in place of the field ``layout``; its own size counts then, not ``tokens``. None: the field.
         """
         where = self.sharded
         if isinstance(layout, BalancedLayout | TracedLayout):

@@ -1,4 +1,4 @@
-"""Names of the ring's steps in JAX's profiler, shown at each operation of a step."""
+"""Names of the ring's steps in JAX's profiler, shown at the operations of a step but the transfer of keys."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ Places = tuple[Place, ...]
 def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
     """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], an array per pattern. Differentiable.
 
-    ``places``: for each pattern, its FoldedBatches and the heads of the array that it uses.
+    ``places``: for each pattern, its FoldedBatches and its HeadSelection, the heads of ``x`` that the pattern uses.
     """
     return _fold(x, rank, places)
 

@@ -42,8 +42,8 @@ class StepShards(NamedTuple):
 def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -> tuple[Rows, Keys, Score]:
     """Return the rows, keys and score of a step with each shard converted to one run.
 
-    The rows become a single row, and the mask moves into the extents, which are in local indices. ``queries``: tokens of the
-    query shard, padding included. ``band``: the mask, in positions.
+    The Rows, one per pair of runs, become a single Row, and the mask moves into the extents, which are in local indices.
+    ``queries``: tokens of the query shard, padding included. ``band``: the mask, in positions.
     """
     q_runs, k_runs = tuple([pairs[0][2:5] for pairs in rows]), tuple([pair[5:8] for pair in rows[0]])
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device

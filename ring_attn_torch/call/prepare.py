@@ -127,9 +127,9 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
 
-    ``anywhere``: True for ``attend_block``, whose runs may begin at any position, not only at the plan's positions. A backend
-    that the user names is checked for the backward too. With "auto" the backward's backend is selected when the backward runs. It
-    can differ from the forward's, for example if a kernel does not compile.
+    ``anywhere``: True for ``attend_block``, whose runs of tokens may begin at any position, not only at the plan's
+    positions. A backend that the user names is checked for the backward too. With "auto" the backward's backend is selected when
+    the backward runs. It can differ from the forward's, for example if a kernel does not compile.
     """
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options

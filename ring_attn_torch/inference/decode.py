@@ -78,8 +78,8 @@ def tree_attention_decode(
     float32 (float64 for float64). A query that sees no key has out 0 and lse -inf (or its sink).
 
     Raise ValueError before any array is sent if inputs do not fit or require a gradient, or if ranks disagree on shapes (except
-    the number of slots), dtypes or options. A rank compares these at its first call with them. The error is the same on every
-    rank if all ranks make that first call, or all fail. Values are checked on a CPU only. After a first call a CUDA graph may
+    the number of slots), dtypes or options. The ranks compare these at the first call with them, and then all raise the same
+    error. In later calls a rank with an error raises alone. Values are checked on a CPU only. After a first call a CUDA graph may
     capture the call.
     """
     ring = ring_of(group)

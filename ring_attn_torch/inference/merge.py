@@ -23,9 +23,10 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
 
     ``group``: the ring; None is the default group. The result is float64 if out or lse is float64, else float32.
 
-    For inference: not differentiable. Raise ValueError, before any tensor is sent, if ``pair`` is not an (out, lse) of these
-    shapes in floating dtypes or requires a gradient, or if shapes or dtypes differ between ranks. A rank compares them at its
-    first call with these shapes and dtypes. The error is the same on every rank if all ranks make that first call, or all fail.
+    For inference: not differentiable. Raise ValueError, before any tensor is sent, if ``pair`` is not an (out, lse) in floating
+    dtypes whose lse has out's shape but for the last dimension, if it requires a gradient while gradients are enabled, or if
+    shapes or dtypes differ between ranks. The ranks compare these at the first call with them, not under torch.compile, and then
+    all raise the same error. In later calls a rank with an error raises alone.
     """
     ring = ring_of(group)
 

@@ -1,4 +1,4 @@
-"""Conversion of MultiheadAttention's attn_mask [queries, keys] to a band or extents, and a key mask.
+"""Conversion of MultiheadAttention's attn_mask, also one for each head, to a band or extents, and a key mask.
 
 A band's limits are the least and the greatest lag (query - key) of the visible pairs, or one of the two, or neither. If no such
 band equals the mask, a query's extent is the tightest interval around the keys that it sees. Both are tried with a key mask too,

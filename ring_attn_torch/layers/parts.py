@@ -1,4 +1,4 @@
-"""Linear maps and norms whose weights may differ from the inputs in dtype. Outputs have the input's dtype, or autocast's."""
+"""Linear maps and norms whose weights may differ from the inputs in dtype. Outputs are in the input's dtype or autocast's."""
 
 from __future__ import annotations
 

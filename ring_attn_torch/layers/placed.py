@@ -20,8 +20,8 @@ def agree_on_places(ids: Tensor, extents: Any, length: Any, layout: BalancedLayo
     """Raise ValueError on all ranks if a nonempty extent begins after its query on any rank. The model's mask is causal.
 
     ``ids`` [batch, tokens], ``extents``, ``length``, ``layout``: arguments of RingTransformer. On a CPU check every call. On
-    other devices check only the first call with a batch of this shape, because the check waits for the device. Leave arrays of
-    wrong shapes and dtypes to the layers, which refuse them.
+    other devices check only the first call with a batch of this shape, and none in a capture, because the check waits for the
+    device. Leave arrays of wrong shapes and dtypes to the layers, which refuse them.
     """
     group, device, shape = ring_of(ring.group), ids.device.type, tuple(ids.shape)
     call = AgreedCall("RingTransformer with extents", device, (("ids_shape", shape),))

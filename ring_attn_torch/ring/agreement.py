@@ -54,7 +54,7 @@ class AgreedCall(NamedTuple):
 
 
 class _History:
-    """One rank's record of a process group: the number of calls, the agreed problems, and the store keys to delete.
+    """One rank's record of a process group: the number of calls, what its ranks agreed on, and the store keys to delete.
 
     ``era``: a number that distinguishes a group from a destroyed group of the same name on the same store. ``written``: the store
     keys that this rank has written in calls and not deleted yet. ``checks``: how often ``check_every_call`` was entered.

@@ -30,8 +30,8 @@ def on_hardware(problem: Problem, device: torch.device, group: Group, may_exchan
     A group's first call is a collective: the ranks exchange rank 0's record, their host names and the GPUs whose memory they can
     copy. Later calls read the cached result. With ``may_exchange`` False, as in a backward, and during CUDA graph capture only
     the cache is read. A graph cannot contain "pull" and "push", so during capture the problem says that GPUs do not reach each
-    other's memory. Raise ValueError, the same on every rank, if rank 0 cannot read its record, or if the problem is invalid or
-    differs between ranks. Raise RuntimeError if a rank does not take part in the exchange.
+    other's memory. In the exchange raise ValueError, the same on every rank, if rank 0 cannot read its record, or if the problem
+    is invalid or differs between ranks. Raise RuntimeError if a rank does not take part in the exchange.
     """
     if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
         return problem

@@ -101,7 +101,7 @@ def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]
 
 
 def _tokens(call_arguments: dict[str, Any]) -> Tensor:
-    """Return input_ids or inputs_embeds. Raise ValueError unless exactly one is passed, as a global tensor."""
+    """Return input_ids or inputs_embeds. Raise ValueError unless exactly one is passed, as a plain Tensor, not a DTensor."""
     if ("input_ids" in call_arguments) == ("inputs_embeds" in call_arguments):
         raise ValueError(
             "the model takes either input_ids or inputs_embeds inside sequence_parallel, got "

@@ -95,7 +95,7 @@ class RunningCall(ABC):
 
     @abstractmethod
     def begin(self, model: PreTrainedModel) -> None:
-        """Register the hooks that ``model`` needs during the call. ``scope`` removes the hooks when the call ends."""
+        """Prepare ``model`` and its cache for the call. ``scope`` undoes this when the call ends."""
 
     @abstractmethod
     def mask_of(self, pattern: Pattern) -> LayerMask:
@@ -136,8 +136,9 @@ def ring_mask(
 ) -> LayerMask | NoWindow:
     """Return the mask of one kind of layer, NoWindow if ``local_size`` < 1. Functions like create_causal_mask call it.
 
-    Raise ValueError if the layer is cross-attention, if the cache is not a RingCache, or if by ``fits`` the mask is not full,
-    causal, a window or chunks. Outside of ``sequence_parallel`` one interval per query is fine too, but several ranks raise.
+    Raise ValueError if the layer is cross-attention, if a cache other than a RingCache holds tokens, or if ``fits`` finds none of
+    full, causal, window and chunks; under torch.compile only masks that need vmap are refused. Outside of ``sequence_parallel``
+    any interval of keys per query is taken, and several ranks are refused.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty

@@ -167,7 +167,7 @@ class RingTraining(Base):
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss and, unless ``prediction_loss_only``, global logits and labels.
 
-        ``ignore_keys``: outputs to leave out; None: the config's own, and the auxiliary loss and logits of routers.
+        ``ignore_keys``: outputs to leave out. None: ``keys_to_ignore_at_inference`` of the config, aux_loss and router_logits.
         """
         if ignore_keys is None:
             ignore_keys = [*getattr(self.model.config, "keys_to_ignore_at_inference", ()), "aux_loss", "router_logits"]

@@ -103,10 +103,10 @@ def keep_mask_of_keys(
 
 @gluon.jit
 def keep_exchanged(word, even, threshold):
-    """Exchange words with the neighbour lane; return the mask, bool [..., 2, 2], of queries q, q + 1 and keys k, k + 8.
+    """Exchange words with the neighbour lane; return the mask, bool [..., 2, 2], of keys k, k + 8 and queries q, q + 1.
 
     ``word`` has the layout ``counters_of_keys``; k and k + 8 are this lane's keys. The lane of an even key holds the words of q,
-    and receives the words of q + 1 from the neighbour lane, which has the odd key. For an odd key both words are rotated.
+    and receives the words of q + 1 from the neighbour lane, which has the odd key. For an odd key words rotate by one byte.
     """
     first, second = gl.where(even, 0x3210, 0x6547), gl.where(even, 0x7654, 0x2103)
     first, second = gl.inline_asm_elementwise(

@@ -108,7 +108,7 @@ class ForwardArguments(NamedTuple):
 
 
 class ForwardSharedMemory(NamedTuple):
-    """Shared memory: tiles (``q`` to ``out``), data of steps and queries (``key_mask`` to ``work``), mbarriers (``*_full``)."""
+    """Shared memory: tiles (``q`` to ``out``), small arrays (``key_mask`` to ``work``) and mbarriers (``*_full``)."""
 
     q: Any
     k: Any

@@ -102,12 +102,12 @@ def take(args):
 
 @gluon.jit
 def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, n0=0):
-    """Load the keys of a step by TMA, and store their key mask and a flag, set if some elements are not finite.
+    """Load the keys of a step by TMA, and store the key mask, if it hides some, and with extents a flag for non-finite elements.
 
     Mask and flag are loaded before the stage is free, to hide their latency. The flag concerns values in the forward, and keys in
-    the pass of dq. Consumers read a step's flag after they release the step's keys, but before they release the keys of two steps
-    later, so there are twice as many flags as stages. ``n0``: local index of the first key; with key extents it is stored beside
-    the flag.
+    the pass of dq. Consumers of the forward read a step's flag after they release the step's keys, but before they release those
+    of two steps later, so there are twice as many flags as stages. ``n0``: local index of the first key; with key extents it is
+    stored beside the flag.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES

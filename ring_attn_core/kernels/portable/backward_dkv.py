@@ -212,7 +212,7 @@ def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_la
     """Restrict query ``tiles`` to the range of those whose extents may contain a position from k_first to k_last.
 
     ``bounds_ptr`` points to the bounds of ``extent_bounds``. Tiles in which every query sees all these positions need no mask. If
-    other tiles lie between these, all tiles are masked.
+    the tiles without a mask are not consecutive, all tiles are masked.
     """
     first, last = tiles.first, tiles.last
     lowest, highest = last, first

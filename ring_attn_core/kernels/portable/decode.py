@@ -57,7 +57,7 @@ class RowVisibility(NamedTuple):
     """The cache slots that a program's rows may see: positions ``lowest`` to ``highest``, limited by window and tree mask.
 
     ``q_position``: position of each row's query; in a draft tree, its node's position in its sequence (first position + depth).
-    ``depths``: pointer to these positions, one per node. ``first``: position of the tree's first node. ``tree_rows``: pointers
+    ``depths``: pointer to the nodes' positions in their sequences. ``first``: cache position of node 0. ``tree_rows``: pointers
     to the rows of the tree mask. ``N``: number of queries.
     """
 

@@ -1,8 +1,8 @@
 """Scores of a tile, in base 2.
 
-    s_ij = log2(e) (softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos))
-         = args.softcap t_ij + slope log2(e) (k_pos - q_pos)        t_ij = tanh(args.inner q_i . k_j)
-    s_ij = args.inner q_i . k_j + slope log2(e) (k_pos - q_pos)      without softcap
+    s_ij = args.softcap t_ij + slope log2(e) (k_pos - q_pos)         args.softcap = log2(e) softcap
+    t_ij = tanh(args.inner q_i . k_j)                                args.inner = scale / softcap
+    s_ij = args.inner q_i . k_j + slope log2(e) (k_pos - q_pos)      without softcap, where args.inner = log2(e) scale
 
 Shapes     products, s and t [queries, keys] or [keys, queries]; i, j broadcast against them
 Precision  f32; tanh has an absolute error of at most 5e-7, or with ACCURATE a relative error of a few roundings

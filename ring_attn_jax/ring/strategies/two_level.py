@@ -1,4 +1,4 @@
-"""The strategy "two_level": keys travel around an inner ring inside each host, while a copy of them travels to the next host.
+"""The strategy "two_level": keys travel around an inner ring inside each host, while a copy travels to the next host in need.
 
 An inner ring sums the gradients of its keys, and returns the sum to the rank at which the keys entered the host. That rank adds
 the sum of the earlier hosts, and sends the new sum to the next host during the next inner ring. So a transfer between hosts may
@@ -23,7 +23,7 @@ from .ring import OneWay, RingStep, rows
 
 
 class TwoLevels(OneWay):
-    """The strategy "two_level": keys travel around a ring inside each host, while a copy of them travels to the next host."""
+    """The strategy "two_level": keys travel around a ring inside each host, while a copy travels to the next host in need."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step for each shift of each inner ring of the plan."""

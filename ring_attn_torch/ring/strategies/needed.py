@@ -43,11 +43,11 @@ def circulate_needed(keys: Keys, plan: NeededPlan, ring: Ring) -> Iterator[Step]
 class Places(NamedTuple):
     """The indices, int64 on the device, by which keys are sent and sorted, and their gradients returned.
 
-    Received keys have two orders. On arrival they are sorted by sending rank. In the padded shard, on which the step computes,
-    they are sorted by position.
+    Received keys have two orders. On arrival they are sorted by sending rank. The step computes on a padded shard, in which they
+    are sorted by position.
 
-    ``sent``: for each receiving rank the indices of its keys in this rank's shard; empty for this rank. ``sizes``: the number of
-    keys that arrive from each rank. ``order``: for each key of the padded shard, its index on arrival; padding has the index
+    ``sent``: for each rank the indices, in this rank's shard, of the keys sent to it; empty for this rank. ``sizes``: the number
+    of keys that arrive from each rank. ``order``: for each key of the padded shard, its index on arrival; padding has the index
     after the last arrival. ``back``: for each key on arrival, its index in the padded shard.
     """
 
