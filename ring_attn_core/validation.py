@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -75,6 +75,22 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
         got = in_words(values) if counts is None else f"({', '.join(map(number_in_words, counts))})"
         raise ValueError(f"{name} must be a tuple of ints, counts of tokens, one for each pattern, got {got}")
     return counts
+
+
+def check_mixin_first(kind: type, mixin: type, is_base: Callable[[type], bool]) -> None:
+    """Raise ValueError if a class that ``mixin`` is to extend comes before it in the method resolution order of ``kind``.
+
+    ``is_base``: whether a class is one that the mixin extends.
+    """
+    order = kind.__mro__
+    first = next((each for each in order[: order.index(mixin)] if is_base(each)), None)
+    if first is not None:
+        names = lambda bases: ", ".join(base.__name__ for base in bases)
+        mixed = sorted(kind.__bases__, key=lambda base: not issubclass(base, mixin))
+        raise ValueError(
+            f"put {mixed[0].__name__} first: class {kind.__name__}({names(mixed)}), because in "
+            f"class {kind.__name__}({names(kind.__bases__)}) the methods of {first.__name__} run in place of {mixin.__name__}'s"
+        )
 
 
 def missing_package(needing: str, package: str, extra: str | None = None) -> ModuleNotFoundError:

@@ -66,6 +66,7 @@ ONLY_IN_TORCH = {
     "transformers/routers.py": "the same",
     "transformers/shards.py": "the same",
     "transformers/trainer.py": "the same",
+    "transformers/trainer_checks.py": "the same",
     "transformers/trees.py": "the same",
     "transformers/trl.py": "the same",
     "functional/block_masks.py": "masks of flex_attention, which is PyTorch's",

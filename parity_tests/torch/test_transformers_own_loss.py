@@ -1,4 +1,4 @@
-"""A Trainer's own compute_loss and prediction_step run on a ring too, as on one process; losses of logits are refused."""
+"""A Trainer's own compute_loss and prediction_step run on a ring as on one process; losses of logits and unlike weights do not."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs
 pytest.importorskip("accelerate")
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 import ring_attn_torch.transformers as hf
 from ring_attn_core.reference.tolerance import relative_error
 from ring_attn_torch import sum_gradients
 
 from .hugging_face import Case, batch, in_float64, make, rounding_of
-from .hugging_face_training import Result, Run, trained
+from .hugging_face_training import Result, Rows, Run, launched, model_of, trained
 
 pytestmark = pytest.mark.slow
 NEAR = 1e-5
@@ -146,3 +146,19 @@ def of_logits(group: Any, folder: str) -> list[str]:
             trained(run._replace(trainer=(("loss_chunk", chunk),)), group, kind)
         notes.append(" ".join(error.value.__notes__))
     return notes
+
+
+def test_an_evaluation_of_weights_that_differ_between_ranks_is_refused(four: Any, tmp_path: Path):
+    for message in four(4, evaluated_apart, str(tmp_path)):
+        assert "rank 3 of the ring holds another model.norm.weight than rank 0" in message
+
+
+def evaluated_apart(group: Any, folder: str) -> str:
+    with launched(group.rank(), group.size()):
+        model = model_of(Run(1, folder))
+        model.model.norm.weight.data[0] += group.rank() == 3
+        arguments = TrainingArguments(folder, use_cpu=True, report_to=[], disable_tqdm=True)
+        trainer = hf.RingTrainer(model=model, args=arguments, eval_dataset=Rows())
+        with pytest.raises(ValueError, match="holds another") as error:
+            trainer.evaluate()
+        return str(error.value)

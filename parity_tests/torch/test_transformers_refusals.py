@@ -135,9 +135,9 @@ def test_models_that_do_not_attend_by_softmax_are_refused_with_the_names_of_thei
 
 def test_a_trainer_that_counts_labels_once_a_rank_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     pytest.importorskip("accelerate")
-    from ring_attn_torch.transformers import trainer
+    from ring_attn_torch.transformers import trainer_checks
 
-    monkeypatch.setattr(trainer, "OLDEST", Version("99"))
+    monkeypatch.setattr(trainer_checks, "OLDEST", Version("99"))
     arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     with pytest.raises(ValueError, match=r"RingTrainer needs transformers 99 or newer, .* this is 5\."):
         hf.RingTrainer(model=make("llama"), args=arguments)

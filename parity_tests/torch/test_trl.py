@@ -28,8 +28,11 @@ LABELS = IDS.masked_fill(torch.arange(21) < 9, -100)
 FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
 
-def preferred_by_trl(group: Any, ring: int) -> Result:
-    """Four steps of trl's DPOTrainer with its metrics, on rings of ``ring`` ranks, or on one process without ``group``."""
+def preferred_by_trl(group: Any, ring: int, differing: bool = False) -> Result:
+    """Four steps of trl's DPOTrainer with its metrics, on rings of ``ring`` ranks, or on one process without ``group``.
+
+    ``differing``: the reference of the last rank has another weight.
+    """
     from datasets import Dataset as Table  # type: ignore[import-not-found]
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -66,6 +69,8 @@ def preferred_by_trl(group: Any, ring: int) -> Result:
         kind: Any = DPOTrainer if group is None else RingDPOTrainer
         more = {} if group is None else {"group": groups[group.rank() // ring]}
         model, reference = make("llama", "float32", "sdpa"), make("llama", "float32", "sdpa")
+        if differing and group is not None and group.rank() == group.size() - 1:
+            reference.model.norm.weight.data[0] += 1
         table = Table.from_list(pairs)
         told = {"args": arguments, "train_dataset": table, "eval_dataset": table, "processing_class": tokenizer}
         trainer = kind(model=model, ref_model=reference, **told, **more)
@@ -85,6 +90,44 @@ def test_dpo_trains_on_rings_as_on_one_process(four: Any):
         for got in four(4, preferred_by_trl, ring):
             near(got, one)
             assert {name: x for name, x in one.metrics.items() if abs(got.metrics[name] - x) > 1e-4} == {}
+
+
+def refused_reference(group: Any, ring: int) -> str:
+    with pytest.raises(ValueError, match="ref_model") as error:
+        preferred_by_trl(group, ring, differing=True)
+    return str(error.value)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing.*` is deprecated:FutureWarning")  # trl's own
+@pytest.mark.parametrize("ring", [2, 4])
+def test_a_reference_that_differs_between_ranks_is_refused_on_every_rank(four: Any, ring: int):
+    for message in four(4, refused_reference, ring):
+        assert "rank 3 of all ranks holds another ref_model.model.norm.weight than rank 0" in message
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing:FutureWarning")  # which trl sets
+def test_the_refusal_of_another_loss_of_sft_names_both_names_of_the_plain_loss(tmp_path: Path):
+    from trl import SFTConfig  # type: ignore[import-not-found]
+
+    from ring_attn_torch.transformers.trainer_checks import check_arguments
+
+    arguments = SFTConfig(str(tmp_path), use_cpu=True, bf16=False, loss_type="dft")
+    with pytest.raises(ValueError, match=r'loss_type=dft: .*: leave it "nll", or "chunked_nll", its old name'):
+        check_arguments(arguments)
+
+
+def test_a_trainer_before_the_ring_in_the_bases_is_refused():
+    from trl import DPOTrainer, SFTTrainer  # type: ignore[import-not-found]
+
+    class Mine(SFTTrainer):
+        pass
+
+    for bases in ((SFTTrainer, hf.RingTraining), (Mine, hf.RingTraining), (DPOTrainer, hf.RingTrainer)):
+        first, second = (base.__name__ for base in bases)
+        with pytest.raises(ValueError, match=rf"put {second} first: class Swapped\({second}, {first}\), because in class Sw"):
+            type("Swapped", bases, {})
+    other_mixin = type("Other", (), {"train": lambda self: None})
+    assert type("Ordered", (other_mixin, hf.RingTraining, Mine), {})
 
 
 def scored(group: Any, shifted: bool) -> tuple[dict[str, np.ndarray], float, dict[str, np.ndarray]]:

@@ -116,7 +116,7 @@ def sequence_parallel(
     device = device_of(model)
     with same_error(ring.group):
         check_entry(model, ring, device)
-    _check_weights(model, ring)
+    check_weights(model, ring)
     with on_shards(model, ring, gather_logits, loss_chunk):
         yield model
 
@@ -283,7 +283,7 @@ def _check_launched() -> None:
         )
 
 
-def _check_weights(model: nn.Module, ring: CallRing) -> None:
+def check_weights(model: nn.Module, ring: CallRing, prefix: str = "", ranks: str = "the ring") -> None:
     """Raise ValueError if ranks hold different weights, compared by the sums of their bytes. Sharded weights are not compared."""
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
@@ -295,6 +295,6 @@ def _check_weights(model: nn.Module, ring: CallRing) -> None:
         other = next((name for name in {**exchanged[0], **theirs} if exchanged[0].get(name) != theirs.get(name)), None)
         if other is not None:
             raise ValueError(
-                f"rank {rank} of the ring holds another {other} than rank 0: load the same weights on every rank, or call "
+                f"rank {rank} of {ranks} holds another {prefix}{other} than rank 0: load the same weights on every rank, or call "
                 "torch.manual_seed with one seed before the model, and adapters as LoRA, are made"
             )

@@ -1,4 +1,4 @@
-"""RingTrainer, a transformers Trainer whose ring shards every row of a batch over its ranks, and its argument checks.
+"""RingTrainer, a transformers Trainer whose ring shards every row of a batch over its ranks.
 
 ``RingTraining`` enters ``sequence_parallel`` for training and evaluation, gives all ranks of a ring the same rows, and counts
 rows and labels once per ring. It multiplies the gradient of the model's loss by the ring's number of ranks, because DDP and FSDP
@@ -15,21 +15,19 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-import transformers
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 from ring_attn_core.releases import warn_if_untried
+from ring_attn_core.validation import check_mixin_first
 
+from ..ring.groups import group_name, group_of
 from .masks import CallRing
 from .models import hugging_face_model, uses_all_weights
-from .parallel import check_entry, hooks_of, on_shards, ring_of_model
+from .parallel import check_entry, check_weights, hooks_of, on_shards, ring_of_model
+from .trainer_checks import check_arguments, check_group, check_trainer
 from .trl import check_kind, is_sft, of_trl
-
-OLDEST = Version("5.20")
-"""The first release of transformers whose Trainer counts the labels of a row once, however many ranks shard it."""
 
 Base: Any = Trainer if TYPE_CHECKING else object
 """The base class of RingTraining: for type checkers the Trainer that it is combined with, else object."""
@@ -53,10 +51,16 @@ class RingTraining(Base):
     ``compute_metrics``, logits and labels are global and in natural order, on every rank. trl's SFTTrainer trains with the
     model's plain loss, and omits its metrics of entropy and accuracy, which need logits.
 
-    Raise ValueError, naming the argument, if an argument is not supported.
+    Raise ValueError, naming the argument, if an argument is not supported, or if ranks hold different reference models, or
+    evaluate different weights. Raise it when a class is defined that puts a Trainer before this one.
     """
 
     ring: CallRing
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise ValueError if a Trainer of transformers or trl comes first: its methods would run without the ring."""
+        super().__init_subclass__(**kwargs)
+        check_mixin_first(cls, RingTraining, lambda kind: kind is Trainer or of_trl(kind))
 
     def __init__(
         self,
@@ -74,6 +78,8 @@ class RingTraining(Base):
         self._tp_size = self.ring.ranks  # trl counts the tokens of a row on every rank, and divides the sum by this
         for model in self._models():
             check_entry(model, self.ring, self.args.device.type)
+        for reference in self._models()[1:]:  # DDP copies rank 0's weights of the model, but not of a reference
+            check_weights(reference, self.ring._replace(group=group_of(group_name(None))), "ref_model.", "all ranks")
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, set to give all ranks of a ring the same rows."""
@@ -124,6 +130,8 @@ class RingTraining(Base):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate or predict as the Trainer does, on the ring, and count each row once."""
+        if self._scope is None and not self.state.global_step:  # no DDP has copied rank 0's weights
+            check_weights(self.model, self.ring)
         with self._on_the_ring():
             self.gather_function = self._gather_rows
             return super().evaluation_loop(*args, **kwargs)
@@ -204,97 +212,3 @@ class RingTraining(Base):
 
 class RingTrainer(RingTraining, Trainer):
     """A transformers Trainer that shards every row over the ranks of a ring: see :class:`RingTraining`."""
-
-
-def check_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError if TrainingArguments are not supported, or if transformers is older than ``OLDEST``."""
-    if Version(transformers.__version__) < OLDEST:
-        raise ValueError(
-            f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "
-            f"and this is {transformers.__version__}: update it, or call the model inside sequence_parallel in a loop of your own"
-        )
-    if dist.is_initialized() and dist.get_world_size() != args.world_size:
-        raise ValueError(
-            f"the process group has {dist.get_world_size()} ranks, and TrainingArguments knows of {args.world_size}: start with "
-            "torchrun, and without GPUs pass use_cpu=True"
-        )
-    rows: Any = args.accelerator_config
-    refused = {
-        "n_gpu": (args.n_gpu > 1, "one process would drive several GPUs: start one a GPU, with torchrun"),
-        "average_tokens_across_devices": (
-            args.world_size > 1 and not args.average_tokens_across_devices,
-            "every rank has a part of a row's labels, which only all of them count rightly: leave it True",
-        ),
-        "label_smoothing_factor": (args.label_smoothing_factor != 0, "its loss is made of whole logits: leave it 0"),
-        "neftune_noise_alpha": (
-            args.neftune_noise_alpha is not None,
-            "its noise depends on the length of a row, of which every rank has a part: leave it out",
-        ),
-        "torch_compile": (
-            bool(args.torch_compile),
-            "it would compile the call that shards whole rows: leave it False, or torch.compile(model) and a loop of your own",
-        ),
-        "use_liger_kernel": (bool(args.use_liger_kernel), "its loss is made in the model: leave it False, and pass loss_chunk"),
-        "deepspeed": (args.deepspeed is not None, "its engine divides gradients in its own way: use DDP or fsdp, version 2"),
-        "train_sampling_strategy": (
-            args.train_sampling_strategy == "batch_rebalance",
-            '"batch_rebalance" deals rows to ranks, not to rings: choose another',
-        ),
-        "dispatch_batches": (bool(rows.dispatch_batches), "one rank would read all rows: leave it None in accelerator_config"),
-        "eval_use_gather_object": (
-            bool(args.eval_use_gather_object),
-            "rows of several rings are gathered as tensors, each once: leave it False",
-        ),
-        "loss_type": (
-            isinstance(losses := getattr(args, "loss_type", None), str) and losses != "nll",  # DPOTrainer's are a list
-            'SFTTrainer\'s other losses are made of what its own head returns: leave it "nll"',
-        ),
-        "precompute_ref_log_probs": (
-            bool(getattr(args, "precompute_ref_log_probs", False)),
-            "the reference model would run before the ring is on: leave it False",
-        ),
-    }
-    for name, (is_set, why) in refused.items():
-        if is_set:
-            raise ValueError(f"a Trainer on a ring cannot honour {name}={getattr(args, name, True)}: {why}")
-
-
-def check_trainer(trainer: Any) -> None:
-    """Raise ValueError if a Trainer has a compute_loss_func, a model_init, trl's auxiliary loss or FSDP version 1."""
-    for name, why in (
-        ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
-        ("model_init", "pass the model, and make it with one seed on all ranks"),
-        ("aux_loss_enabled", "trl weighs the routers' loss in its own way: pass router_aux_loss_coef=0.0, or use RingTrainer"),
-    ):
-        if getattr(trainer, name, None):
-            raise ValueError(f"a Trainer on a ring takes no {name}: {why}")
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and plugin.fsdp_version != 2:
-        raise ValueError('a Trainer on a ring takes FSDP of version 2, got version 1: write "version": 2 in fsdp_config')
-
-
-def check_group(ring: CallRing, config: Any) -> None:
-    """Raise ValueError if parallelism_config does not fit the ring, or rings are not equal blocks of consecutive ranks."""
-    ranks = ring.ranks
-    if config is not None and (config.tp_size > 1 or config.sp_size > 1):
-        raise ValueError(
-            f"parallelism_config has tp_size={config.tp_size} and sp_size={config.sp_size}, and a Trainer on a ring knows "
-            "cp_size, dp_shard_size and dp_replicate_size: leave the others 1"
-        )
-    if config is not None and config.cp_size not in (1, ranks):
-        raise ValueError(
-            f"the ring has {ranks} ranks and parallelism_config says cp_size={config.cp_size}: leave group out, which makes the "
-            "cp axis the ring, or cp_size"
-        )
-    if config is not None and config.cp_size != ranks and config.total_size > 1:
-        raise ValueError(f"parallelism_config has no cp axis for the ring of {ranks} ranks: pass cp_size={ranks} in it")
-    if ring.group is None or ranks == 1:
-        return
-    members = dist.get_process_group_ranks(ring.group)
-    world = dist.get_world_size()
-    first = dist.get_rank() // ranks * ranks
-    if world % ranks or members != list(range(first, first + ranks)):
-        raise ValueError(
-            f"the ring of rank {dist.get_rank()} is ranks {members} of {world}: a Trainer's rings are of consecutive ranks, as "
-            f"{list(range(ranks))}, and equally large"
-        )

@@ -31,7 +31,8 @@ def check_kind(trainer: Any) -> None:
         if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(
                 f"a Trainer on a ring cannot compute the loss of trl's {kind.__name__}: it runs {' and '.join(TRAINERS)}. For "
-                "another loss call the model inside sequence_parallel in a loop of your own, as examples/grpo_tree.py does"
+                "another loss call the model inside sequence_parallel in a loop of your own, as examples/grpo_tree.py does. "
+                "examples/grpo_trl.py has a subclass of GRPOTrainer for a ring"
             )
 
 
