@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ring_attn_core.masks import causal, sliding_window
 from ring_attn_core.runs import Band
-from ring_attn_core.validation import missing_package
+from ring_attn_core.validation import as_number, check_mixin_first, in_words, is_integer, missing_package
 
 if find_spec("torchtitan") is None:
     raise missing_package(__name__, "torchtitan")
@@ -64,6 +64,7 @@ class RingInnerAttention(ScaledDotProductAttention):
         """The config of a RingInnerAttention.
 
         ``window_size``: the numbers of tokens before and after the query that it sees, as in VarlenAttention; -1 is unlimited.
+        The second is 0 in a causal model: with any other a token sees later ones.
         ``layout``: the layout of the load balancer, for calls without documents. ``softcap``, ``strategy``: as in ring_attention.
         """
 
@@ -74,7 +75,7 @@ class RingInnerAttention(ScaledDotProductAttention):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.mask = _band(*config.window_size)
+        self.mask = _band(config.window_size)
         self.softcap, self.strategy, self.layout = config.softcap, config.strategy, config.layout
 
     def forward(
@@ -124,8 +125,13 @@ class RingInnerAttention(ScaledDotProductAttention):
 class RingDocuments(Base):
     """A mixin for torchtitan's Trainer: each document attends only to itself. A document begins where ``positions`` is 0.
 
-    Use it as ``class MyTrainer(RingDocuments, Trainer)``.
+    Use it as ``class MyTrainer(RingDocuments, Trainer)``. Raise ValueError for a class that puts the Trainer first.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Raise ValueError if torchtitan's Trainer comes first: documents would see one another."""
+        super().__init_subclass__(**kwargs)
+        check_mixin_first(cls, RingDocuments, lambda kind: kind.__module__.partition(".")[0] == "torchtitan")
 
     def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
         """Return the Trainer's (inputs, labels, other arguments), with the documents of ``positions`` as attention_masks.
@@ -156,8 +162,19 @@ def cp_shard(
 
     ``shards`` holds the shard of each of ``inputs``, in order, then the shard of ``positions``. ``inputs``: global arrays [batch,
     length, ...], such as ids and labels, the same on every rank. ``positions``: [batch, length], 0 at the first token of each
-    document. Raise ValueError if the layout is unknown or cannot split the length equally.
+    document. torchtitan's function of this name takes other arguments. Raise ValueError if the layout is unknown or cannot
+    split the length equally, or if shapes do not match.
     """
+    if not isinstance(inputs, tuple | list) or not all(isinstance(x, Tensor) for x in inputs):
+        raise ValueError(f"cp_shard takes inputs as a tuple of tensors, (ids,) or (ids, labels), got {in_words(inputs)}")
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        raise ValueError(f"cp_shard takes positions [batch, length], got {in_words(positions)}: add [None] to a single row")
+    for i, x in enumerate(inputs):
+        if x.shape[:2] != positions.shape:
+            raise ValueError(
+                f"inputs[{i}] of cp_shard is {list(x.shape)} and positions {list(positions.shape)}: all must be whole, of the "
+                "same [batch, length]"
+            )
     length, ranks = positions.shape[1], cp_mesh.size()
     parts = ranks * (2 if layout == "zigzag" else 1)
     if length % parts:
@@ -173,10 +190,16 @@ def _own(x: Tensor, mesh: DeviceMesh | None, layout: str) -> Tensor:
     return to_layout(x, layout, mesh.size()).chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()
 
 
-def _band(before: int, after: int) -> Band:
-    """Return the mask of VarlenAttention's window_size (before, after). Raise ValueError if a number is below -1."""
-    if min(before, after) < -1:
-        raise ValueError(f"window_size must be two numbers of tokens, or -1 for no limit, got {(before, after)}")
+def _band(window_size: Any) -> Band:
+    """Return the mask of VarlenAttention's window_size (before, after). Raise ValueError unless it is two numbers from -1 on."""
+    pair = isinstance(window_size, tuple | list) and len(window_size) == 2 and all(map(is_integer, window_size))
+    if not pair or min(window_size) < -1:
+        got = window_size if isinstance(window_size, tuple | list) else in_words(window_size)
+        raise ValueError(
+            "window_size must be two numbers of tokens, before and after the query, -1 for no limit, such as (20, 0) for the 20 "
+            f"tokens before it, got {got}"
+        )
+    before, after = map(as_number, window_size)
     if before < 0:
         return Band() if after < 0 else causal(after)
     return sliding_window(before, after) if after >= 0 else Band(hi=before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -128,3 +129,37 @@ def test_what_the_ring_cannot_honour_is_refused_by_name(given: dict[str, Any], m
     q = torch.randn(1, 6, 2, 8)
     with pytest.raises(ValueError, match=message):
         inner(q, q, q, **given)
+
+
+@pytest.mark.parametrize("window", [20, (20,), (20, -2), (2.5, 0), None])
+def test_a_window_that_is_not_two_numbers_of_tokens_is_refused(window: Any):
+    with pytest.raises(ValueError, match=r"window_size must be two numbers of tokens, .* such as \(20, 0\)"):
+        titan.RingInnerAttention.Config(window_size=window).build()
+
+
+IDS, POSITIONS = torch.ones(1, 32, dtype=torch.long), torch.arange(32)[None]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "positions", "message"),
+    [
+        (IDS, POSITIONS, r"inputs as a tuple of tensors, .* got Tensor of shape \[1, 32\]"),
+        ((IDS,), POSITIONS[0], r"positions \[batch, length\], got Tensor of shape \[32\]: add \[None\]"),
+        ((IDS, IDS[:, :16]), POSITIONS, r"inputs\[1\] of cp_shard is \[1, 16\] and positions \[1, 32\]"),
+        ((IDS,), POSITIONS.expand(2, -1), r"inputs\[0\] of cp_shard is \[1, 32\] and positions \[2, 32\]"),
+        ((IDS[:, :31],), POSITIONS[:, :31], "31 tokens cannot be split into 4 equal parts"),
+    ],
+    ids=["no tuple", "a row of positions", "a shorter input", "more rows of positions", "31 tokens"],
+)
+def test_arrays_that_cannot_be_sharded_together_are_refused(inputs: Any, positions: torch.Tensor, message: str):
+    with pytest.raises(ValueError, match=message):
+        titan.cp_shard(SimpleNamespace(size=lambda: 2, get_local_rank=lambda: 0), inputs, positions)
+
+
+def test_torchtitans_trainer_before_the_documents_in_the_bases_is_refused():
+    trainer: Any = importlib.import_module("torchtitan.trainer").Trainer
+    mine = type("Mine", (trainer,), {})
+    for first in (trainer, mine):
+        with pytest.raises(ValueError, match=rf"put RingDocuments first: class Swapped\(RingDocuments, {first.__name__}\)"):
+            type("Swapped", (first, titan.RingDocuments), {})
+        assert type("Ordered", (titan.RingDocuments, first), {})

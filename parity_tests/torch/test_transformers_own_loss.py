@@ -1,4 +1,4 @@
-"""A Trainer's own compute_loss and prediction_step run on a ring as on one process; losses of logits and unlike weights do not."""
+"""A Trainer's own compute_loss and prediction_step run on a ring as on one process; losses of logits are refused."""
 
 from __future__ import annotations
 
