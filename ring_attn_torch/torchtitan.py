@@ -125,7 +125,7 @@ class RingInnerAttention(ScaledDotProductAttention):
 class RingDocuments(Base):
     """A mixin for torchtitan's Trainer: each document attends only to itself. A document begins where ``positions`` is 0.
 
-    Use it as ``class MyTrainer(RingDocuments, Trainer)``. Raise ValueError for a class that puts the Trainer first.
+    Use it as ``class MyTrainer(RingDocuments, Trainer)``. Raise ValueError if a class puts the Trainer first.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -61,6 +61,8 @@ FORWARDED = {
     "RingTraining.__init__": "the Trainer's that comes after it",
     "RingTraining.train": "the same",
     "RingTraining.evaluation_loop": "the same",
+    "RingTraining.__init_subclass__": "those of a class statement",
+    "RingDocuments.__init_subclass__": "the same",
     "RingTraining.compute_loss": "the same",
     "exact": "the fields of Features",
     "plain": "the fields of Features",
