@@ -110,7 +110,9 @@ def _check_ids(ids: np.ndarray | None) -> None:
     for row, i in np.argwhere(decreasing | torn)[:1]:
         where = f"document {this[row, i]} at row {row}, token {i + 1}"
         if decreasing[row, i]:
-            raise ValueError(f"document ids must not decrease along a row, got {where}, after {highest[row, i]}: sort them")
+            wrong = f"document ids must not decrease along a row, got {where}, after {highest[row, i]}"
+            zero = "if 0 is padding, as in MaxText, make it negative: torch.where(ids == 0, -1, ids)"
+            raise ValueError(f"{wrong}: " + ("sort them" if this[row, i] else f"{zero}; else sort them"))
         raise ValueError(
             f"padding (a negative id) inside a document cannot be an extent, one interval per query: {where}, goes on after it. "
             "Give what follows a new id, or give that padding the document's id and mask it with key_mask"
