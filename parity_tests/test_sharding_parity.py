@@ -83,8 +83,28 @@ def test_ids_are_refused_exactly_where_they_are_no_packed_documents(ids):
     for package, array in PACKAGES.values():
         with pytest.raises(ValueError, match=r"must not decrease|inside a document") as raised:
             package.document_extents(array(np.array(ids)))
-        messages.add(str(raised.value))
+        messages.add(str(raised.value).replace("torch.where", "jnp.where"))
     assert len(messages) == 1
+
+
+@pytest.mark.parametrize("layout", [None, "zigzag", "balanced"])
+def test_zeros_behind_documents_are_taken_for_the_padding_of_maxtext(layout):
+    """The advice of the error makes them padding."""
+    ids = np.array([[1, 1, 2, 2, 0, 0], [1, 1, 1, 1, 1, 0]])
+    for (package, array), name in zip(PACKAGES.values(), ("jnp", "torch"), strict=True):
+        call = lambda ids, package=package, array=array: (
+            package.document_extents(array(ids))
+            if layout is None
+            else package.shard_batch(array(ids), layout, 2, documents=array(ids)).extents
+        )
+        advice = rf"padding, as in MaxText, make it negative: {name}.where\(ids == 0, -1, ids\); else sort them$"
+        with pytest.raises(ValueError, match=advice):
+            call(ids)
+        padded = np.where(ids == 0, -1, ids)
+        assert layout or np.array_equal(call(padded), extents(padded))
+        call(padded)
+        with pytest.raises(ValueError, match=r"document 1 at row 0, token 1, after 2: sort them$"):
+            call(np.array([[2, 1, 0, 0]]))
 
 
 @FEW
@@ -203,6 +223,16 @@ WRONG: list[tuple[str, tuple, dict, str]] = [
     ("to_layout", (X, "zigzag", 0), {}, "a ring needs at least 1 rank, got 0"),
     *(("to_layout", (X, "zigzag", 2), {"dim": dim}, "is no dimension of x") for dim in (NONE, TEXT, [1], 3, -4, 1.0)),
     *(("to_layout", (X, "zigzag", 2), {"pad_value": x}, "pad_value must be one number") for x in (NONE, TEXT, [0], X)),
+    *(
+        ("to_layout", (X.astype(dtype), "zigzag", 3), {"pad_value": x}, rf"pad_value={x} does not fit x, .* integers from {low}")
+        for dtype, x, low in (
+            ("i4", 0.5, -(2**31)),
+            ("i4", np.float32(np.nan), -(2**31)),
+            ("u1", -1, 0),
+            ("u1", 256, 0),
+            ("?", 2, 0),
+        )
+    ),
     *(("from_layout", (x, "zigzag", 2, 8), {}, r"x must be an? .*, got (None|'3'|list|5)") for x in (NONE, TEXT, LIST, 5)),
     *(
         ("from_layout", (X, "zigzag", 2, length), {}, "length is the true global number")

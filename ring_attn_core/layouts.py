@@ -21,7 +21,7 @@ from numbers import Integral
 from typing import Any
 
 from .runs import Run
-from .validation import in_words, is_integer
+from .validation import as_number, in_words, is_integer
 
 Layout = Callable[[int, int, int], tuple[Run, ...]]
 
@@ -85,6 +85,21 @@ def check_rank(rank: object, ranks: int) -> None:
         raise ValueError(f"rank must be an int, 0 to {ranks - 1}, got {in_words(rank)}")
     if isinstance(rank, Integral) and not 0 <= int(rank) < ranks:
         raise ValueError(f"rank={rank} is not one of {ranks} ranks: pass 0 to {ranks - 1}")
+
+
+def check_pad_value(pad_value: Any, bounds: tuple[int, int] | None) -> None:
+    """Raise ValueError if a Python or NumPy number is not a value of an integer or bool dtype; skip arrays of a framework.
+
+    ``bounds``: the least and the greatest value of the dtype, None for any other dtype.
+    """
+    value = as_number(pad_value)
+    if bounds is None or not isinstance(value, int | float | complex):
+        return
+    low, high = bounds
+    if isinstance(value, complex) or not low <= value <= high or value != int(value):
+        raise ValueError(
+            f"pad_value={value} does not fit x, whose dtype holds integers from {low} to {high}: pass one of these, or cast x"
+        )
 
 
 def named(layout: object) -> Layout:

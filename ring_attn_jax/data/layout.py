@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 
-from ring_attn_core.layouts import check_rank, check_ranks, named, padded_local
+from ring_attn_core.layouts import check_pad_value, check_rank, check_ranks, named, padded_local
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
@@ -25,8 +25,8 @@ def to_layout(
 
     ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the smallest length that
     a named layout can split equally, or to the size of a balanced one. Raise ValueError if the layout is unknown or of another
-    length, or if another argument is invalid. A layout is a name, the ``.layout`` of a shard of ``shard_batch(...,
-    layout="balanced")``, or its TracedLayout.
+    length, or if another argument is invalid, such as a ``pad_value`` of 0.5 for integers. A layout is a name, the ``.layout`` of
+    a shard of ``shard_batch(..., layout="balanced")``, or its TracedLayout.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
@@ -34,6 +34,7 @@ def to_layout(
     """
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     check_number("pad_value", pad_value)
+    check_pad_value(pad_value, _bounds(x.dtype))
     order = _order(layout, ranks, x.shape[dim])
     padding = [(0, 0)] * x.ndim
     padding[dim] = (0, len(order) - x.shape[dim])
@@ -80,6 +81,13 @@ def positions(
     slot = named(layout)(0, ranks, local)[0]
     start = jnp.asarray(starts, jnp.int32)[rank]
     return (start[:, None] + slot.stride * jnp.arange(slot.length, dtype=jnp.int32)[None]).reshape(-1)
+
+
+def _bounds(dtype: jnp.dtype) -> tuple[int, int] | None:
+    """Return the least and the greatest value of an integer or bool dtype, or None."""
+    if dtype == jnp.bool_:
+        return 0, 1
+    return (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)) if jnp.issubdtype(dtype, jnp.integer) else None
 
 
 def _order(layout: str | BalancedLayout | TracedLayout, ranks: int, length: int) -> jax.Array:

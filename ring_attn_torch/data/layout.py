@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ring_attn_core.layouts import check_rank, check_ranks, named, padded_local
+from ring_attn_core.layouts import check_pad_value, check_rank, check_ranks, named, padded_local
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along, check_number
 
@@ -20,7 +20,8 @@ def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1,
 
     ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to a length that the layout
     splits equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim``, ``ranks`` or
-    ``pad_value`` is invalid. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
+    ``pad_value`` is invalid, such as 0.5 for integers. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(...,
+    layout="balanced")``.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
@@ -28,6 +29,7 @@ def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1,
     """
     check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     check_number("pad_value", pad_value)
+    check_pad_value(pad_value, _bounds(x.dtype))
     order = _order(layout, ranks, x.shape[dim])
     padding = list(x.shape)
     padding[dim] = len(order) - x.shape[dim]
@@ -67,6 +69,13 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
         return torch.cat([torch.empty(0, dtype=torch.int32), *held])
     runs = named(layout)(rank, ranks, padded_local(layout, ranks, length))
     return torch.cat([run.start + run.stride * torch.arange(run.length, dtype=torch.int32) for run in runs])
+
+
+def _bounds(dtype: torch.dtype) -> tuple[int, int] | None:
+    """Return the least and the greatest value of an integer or bool dtype, or None."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return None
+    return (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _order(layout: str | BalancedLayout, ranks: int, length: int) -> Tensor:
