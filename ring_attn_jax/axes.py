@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVarTuple
 
@@ -38,10 +38,20 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
-        raise ValueError(
-            f"axis_name={axis_name!r} is no mesh axis here: call {call} inside jax.shard_map over a mesh with an axis of that "
-            f"name, or {instead}"
-        ) from error
+        inside = f"call {call} inside jax.shard_map over a mesh with an axis of that name, or {instead}"
+        raise ValueError(unknown_axis(axis_name, inside)) from error
+
+
+def unknown_axis(axis_name: Any, outside: str) -> str:
+    """Return the message that ``axis_name`` is not a mesh axis here. ``outside``: the advice outside of any shard_map."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    advice = f"this shard_map is over {', '.join(axes)}: pass axis_name={choice_of(axes)}" if axes else outside
+    return f"axis_name={axis_name!r} is no mesh axis here{', ' if axes else ': '}{advice}"
+
+
+def choice_of(axes: Sequence[str]) -> str:
+    """Return the names for an error, such as "'rows' or 'seq'"."""
+    return " or ".join(map(repr, axes))
 
 
 def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:

@@ -26,7 +26,7 @@ from ring_attn_core.runs import Band
 from ring_attn_core.validation import in_words
 
 from .attend.dropout import dropout_state
-from .axes import check_axis_name, described, dtype_names, mapped_over_mesh
+from .axes import check_axis_name, choice_of, described, dtype_names, mapped_over_mesh
 from .call.autograd import attention
 from .call.prepare import Arrays
 from .call.traced import TracedLayout, traced
@@ -82,7 +82,7 @@ def sharded_ring_attention(
     devices outside a mesh passed as ``mesh`` are copied to it. The arguments of a jit must lie on the mesh, or be uncommitted.
 
     Raise ValueError without a mesh, or if the mesh lacks an axis, an axis is named twice, a size is not a multiple of the size of
-    its axes, or ring_attention refuses an argument.
+    its axes, or ring_attention refuses an argument. Raise NotImplementedError if ``axis_name`` is a tuple.
     """
     options = Options(
         layout="contiguous" if isinstance(layout, TracedLayout) else layout,
@@ -133,9 +133,12 @@ class ShardedAxes(NamedTuple):
         if not isinstance(head_axis, str | None):
             raise ValueError(f"head_axis must be the name of a mesh axis, or None, got {in_words(head_axis)}")
         used = [axis_name, *batch_axes, *([head_axis] if head_axis else [])]
-        for axis in used:
+        keywords = ["axis_name", *["batch_axes"] * len(batch_axes), "head_axis"]
+        for axis, keyword in zip(used, keywords, strict=False):
             if axis not in mesh.shape:
-                raise ValueError(f"the mesh has no axis {axis!r}: its axes are {', '.join(mesh.axis_names)}")
+                free = [name for name in mesh.axis_names if name not in used]
+                advice = f"pass {keyword}={choice_of(free)}" if free else "make a mesh with that axis"
+                raise ValueError(f"the mesh has no axis {axis!r}: its axes are {', '.join(mesh.axis_names)}, {advice}")
             if used.count(axis) > 1:
                 raise ValueError(f"mesh axis {axis!r} is named twice: tokens, batch and heads need an axis each")
         return cls(mesh, axis_name, tuple(batch_axes), head_axis)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-from ring_attn_jax import TracedLayout, from_layout, gather, gather_token, to_layout
+from ring_attn_jax import TracedLayout, from_layout, gather, gather_token, loss, merge_ring, ring_attention, to_layout
 
 from ..support.gathered import DEALT, LENGTH, ROWS, sequence
 from ..support.selection import first
@@ -80,3 +80,21 @@ def test_what_is_no_shard_is_refused(call, arguments, message):
         inside(*arguments)
     with pytest.raises(ValueError, match=f"'seq' is no mesh axis here: call {call.__name__} inside"):
         call(jnp.ones((1, 6)))
+
+
+CALLS = {
+    "ring_attention": lambda x: ring_attention(x, x, x),
+    "gather": gather,
+    "loss": lambda x: loss(x[:, :, 0], x[:, :, 0, 0].astype(int)),
+    "merge_ring": lambda x: merge_ring((x, x[..., 0])),
+}
+
+
+@pytest.mark.parametrize("axes", [("ring",), ("rows", "ring")], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_an_axis_that_the_shard_map_lacks_is_refused_with_those_it_has(name, axes):
+    mesh = jax.make_mesh((1,) * len(axes), axes, axis_types=(jax.sharding.AxisType.Auto,) * len(axes))
+    call = jax.shard_map(CALLS[name], mesh=mesh, in_specs=REPLICATED, out_specs=REPLICATED, check_vma=False)
+    names = {1: "this shard_map is over ring: pass axis_name='ring'", 2: "over rows, ring: pass axis_name='rows' or 'ring'"}
+    with pytest.raises(ValueError, match=rf"axis_name='seq' is no mesh axis here, .*{names[len(axes)]}(\n|$)"):
+        call(jnp.ones((1, 8, 2, 4)))

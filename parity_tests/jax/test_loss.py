@@ -150,6 +150,8 @@ X, W, Y = jnp.ones((2, 4, 3)), jnp.ones((7, 3)), jnp.ones((2, 4), jnp.int32)
         ({"reduction": "none"}, 'reduction must be "mean" or "sum", over all labels of all ranks, got \'none\''),
         ({"ignore_index": None}, "ignore_index must be one number, got None"),
         ({"batch_axes": "data"}, r"batch_axes='data' goes with mesh="),
+        ({"axis_name": 5}, "axis_name must be the name of a mesh axis, a tuple of names, or None for global arrays, got 5"),
+        ({"axis_name": ("seq", 5)}, r"a tuple of names, or None for global arrays, got \('seq', 5\)"),
         ({"axis_name": "seq", "mesh": mesh_of(8), "head": W}, r"labels \[2, 4\] must be .* 1 members .* by rows and 8 by tokens"),
     ],
 )
@@ -170,3 +172,5 @@ def test_a_traced_ignore_index_is_refused_in_words_and_counted():
 def test_labels_are_counted_inside_shard_map_or_whole():
     with pytest.raises(ValueError, match="'seq' is no mesh axis here: call count_labels inside"):
         count_labels(Y)
+    with pytest.raises(ValueError, match=r"axis_name must be the name of a mesh axis, a tuple of names, or None .*, got 5"):
+        count_labels(Y, axis_name=5)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from ring_attn_core.dropout import (
     seed_words,
     threshold,
 )
+from ring_attn_core.validation import in_words
 
 
 class DropoutState(NamedTuple):
@@ -45,7 +46,8 @@ def dropout_state(seed: Any, offset: Any) -> DropoutState:
     for name, x in (("dropout_seed", seed), ("dropout_offset[0]", offset[0]), ("dropout_offset[1]", offset[1])):
         of_integers = _is_integer(x) if isinstance(x, jax.Array | np.ndarray) else isinstance(x, int | np.integer)
         if not of_integers or isinstance(x, bool):
-            raise ValueError(f"{name} must be an int or a 0-d integer array (of a PRNG key: jax.random.bits(key)), got {x!r}")
+            got = "a PRNG key array" if _is_key(x) else in_words(x)
+            raise ValueError(f"{name} must be an int or a 0-d integer array (of a PRNG key: jax.random.bits(key)), got {got}")
     check_seed(*(x if isinstance(x, jax.Array) else int(x) for x in (seed, *offset)))
     return DropoutState(*_words(seed), *(_words(x)[0] for x in offset))
 
@@ -63,6 +65,13 @@ def _words(x: Any) -> tuple[jax.Array, jax.Array]:
 
 def _is_integer(x: Any) -> bool:
     return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
+
+
+def _is_key(x: Any) -> bool:
+    """Return whether ``x`` is an array of ``jax.random.key``, or has the shape and dtype of ``jax.random.PRNGKey``."""
+    if not isinstance(x, jax.Array):
+        return False
+    return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.shape == (2,) and x.dtype == jnp.uint32)
 
 
 def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:

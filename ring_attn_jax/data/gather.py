@@ -12,7 +12,7 @@ from ring_attn_core.layouts import gathered_length, token_position
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.problem.checks import check_along
 
-from ..axes import check_axis_name
+from ..axes import check_axis_name, unknown_axis
 from ..call.traced import TracedLayout
 from .layout import from_layout, positions
 
@@ -35,7 +35,8 @@ def gather(
     ``check_vma=False`` JAX does not track this, and a gradient computed inside the shard_map is that of one device times the
     number of ranks.
 
-    Raise ValueError if ``x`` cannot be a shard of ``length`` tokens in ``layout``, or outside a shard_map over the axis.
+    Raise ValueError if ``x`` cannot be a shard of ``length`` tokens in ``layout``, or outside a shard_map over the axis. Raise
+    NotImplementedError if ``axis_name`` is a tuple: a ring has one axis.
     """
     ranks = _ranks("gather", x, axis_name)
     held = gathered_length(x.shape, layout, ranks, length)
@@ -91,7 +92,7 @@ def _ranks(call: str, x: Any, axis_name: Any) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
-        raise ValueError(
-            f"axis_name={axis_name!r} is no mesh axis here: call {call} inside jax.shard_map over a mesh with that axis; whole "
-            "arrays in layout order go back by from_layout"
-        ) from error
+        inside = (
+            f"call {call} inside jax.shard_map over a mesh with that axis; whole arrays in layout order go back by from_layout"
+        )
+        raise ValueError(unknown_axis(axis_name, inside)) from error

@@ -13,7 +13,7 @@ from ring_attn_core.problem.checks import check_own_pair
 
 from ..attend.decode import merged
 from ..attend.tiles import accumulation_dtype
-from ..axes import axes_of, check_axis_name
+from ..axes import axes_of, check_axis_name, unknown_axis
 
 
 def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> tuple[jax.Array, jax.Array]:
@@ -67,7 +67,5 @@ def ranks_of(call: str, axis_name: Any) -> int:
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
-        raise ValueError(
-            f"axis_name={axis_name!r} is no mesh axis here: call {call} inside jax.shard_map over a mesh with that axis, of one "
-            "device where there is but one"
-        ) from error
+        inside = f"call {call} inside jax.shard_map over a mesh with that axis, of one device where there is but one"
+        raise ValueError(unknown_axis(axis_name, inside)) from error

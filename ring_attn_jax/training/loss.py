@@ -20,7 +20,7 @@ from ring_attn_core.problem.checks import check_number, check_static_number
 from ring_attn_core.validation import in_words
 
 from ..attend.tiles import accumulation_dtype
-from ..axes import axes_of, checks_are_off, on_auto_axes, without_derivative
+from ..axes import axes_of, checks_are_off, on_auto_axes, unknown_axis, without_derivative
 from ..sharded import ShardedAxes, on_explicit_axes
 from .cross_entropy import ChunkSettings, Labels, sum_of_hidden, sum_of_logits
 
@@ -166,14 +166,16 @@ def _check_arrays(arrays: dict[str, Any]) -> None:
 
 def _sum(call: str, axis_name: str | Sequence[str], *values: jax.Array) -> tuple[jax.Array, ...]:
     """Return the psum of each value over the axes. A value replicated over an axis counts once for each member of the axis."""
-    names = (axis_name,) if isinstance(axis_name, str) else tuple(axis_name)
+    names = (axis_name,) if isinstance(axis_name, str) else axis_name
+    if not isinstance(names, tuple | list) or not all(isinstance(name, str) for name in names):
+        got = axis_name if isinstance(names, tuple | list) else in_words(axis_name)
+        raise ValueError(f"axis_name must be the name of a mesh axis, a tuple of names, or None for global arrays, got {got}")
+    names = tuple(names)
     try:
         lax.axis_size(names)
     except NameError as error:
-        raise ValueError(
-            f"axis_name={axis_name!r} is no mesh axis here: call {call} inside jax.shard_map over a mesh with that axis, or pass "
-            "axis_name=None for whole arrays"
-        ) from error
+        inside = f"call {call} inside jax.shard_map over a mesh with that axis, or pass axis_name=None for whole arrays"
+        raise ValueError(unknown_axis(axis_name, inside)) from error
     if lax.axis_size(names) > 1 and any(map(checks_are_off, names)):
         values = tuple(without_derivative(call, x) for x in values)
     missing = ([name for name in names if name not in axes_of(x)] for x in values)
