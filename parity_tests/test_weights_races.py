@@ -106,7 +106,7 @@ def test_a_folder_that_links_to_itself_is_named(package, kind, tmp_path):
             call(package, kind, tmp_path / "w")
 
 
-@pytest.mark.parametrize("folder", [None, 3, "", b"", "/"], ids=repr)
+@pytest.mark.parametrize("folder", [None, 3, "", b"", "/", "a\0b"], ids=repr)
 def test_what_is_no_path_of_a_folder_is_refused(package, folder):
     for call in (load, lambda package, kind, folder: save(package, kind, folder, 1.0)):
         with pytest.raises(ValueError, match=r"folder must be the path of a folder of weights|/ is the root of the file system"):

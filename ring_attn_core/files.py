@@ -116,7 +116,8 @@ def sample(file: OpenFile, samples: int = SAMPLES) -> str:
     """
     size = os.fstat(file.fileno()).st_size
     last = max(size - BLOCK, 0)
-    starts = range(0, size, BLOCK) if size <= samples * BLOCK else [last * number // (samples - 1) for number in range(samples)]
+    apart = max(samples - 1, 1)
+    starts = range(0, size, BLOCK) if size <= samples * BLOCK else [last * number // apart for number in range(samples)]
     digest = sha256(str(size).encode())
     for start in starts:
         digest.update(read_at(file, start, BLOCK))

@@ -134,6 +134,8 @@ def test_a_sample_has_the_first_and_the_last_byte_of_a_large_file(tmp_path):
         with path.open("rb") as file:
             digests.add(sample(file))
     assert len(digests) == 3
+    with path.open("rb") as file:
+        assert len({sample(file, blocks) for blocks in (1, 2, 16)}) == 3
 
 
 def test_what_the_system_reads_in_parts_is_put_together(tmp_path, monkeypatch):

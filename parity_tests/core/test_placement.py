@@ -84,6 +84,32 @@ def test_a_cache_that_cannot_be_is_refused(arguments, message):
         CacheSpec.of(**given)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
+def test_new_keys_have_a_dtype_that_the_cache_takes(dtype):
+    spec = CacheSpec.of(SIZES, 2, 9, 2, dtype=dtype)
+    shapes = [(2, 3, spec.sizes.kv_heads, spec.sizes.head_dim)] * 2
+    taken = {"float32": ("float32",), "float8_e4m3fn": ("bfloat16", "float16", "float32", "float64")}[dtype]
+    for new in (
+        "bfloat16",
+        "float16",
+        "float32",
+        "float64",
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "int8",
+        "int32",
+        "bool",
+        "complex64",
+    ):
+        if new in taken:
+            checks.check_new(spec, (2, 3), shapes, (new, new))
+        else:
+            with pytest.raises(
+                ValueError, match=f"k and v are {new}, and a cache of {dtype} takes {', '.join(taken)}: cast them"
+            ):
+                checks.check_new(spec, (2, 3), shapes, (new, new))
+
+
 def test_a_cache_without_a_dtype_has_that_in_which_the_model_computes():
     config = TransformerConfig(vocab=10, dim=32, depth=3, heads=4)
     kept, computed = replace(config, param_dtype="float64"), replace(config, compute_dtype="float16")

@@ -251,6 +251,7 @@ LLAMA: dict[str, Any] = {
         ({"rope_scaling": "linear"}, "rope_scaling of a llama model must be an object, got 'linear'"),
         ({"layer_types": 3}, "layer_types of a llama model must be a list of one text a layer, got 3"),
         ({"rope_scaling": {"type": "yarn"}, "max_position_embeddings": None}, "rope_type 'yarn' needs factor, got"),
+        ({"rope_scaling": {"type": "yarn", "original_max_position_embeddings": "9"}}, "embeddings must be an int .*, got '9'"),
         ({"num_key_value_heads": 3}, "kv_heads=3 must divide heads=4"),
     ],
 )

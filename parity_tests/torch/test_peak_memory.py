@@ -83,11 +83,12 @@ def test_what_autograd_saves_of_a_block_is_counted_to_the_byte(name):
     assert found["norm"] == 2 * 2 * normed + reciprocals
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("activations", ["recompute", "offload"])
-def test_what_a_block_keeps_is_counted_to_the_byte(activations, monkeypatch):
+def test_what_a_block_keeps_is_counted_to_the_byte(activations, dtype, monkeypatch):
     from ring_attn_torch.layers import offload, recompute
 
-    model, kept = made(activations, compute_dtype="bfloat16"), []
+    model, kept = made(activations, compute_dtype=dtype), []
     contexts, put = recompute.contexts, offload.OffloadedTensors.put
     noted = lambda store: lambda x: (kept.append(x.nbytes), store(x))[1]
     if activations == "recompute":

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..validation import in_words, is_integer
-from .spec import FP8, CacheSizes, CacheSpec
+from .spec import DTYPES, FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
@@ -120,8 +120,8 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
     """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
 
-    A float8 cache takes any other dtype. ``tokens``: (number of requests, number of new tokens of each request). ``shapes``,
-    ``dtypes``: those of k, then of v.
+    A float8 cache takes every other dtype of a cache. ``tokens``: (number of requests, number of new tokens of each request).
+    ``shapes``, ``dtypes``: those of k, then of v.
     """
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
@@ -133,8 +133,9 @@ def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[i
             )
     if dtypes[0] != dtypes[1]:
         raise ValueError(f"k and v must have one dtype, got {dtypes[0]} and {dtypes[1]}: cast them to the same")
-    if dtypes[0] == FP8 or (spec.dtype not in (FP8, dtypes[0])):
-        expected = "float32, bfloat16 or float16" if spec.dtype == FP8 else spec.dtype
+    taken = [dtype for dtype in DTYPES if dtype != FP8] if spec.dtype == FP8 else [spec.dtype]
+    if dtypes[0] not in taken:
+        expected = ", ".join(taken)
         raise ValueError(
             f"k and v are {dtypes[0]}, and a cache of {spec.dtype} takes {expected}: cast them, or make it in theirs"
         )

@@ -247,14 +247,13 @@ def _rotary(theirs: Theirs) -> Rotary:
     missing = [name for name in needs if scaling.get(name) is None]
     if missing:
         raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)}, got {dict(scaling)}")
-    if kind == "default":
-        return Rotary(base)
-    if kind == "linear":
-        return Rotary(base, Linear(scaling["factor"]))
+    if kind in ("default", "linear"):
+        return Rotary(base, Linear(scaling["factor"]) if kind == "linear" else None)
     if kind == "llama3":
         factor, low, high = (scaling[name] for name in needs)
         return Rotary(base, Llama3(factor, low, high, original))  # type: ignore[arg-type]
     if kind == "yarn":
+        check_sizes(original_max_position_embeddings=original)  # type: ignore[arg-type]
         scales = scaling.get("mscale"), scaling.get("mscale_all_dim")
         mscale, mscale_all = scales if all(scales) else (None, None)  # transformers ignores either alone
         factor = most / original if scaling.get("factor") is None else scaling["factor"]  # type: ignore[operator]

@@ -111,7 +111,11 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
     return (
         Term("input", tokens * config.dim * c, "T d c: the input of the block"),
         Term("out", tokens * config.heads * config.head_dim * c, "T h e c: attention's result"),
-        Term("lse", tokens * config.heads * (8 if c == 4 else 4), "4 T h: log of the denominator; 8 T h in float32 (with rest)"),
+        Term(
+            "lse",
+            tokens * config.heads * (2 * c if c >= 4 else 4),
+            "4 T h: log of the denominator; 2 T h c from float32 on (with rest)",
+        ),
     )
 
 

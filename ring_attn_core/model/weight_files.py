@@ -128,7 +128,8 @@ def current(folder: str | Path) -> Path:
 def resolved(folder: str | Path) -> Path:
     """Return the path of a folder of weights, with symbolic links resolved.
 
-    Raise ValueError if ``folder`` is not a path or is the root, and before Python 3.13 also if its links form a circle.
+    Raise ValueError if ``folder`` is not a path, is the root or has a zero byte, and before Python 3.13 also if its links form a
+    circle.
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"folder must be the path of a folder of weights, a str or a Path, got {in_words(folder)}")
@@ -136,6 +137,8 @@ def resolved(folder: str | Path) -> Path:
         found = Path(folder).resolve()
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{folder} cannot be followed, its symbolic links go round in a circle: {error}") from error
+    except ValueError as error:  # a zero byte in the path
+        raise ValueError(f"folder must be the path of a folder of weights, got {os.fspath(folder)!r}: {error}") from error
     if not found.name:
         raise ValueError(f"{folder} is the root of the file system: pass a folder in it")
     return found
