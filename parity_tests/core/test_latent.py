@@ -58,9 +58,7 @@ def test_the_portable_forward_takes_wider_keys_if_they_hold_the_values():
 
 @pytest.mark.parametrize(("head_dim", "v_dim"), [(WIDEST + WIDEST_TAIL + 1, WIDEST), (640, 500), (576, 576)])
 def test_keys_beyond_the_widest_are_refused_with_the_limits(head_dim, v_dim):
-    with pytest.raises(
-        ValueError, match=rf"at most {WIDEST}, .*with v=None takes {WIDEST_TAIL} more, if v_dim is at most {WIDEST}"
-    ):
+    with pytest.raises(ValueError, match=rf"at most {WIDEST}, and head_dim is"):
         select(on_a_gpu(head_dim, v_dim, backend="triton"), "triton")
 
 
