@@ -149,7 +149,7 @@ WRONG = {
     "jax_enable_x64": lambda q, k, v: (tuple(np.asarray(x, np.float64) for x in (q, k, v)), {}),
     "softcap must be a Python number": lambda q, k, v: ((q, k, v), {"softcap": 0.0}),
     "dropout_rate=0.5 needs dropout_seed": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5}),
-    "of a PRNG key: jax.random.bits": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.key(0)}),
+    "bits(key)), got a PRNG key": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.key(0)}),
     "bits(key)), got a PRNG key array": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": jax.random.PRNGKey(0)}),
     "jax.random.bits(key)), got False": lambda q, k, v: ((q, k, v), {"dropout_rate": 0.5, "dropout_seed": False}),
     "extents must be 0 <= first <= end": lambda q, k, v: ((q, k, v), {"extents": np.full((2, 16, 2), [3, 2])}),
