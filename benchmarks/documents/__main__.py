@@ -5,13 +5,14 @@
 One GPU, bfloat16, 64 query heads and 8 key heads of 128. The launches of each rank run one after the other. Documents are
 log-normal: median 1,340 tokens, sigma 1.3, clipped to 64 and a quarter of the sequence; five batches of fixed seeds. "One launch"
 is the same sequence on one rank, its time divided by the ranks. "direct" is the balanced layout with the strategy "direct": one
-step on a rank's own keys, one on those that it receives. The others are the steps of the strategy "ring"; ``--steps seen`` omits
-those in which a rank sees no key.
+step on a rank's own and received keys. The others are the steps of the strategy "ring"; ``--steps seen`` omits those in which a
+rank sees no key.
 
 Prediction (8 ranks): the slowest rank takes at most 1.06 of the mean time in balanced, about twice in zigzag and contiguous. Each
 step reads and writes the float32 state, 0.54 GB or 0.2 ms, beside some 0.2 ms of products: with all steps, balanced stays far
-below 0.93 of one launch. "direct" touches the state twice: 0.85 to 0.93 of one launch. "layout ms" is the host's time to deal the
-documents to the ranks: at most 1 ms at 8 ranks.
+below 0.93 of one launch. "direct" carries no state: at least 0.93 of one launch. Two steps, with the received keys in the second,
+took 1.25 of the time of one launch (H100). "layout ms" is the host's time to deal the documents to the ranks: at most 1 ms at 8
+ranks.
 """
 
 from __future__ import annotations

@@ -73,9 +73,8 @@ class Rank:
         self.steps = [(keys, plan.rows(rank, s), s == shifts[-1]) for s in shifts]
         if isinstance(compiled.steps, NeededPlan):
             tokens = compiled.steps.capacity(rank)
-            received = keys._replace(kv=keys.kv.repeat(1, -(-tokens // k.shape[1]), 1, 1)[:, :tokens].contiguous())
-            self.steps = [(keys, compiled.steps.rows(rank, 0), not tokens)]
-            self.steps += [(received, compiled.steps.rows(rank, 1), True)] * bool(tokens)
+            attended = keys._replace(kv=keys.kv.repeat(1, -(-tokens // k.shape[1]), 1, 1)[:, :tokens].contiguous())
+            self.steps = [(attended, compiled.steps.rows(rank, 0), True)]
         self.total, direct = self.forward(), isinstance(compiled.steps, NeededPlan)
         self.arrived = None if direct else torch.zeros_like(keys.kv, dtype=torch.float32)
         self.works = {"forward": self.forward, "backward": self.backward}

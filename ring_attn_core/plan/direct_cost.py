@@ -12,7 +12,7 @@ SLICE, NEEDED = 13, 2
 """Numbers of launches of PyTorch, each of which takes time on the host.
 
 SLICE: launches that copy a step's slices into place. NEEDED: launches that select the keys to send in a balanced layout, or
-that sort the received keys.
+that put the received keys into place.
 """
 
 
@@ -38,20 +38,17 @@ def direct(run: Pass, group: int) -> None:
 
 
 def _needed(run: Pass, size: float) -> None:
-    """Schedule the strategy "direct" in a balanced layout: two steps, and an exchange of keys and values during the first step.
+    """Schedule the strategy "direct" in a balanced layout: an exchange of keys and values, and one step.
 
-    In the backward the gradients of the exchanged keys and values are sent after the second step. ``size``: number of elements of
-    the keys and values that the busiest rank sends or receives.
+    In the backward the gradients of the exchanged keys and values are sent after the step. ``size``: number of elements of the
+    keys and values that the busiest rank sends or receives.
     """
     line, load, item, wide = run.line, run.load, size * run.load.item, size * run.load.wide
-    others = [run.work(shift) for shift in load.plan.shifts[1:]]
-    rest = Work(sum(each.pairs for each in others), min(sum(each.queries for each in others), 1.0))
+    works = [run.work(shift) for shift in load.plan.shifts]
     line.copy(2 * item, NEEDED)
-    arriving = line.send(item, load.hosts > 1)
-    line.compute(run.seconds(run.work(0), True))
-    line.wait(arriving)
+    line.wait(line.send(item, load.hosts > 1))
     line.copy(2 * item, NEEDED)
-    line.compute(run.seconds(rest, True))
+    line.compute(run.seconds(Work(sum(each.pairs for each in works), 1.0), False))
     if run.backward:
         line.copy(2 * wide, NEEDED)
         line.wait(line.send(wide, load.hosts > 1))

@@ -1,7 +1,7 @@
 """The plan of the strategy "direct" in a balanced layout: in one exchange each rank receives the other ranks' keys that it sees.
 
-A rank attends to its own keys while the keys of other ranks arrive. Then it attends to the received keys, sorted by position, as
-one shard. Documents of 4, 12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
+Then a rank attends to its own and the received keys in one step, sorted by position, as one shard. Documents of 4, 12 and 8
+tokens over 4 ranks of 6 tokens, under a causal mask:
 
     document    A A A A B B B B B B B B B B B B C C C C C C C C
     rank        0 0 0 0 2 2 3 3 3 3 3 3 1 1 0 0 1 1 1 1 2 2 2 2
@@ -22,13 +22,15 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
-from ..runs import Band, Run
+from ..runs import Band
 from .balanced_layout import BalancedLayout
 from .documents import PackedDocuments
-from .ring import RingPlan, Rows, Runs, recent_rows
+from .ring import RingPlan, Runs
+
+Intervals = tuple[tuple[int, int], ...]
 
 PARTS = 8
-"""A number of received keys is padded to a multiple of 1 / ``PARTS`` of a rank's tokens, so that few array sizes occur."""
+"""A number of keys is padded to a multiple of 1 / ``PARTS`` of a rank's tokens, so that few array sizes occur."""
 
 
 class Stretch(NamedTuple):
@@ -47,8 +49,8 @@ class Stretch(NamedTuple):
 class NeededPlan(RingPlan):
     """The plan of the strategy "direct" in a balanced layout.
 
-    At shift 0 a rank attends to its own keys, at shift 1 to all keys that it receives. If no rank receives any, there is only
-    shift 0.
+    Its only step, at shift 0, has the keys that a rank *attends to*: its own keys and those that it receives. A state of partial
+    results, which a second step would read and write in float32, costs more time than the transfer that it would hide.
     """
 
     by_documents: bool = False
@@ -96,13 +98,15 @@ class NeededPlan(RingPlan):
         packed = _packed(self.layout, self.mask, self.kv_length, self.by_documents)
         return sum(map(packed.cost, self.layout.held(rank))) / len(packed.rows)
 
-    def capacity(self, reader: int) -> int:
-        """Return the number of keys that ``reader`` receives, padding included; 0 if it receives no key."""
-        return self._padded(sum(each.length for each in self._received[reader]))
+    def capacity(self, rank: int) -> int:
+        """Return the number of keys that ``rank`` attends to, padding included: at least 1 if keys travel."""
+        if not self.exchanges:
+            return self.kv_local
+        return self._padded(max(sum(end - first for first, end in self.available(rank)), 1))
 
     @cached_property
     def most_capacity(self) -> int:
-        """Return the largest ``capacity`` of a rank. In JAX the received shard of every rank has this size."""
+        """Return the largest ``capacity`` of a rank. In JAX the shard of every rank's step has this size."""
         return max(map(self.capacity, range(self.ranks)))
 
     def _padded(self, tokens: int) -> int:
@@ -119,42 +123,51 @@ class NeededPlan(RingPlan):
         """Return True even if no rank receives keys, so that k and v are always packed into one array."""
         return True
 
+    @property
+    def exchanges(self) -> bool:
+        """Return whether some rank receives keys."""
+        return any(self._received)
+
+    @property
+    def shifts(self) -> tuple[int, ...]:  # type: ignore[override]  # a cached property of RingPlan
+        """Return (0,): there is one step."""
+        return (0,)
+
     @cached_property
-    def shifts(self) -> tuple[int, ...]:
-        """Return (0, 1), or (0,) if no rank receives keys."""
-        return (0, 1) if any(self._received) else (0,)
+    def k_runs(self) -> tuple[Runs, ...]:  # type: ignore[override]
+        """Return each rank's runs of consecutive positions among the keys attended to, as (base, length, start, stride).
 
-    def rows(self, rank: int, shift: int) -> Rows:
-        """Return, as ``[q_runs][k_runs]``, the ``Row`` of each pair of runs: own keys at shift 0, received keys at shift 1."""
-        if shift == 0:
-            return super().rows(rank, 0)
-        return recent_rows(self.q_runs[rank], self.arrived_runs(rank), self.band, self.q_slot, self.capacity(rank))
-
-    def area(self, rank: int, shift: int) -> int:
-        """Return the number of (query, key) pairs that ``rank`` computes at ``shift`` if only the mask hides keys.
-
-        The limits of documents are ignored here; ``pairs`` respects them.
+        ``base``: offset in the shard of the step. Empty runs are added, so that each rank has equally many.
         """
-        if shift == 0:
-            return super().area(rank, 0)
-        return sum(
-            self.mask.onto(Run(q_start, q_len, 1), Run(k_start, k_len, 1)).area(q_len, k_len)
-            for _, q_len, q_start, _ in self.q_runs[rank]
-            for _, k_len, k_start, _ in self.arrived_runs(rank)
-        )
+        of_ranks = [self._runs_of(self.available(rank)) for rank in range(self.ranks)]
+        most = max(map(len, of_ranks))
+        return tuple(runs + ((0, 0, 0, 1),) * (most - len(runs)) for runs in of_ranks)
 
-    def available(self, rank: int) -> list[tuple[int, int]]:
-        """Return the positions (first, end) whose keys a rank holds or receives, as disjoint intervals in order."""
+    @property
+    def k_slot(self) -> int:
+        return self.most_capacity
+
+    @staticmethod
+    def _runs_of(intervals: Intervals) -> Runs:
+        bases = accumulate((end - first for first, end in intervals), initial=0)
+        return tuple((base, end - first, first, 1) for base, (first, end) in zip(bases, intervals, strict=False))
+
+    def available(self, rank: int) -> Intervals:
+        """Return the positions (first, end) of the keys that a rank attends to, as disjoint intervals in order."""
+        return _merged([(each.start, each.start + each.length) for _, each in self.places(rank)])
+
+    def places(self, rank: int) -> list[tuple[int, Stretch]]:
+        """Return each stretch that ``rank`` attends to, in order of position, with its base in the shard of the step.
+
+        A stretch of the rank's own keys has the ``owner`` ``rank``.
+        """
+        stretches = sorted([*self.held(rank), *self.received(rank)])
+        return [*zip(accumulate((each.length for each in stretches), initial=0), stretches, strict=False)]
+
+    def held(self, rank: int) -> list[Stretch]:
+        """Return the runs of a rank's own keys in order of position. Padding is cut off."""
         assert isinstance(self.layout, BalancedLayout)
-        own = [(run.start, run.start + run.length) for run in self.layout.held(rank)]
-        return _merged(sorted([*own, *((each.start, each.start + each.length) for each in self.received(rank))]))
-
-    def arrived_runs(self, rank: int) -> Runs:
-        """Return the (base, length, start, stride) of each run of consecutive positions among the received keys.
-
-        ``base``: offset in the received shard. ``start``: first position. ``stride``: 1.
-        """
-        return _runs(self.received(rank))
+        return [each for each in _held(self.layout) if each.owner == rank]
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
@@ -222,14 +235,6 @@ def _packed(layout: BalancedLayout, mask: Band, length: int, by_documents: bool)
     return PackedDocuments(layout.documents if by_documents and layout.documents else ((length,),), ((mask, 1),))
 
 
-@lru_cache(maxsize=256)
-def _runs(received: tuple[Stretch, ...]) -> tuple[tuple[int, int, int, int], ...]:
-    """Return the runs of the received keys as ``arrived_runs`` does: (base, length, start, stride) of consecutive positions."""
-    runs = _merged([(each.start, each.start + each.length) for each in received])
-    bases = accumulate((end - first for first, end in runs), initial=0)
-    return tuple((base, end - first, first, 1) for base, (first, end) in zip(bases, runs, strict=False))
-
-
 def _held(layout: BalancedLayout) -> list[Stretch]:
     """Return the runs of all ranks in order of position. Padding is cut off, and a run of padding alone is left out."""
     held = []
@@ -238,11 +243,11 @@ def _held(layout: BalancedLayout) -> list[Stretch]:
     return sorted(held)
 
 
-def _merged(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merged(intervals: list[tuple[int, int]]) -> Intervals:
     """Join adjacent intervals (first, end) of a sorted list of disjoint intervals."""
     merged: list[tuple[int, int]] = []
     for first, end in intervals:
         if merged and merged[-1][1] == first:
             first = merged.pop()[0]
         merged.append((first, end))
-    return merged
+    return tuple(merged)

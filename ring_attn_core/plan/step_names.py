@@ -19,11 +19,11 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
     ``outer * host_ranks + inner``.
     """
     steps = place_name(plan, number)
+    if isinstance(plan, NeededPlan):
+        return f"{steps}, {in_units(size)} of own and received keys"
     if shift == 0:
         return f"{steps}, own keys" if plan.k_shards == 1 else f"{steps}, {in_units(size)} of {plan.k_shards} ranks"
     owner = None if rank is None else (rank - shift) % plan.ranks
-    if isinstance(plan, NeededPlan):
-        return f"{steps}, {in_units(size)} from all other ranks"
     if isinstance(plan, DirectPlan):
         tokens = sum(each.longest if owner is None else each.lengths[owner] for each in plan.slices(shift))
         size = size * tokens // plan.kv_local

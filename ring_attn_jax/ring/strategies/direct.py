@@ -20,25 +20,28 @@ from ring_attn_core.plan.direct import DirectPlan, Slice
 from ring_attn_core.plan.needed import NeededPlan
 
 from ...attend.keys import Keys, cut, placed
-from ...attend.state import Gradients
+from ...attend.score import Score
+from ...attend.state import BackwardInputs, Gradients
 from ..step import Ring, Step, T
 from ..transfer import send_from
-from .needed import circulate_needed
+from .needed import gradients_home, with_received
 from .ring import OneWay, rows
 
 
 class Direct(OneWay):
     """The strategy "direct": each rank sends its keys straight to the ranks that see them."""
 
+    def spread(
+        self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
+    ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
+        """Return the arguments unchanged. In a balanced layout (``NeededPlan``) add the keys that this rank receives."""
+        return queries, with_received(keys, ring.plan, ring.axis) if isinstance(ring.plan, NeededPlan) else keys, score
+
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step on this rank's own keys, then one per further shift, on the keys of ``rank - shift`` that this rank sees.
 
-        In a balanced layout (``NeededPlan``) the second and last step has all keys that this rank receives.
-        That step is left out if none of the ranks receives any.
+        In a balanced layout there is one step.
         """
-        if isinstance(ring.plan, NeededPlan):
-            yield from circulate_needed(keys, ring.plan, ring)
-            return
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
@@ -48,6 +51,15 @@ class Direct(OneWay):
             yield step
             step = DirectStep(step.next_keys, step.own, step, ring, shift)
         yield step
+
+    def collect_gradients(
+        self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[jax.Array, Gradients, jax.Array | None]:
+        """Return the gradients unchanged. In a balanced layout send those of received keys to their owners."""
+        if isinstance(ring.plan, NeededPlan):
+            assert not isinstance(dkv, tuple), "what travels is packed"
+            dkv = gradients_home(dkv, ring.plan, ring.axis)
+        return dq, dkv, of_q.sinks
 
 
 class DirectStep:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.runs import row
 
 from ...attend.keys import Keys
@@ -99,17 +98,9 @@ def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
     Rows are arrays because the rank is traced. ``shift`` may be traced too.
     """
     plan, rank = ring.plan, lax.axis_index(ring.axis)
-    return rows_between(plan, rank, plan.k_runs, (rank - shift) % plan.ranks, plan.k_slot)
-
-
-def rows_between(plan: RingPlan, rank: jax.Array, of_ranks: Any, owner: jax.Array, k_slot: int) -> jax.Array:
-    """Return int32 [q_runs, k_runs, fields]: a Row per pair of a query run of ``rank`` and a key run of ``owner``.
-
-    ``of_ranks``: the key runs of each rank. ``k_slot``: tokens of a key slot.
-    """
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
-    k_runs = _runs(of_ranks, owner)[:, None, :]
-    fields: Any = row(q_runs, k_runs, plan.band, plan.q_slot, k_slot)
+    k_runs = _runs(plan.k_runs, (rank - shift) % plan.ranks)[:, None, :]
+    fields: Any = row(q_runs, k_runs, plan.band, plan.q_slot, plan.k_slot)
     return jnp.stack(jnp.broadcast_arrays(*fields), -1).astype(jnp.int32)
 
 

@@ -17,26 +17,27 @@ from ring_attn_core.plan.direct import DirectPlan
 from ring_attn_core.plan.needed import NeededPlan
 
 from ...attend.keys import Keys, cut, placed, room_for
-from ...attend.state import Gradients
+from ...attend.score import Score
+from ...attend.state import BackwardInputs, Gradients
 from ..groups import rank_in
 from ..step import Ring, Step, T
 from ..transfer import Transfer, connect, swap
-from .needed import circulate_needed
+from .needed import gradients_home, with_received
 from .ring import OneWay, rows
 
 
 class Direct(OneWay):
     """The strategy "direct": each rank sends its keys straight to the ranks that see them."""
 
+    def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
+        """Return the arguments unchanged. In a balanced layout (``NeededPlan``) add the keys that this rank receives."""
+        return queries, with_received(keys, ring.plan, ring.group) if isinstance(ring.plan, NeededPlan) else keys, score
+
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step on this rank's own keys, then one per further shift, on the keys of ``rank - shift`` that this rank sees.
 
-        In a balanced layout (``NeededPlan``) the second and last step has all keys that this rank receives.
-        A rank that receives none has no such step.
+        In a balanced layout there is one step.
         """
-        if isinstance(ring.plan, NeededPlan):
-            yield from circulate_needed(keys, ring.plan, ring)
-            return
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
             return
@@ -47,6 +48,15 @@ class Direct(OneWay):
             yield step
             step = DirectStep(arriving.wait(), step, ring, shift)
         yield step
+
+    def collect_gradients(
+        self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
+    ) -> tuple[Tensor, Gradients, Tensor | None]:
+        """Return the gradients unchanged. In a balanced layout send those of received keys to their owners."""
+        if isinstance(ring.plan, NeededPlan):
+            assert isinstance(dkv, Tensor), "what travels is packed"
+            dkv = gradients_home(dkv, ring.plan, ring.group)
+        return dq, dkv, of_q.sinks
 
 
 class Slices:
