@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from parity_tests.support.document_lengths import BATCHES, packed_lengths
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.layouts import LAYOUTS
-from ring_attn_core.plan import ring
+from ring_attn_core.plan import balanced, ring
 from ring_attn_core.plan.balanced import balanced_layout, work_of
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.documents import PackedDocuments
@@ -89,13 +89,13 @@ def figures(documents: list[int], ranks: int, **options) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("ranks", "share"), [(4, 0.25), (8, 0.25), (64, 0.08)])
 @pytest.mark.parametrize("local", [8192, 32768])
-def test_packed_text_is_balanced_within_1_percent_and_little_of_a_ring_travels(ranks: int, share: float, local: int):
+def test_packed_text_is_balanced_within_3_percent_and_little_of_a_ring_travels(ranks: int, share: float, local: int):
     found = [figures(packed_lengths(batch, ranks * local), ranks) for batch in range(BATCHES)]
-    assert max(balance for balance, _ in found) <= 1.01
+    assert max(balance for balance, _ in found) <= 1.03
     shares = [of_ring for _, of_ring in found]
     assert sum(shares) / BATCHES <= share
     # In one batch for 64 ranks of 8,192 tokens a document has 45 ranks' work. An equal deal sends at least 7.9 % for it alone.
-    assert max(shares) <= (0.107 if ranks == 64 else share)
+    assert max(shares) <= (0.109 if ranks == 64 else share)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,27 @@ def test_packed_text_is_balanced_within_1_percent_and_little_of_a_ring_travels(r
 )
 def test_every_mask_and_cost_is_balanced(documents: list[int], options: dict):
     balance, _ = figures(documents, 8, **options)
-    assert balance <= 1.01
+    assert balance <= (1.01 if "pair_cost" in options else 1.03)
+
+
+@pytest.mark.parametrize("local", [8192, 32768])
+def test_ranks_with_many_late_parts_of_documents_get_fewer_pairs(local: int, monkeypatch: pytest.MonkeyPatch):
+    """The cost of the parts counts: the largest cost over the mean is lower than where pairs alone are equal."""
+
+    def costs(documents: list[int]) -> float:
+        layout, packed = balanced_layout(documents, 8), PackedDocuments.of(documents)
+        starts = [[Run(run.start, min(run.length, 1)) for run in layout.held(rank)] for rank in range(8)]
+        found = [
+            sum(map(packed.cost, layout.held(rank))) + balanced.AS_QUERIES * sum(map(packed.cost, starts[rank]))
+            for rank in range(8)
+        ]
+        return max(found) * 8 / sum(found)
+
+    drawn = [packed_lengths(batch, 8 * local) for batch in range(BATCHES)]
+    counted = sum(map(costs, drawn))
+    monkeypatch.setattr(balanced, "MOST_UNEQUAL", 0.0)
+    assert max(figures(documents, 8)[0] for documents in drawn) <= 1.01
+    assert counted - BATCHES < 0.6 * (sum(map(costs, drawn)) - BATCHES)
 
 
 def test_the_cost_of_a_pair_is_what_is_balanced():

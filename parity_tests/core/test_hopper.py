@@ -194,7 +194,7 @@ def test_what_hopper_refuses_the_portable_kernels_take_backward_too():
 
 def test_extents_are_sorted_into_lists_of_tiles_before_the_launches_that_read_them():
     call = replace(HOPPER, array_names=frozenset({"extents"}), zero_masked=True, fully_masked=True)
-    assert [x.kernel for x in steps.lists(call, "forward")] == ["key_tiles", "not_finite"]
+    assert [x.kernel for x in steps.lists(call, "forward")] == ["key_tiles", "tile_order", "not_finite"]
     assert [x.kernel for x in steps.lists(call, "backward")] == ["key_ranges", "query_tiles"]
     wide = replace(call, head_dim=256, v_dim=256)
     names = [x.kernel for x in steps.of_backward(wide, 1)]
@@ -206,7 +206,7 @@ def test_extents_are_sorted_into_lists_of_tiles_before_the_launches_that_read_th
 
 def test_key_extents_become_intervals_of_tiles_in_every_pass():
     call = replace(HOPPER, array_names=frozenset({"key_extents"}), zero_masked=True, fully_masked=True)
-    assert [x.kernel for x in steps.lists(call, "forward")] == ["extent_bounds", "intervals", "not_finite"]
+    assert [x.kernel for x in steps.lists(call, "forward")] == ["extent_bounds", "intervals", "tile_order", "not_finite"]
     assert [x.kernel for x in steps.lists(call, "backward")] == ["extent_bounds", "intervals", "query_tiles"]
     for kernel in ("forward", "backward", "dq", "dkv"):
         names = [name for x in steps.lists(call, kernel) for name in x.output_names]

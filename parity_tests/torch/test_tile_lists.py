@@ -104,6 +104,32 @@ def test_lists_hold_the_tiles_that_some_query_sees_and_key_tiles_meet_their_turn
             judge(found, of_keys, pairs, rows, whole)
 
 
+def order_of(_: Any, call: Any, name: str, counts: np.ndarray) -> np.ndarray:
+    """Return ``tile_order`` of query tiles that visit ``counts`` [batch, tiles, runs] key tiles by the list ``name``."""
+    from ring_attn_torch.attend.launch import launch
+
+    found = np.zeros(
+        (*counts.shape, 4 if name == "key_tiles" else extent_launches.HEADER + 2 * extent_launches.INTERVALS), np.int32
+    )
+    if name == "key_tiles":
+        found[..., 0], found[..., 1] = 5, counts + 5
+    else:
+        found[..., 0] = counts
+    with as_on_a_gpu():
+        (order,) = launch(extent_launches.tile_order(call, 2), {name: torch.from_numpy(found)})
+    return order.numpy()
+
+
+@pytest.mark.parametrize("name", ["key_tiles", "intervals"])
+def test_the_query_tiles_that_visit_the_most_key_tiles_come_first(interpreter, name):
+    of = frozenset({"extents" if name == "key_tiles" else "key_extents"})
+    call = replace(PLAIN, batch=2, seq_local=300, kv_local=300, q_runs=1, k_runs=2, array_names=of)
+    counts = np.random.default_rng(0).integers(0, 20, (2, 150, 2))
+    found = interpreter(1, order_of, call, name, counts)[0]
+    of_tile, tiles = counts.sum(2), np.arange(150)
+    np.testing.assert_array_equal(found, [np.lexsort((-tiles, -row)) for row in of_tile])
+
+
 def ranges(_: Any, call: Any, arrays: dict[str, np.ndarray]) -> np.ndarray:
     from ring_attn_torch.attend.launch import launch
 

@@ -48,6 +48,7 @@ MODULES = {
     "delta": "portable.backward_sums",
     "extent_bounds": "portable.backward_sums",
     "key_tiles": "portable.extent_lists",
+    "tile_order": "portable.extent_lists",
     "query_tiles": "portable.extent_lists",
     "key_ranges": "portable.extent_lists",
     "intervals": "portable.extent_lists",

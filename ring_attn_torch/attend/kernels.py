@@ -153,7 +153,7 @@ class Kernels:
             _add_lists(arrays, (steps.extent_bounds(self.call),))
 
 
-LISTED = {"rows", "extents", "bounds"}
+LISTED = {"rows", "extents", "bounds", "key_tiles"}
 """Inputs that several calls share. The outputs of a launch that reads no other inputs are cached."""
 
 

@@ -86,6 +86,7 @@ class ForwardArguments(NamedTuple):
     key_extents: Any
     key_tiles: Any
     intervals: Any
+    tile_order: Any
     not_finite: Any
     key_mask: Any
     key_mask_spans: Any
@@ -145,6 +146,7 @@ def hopper_forward(
     lse_in_BSH,
     key_tiles_ptr,
     intervals_ptr,
+    tile_order_ptr,
     not_finite_ptr,
     tickets_in_ptr,
     out_BSHE,
@@ -187,9 +189,9 @@ def hopper_forward(
         Q_IN_REGISTERS, FIRST, LAST, FOLDED, ZERO_MASKED, ALIGNED,
     )  # fmt: skip
     args = ForwardArguments(
-        rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr,
-        sinks_ptr, alibi_slopes_ptr, dropout_BH, out_in_BSHE, lse_in_BSH, out_BSHE, lse_BSH, tickets_ptr, inner, softcap,
-        threshold, rescale, S, T, together, total,
+        rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, tile_order_ptr, not_finite_ptr, key_mask_BT,
+        key_mask_spans_ptr, sinks_ptr, alibi_slopes_ptr, dropout_BH, out_in_BSHE, lse_in_BSH, out_BSHE, lse_BSH, tickets_ptr,
+        inner, softcap, threshold, rescale, S, T, together, total,
     )  # fmt: skip
     of_q, of_k = Parts(q_BSHD, q_tail_BSHD), Parts(k_BTGD, k_tail_BTGD)
     q = allocate_parts(of_q, GROUPS, 64, BLOCK_D, TAIL_D)

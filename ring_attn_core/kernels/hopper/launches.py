@@ -61,7 +61,7 @@ def forward(call: RingCall, portable: Launch) -> Launch:
     arguments = _descriptors(call, tiles, d, e)
     for parameter, argument in portable.arguments:
         if parameter == "out_BSHE":
-            arguments |= extent_lists(call, "key_tiles", "intervals", "not_finite") | {
+            arguments |= extent_lists(call, "key_tiles", "intervals", "tile_order", "not_finite") | {
                 "tickets_in_ptr": Array("tickets_in", "int32")
             }
         if parameter not in ("q_tail_BSHD", "k_tail_BTGD"):  # its own tails have other columns

@@ -1,7 +1,6 @@
 """The scheduler of ``forward`` and ``hopper_wide_dq``, in Gluon: a program's query tiles, and the order of their key tiles.
 
-    ticket -> query tile          ``together`` heads at a time, and of these heads the last query tiles first: under a causal
-                                  mask they have the most keys
+    ticket -> query tile          ``together`` heads at a time, and of these heads the query tiles with the most key tiles first
     walk of a run of keys         first the tiles that need a mask, then the others (``tile_at``, ``next_place``)
 
 The producer takes tickets and announces each query tile in shared memory; the consumers read the announcement.
@@ -138,16 +137,19 @@ def list_of(args, batch, pair, m0, sizes: gl.constexpr):
 def work_of(ticket, args, sizes: gl.constexpr):
     """Return the query tile of a ticket as a ``QueryWork``.
 
-    Successive tickets go through ``args.together`` heads at a time: first the last tile of each head, then the tile before it.
+    Successive tickets go through ``args.together`` heads at a time: first the tile of each head that has the most key tiles, and
+    so on, so that the programs end nearly together. Without extents this is the last tile, as under a causal mask.
     """
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
     before = ticket // (args.together * tiles) * args.together
     heads = gl.maximum(gl.minimum(args.together, args.total // tiles - before), 1)  # the minimum is 0 after the last tile
     within = ticket - before * tiles
-    tile = tiles - 1 - within // heads
     head = before + within % heads
     batch = head // sizes.H
+    tile = tiles - 1 - within // heads
+    if args.tile_order is not None:
+        tile = gl.load(args.tile_order + batch * tiles + within // heads, mask=ticket < args.total, other=0)
     q_run = tile // tiles_of_run
     m0 = tile % tiles_of_run * sizes.BLOCK_Q
     count = -1

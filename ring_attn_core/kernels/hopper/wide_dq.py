@@ -6,10 +6,9 @@ It computes the dq of portable/backward_dq.py; dk and dv have a separate launch 
 products, not the 5 of backward.py. In return dq stays in registers and no program waits for another. Two runs give the same bits.
 
 Shapes     as in portable/backward_dq.py; q, dout, k and v are read through TMA descriptors, in one part or two (parts.py)
-Program    one per multiprocessor, persistent: it takes tiles of 128 queries by tickets, as the forward does. Two warpgroups of 64
-           queries share the key tiles, which one warp loads by TMA; with IN_REGISTERS this warp also loads the next queries early
-Pipeline   k and v have STAGES and V_STAGES stages. While one warpgroup computes ds, the products of the other fill the tensor
-           cores
+Program    one per multiprocessor, persistent: it takes tiles of 128 queries by tickets, as the forward does. Two warpgroups share
+           the key tiles, which one warp loads by TMA; with IN_REGISTERS this warp also loads the next queries early
+Pipeline   k and v have STAGES and V_STAGES stages. While one warpgroup computes ds, products of the other fill the tensor cores
 K tiles    as in forward.py
 State      FIRST: dq starts at 0, else at dq_in f32, which dq may overwrite in place. At the last step dq gets the input's dtype
 Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
@@ -91,6 +90,7 @@ class DqArguments(NamedTuple):
     key_extents: Any
     key_tiles: Any
     intervals: Any
+    tile_order: Any
     not_finite: Any
     key_mask: Any
     key_mask_spans: Any
@@ -155,6 +155,7 @@ def hopper_wide_dq(
     dropout_BH,
     key_tiles_ptr,
     intervals_ptr,
+    tile_order_ptr,
     not_finite_ptr,
     dq_in_BSHD,
     tickets_in_ptr,
@@ -198,13 +199,12 @@ def hopper_wide_dq(
         IN_REGISTERS, FIRST, ZERO_MASKED, FULLY_MASKED, ALIGNED,
     )  # fmt: skip
     args = DqArguments(
-        rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, not_finite_ptr, key_mask_BT, key_mask_spans_ptr,
-        alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dq_in_BSHD, dq_BSHD, scale, inner, softcap, threshold, rescale, S, T,
-        tickets_ptr, together, total,
+        rows_ptr, extents_ptr, key_extents_ptr, key_tiles_ptr, intervals_ptr, tile_order_ptr, not_finite_ptr, key_mask_BT,
+        key_mask_spans_ptr, alibi_slopes_ptr, dropout_BH, lse2_BHS, delta_BHS, dq_in_BSHD, dq_BSHD, scale, inner, softcap,
+        threshold, rescale, S, T, tickets_ptr, together, total,
     )  # fmt: skip
-    sources = Sources(
-        Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE), Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE)
-    )  # fmt: skip
+    of_q, of_dout = Parts(q_BSHD, q_tail_BSHD), Parts(dout_BSHE, dout_tail_BSHE)
+    sources = Sources(of_q, of_dout, Parts(k_BTGD, k_tail_BTGD), Parts(v_BTGE, v_tail_BTGE))
     q = allocate_parts(sources.q, GROUPS, 64, BLOCK_D, TAIL_D)
     out = q
     if IN_REGISTERS:

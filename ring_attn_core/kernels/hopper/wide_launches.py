@@ -36,7 +36,9 @@ def dq(call: RingCall, portable: Launch) -> Launch:
     total = call.q_tiles(tiles.block_q) * call.heads * call.batch
     numbers = {"together": Scalar(heads_together(call), "i32"), "total": Scalar(total, "i32")}
     arguments: dict[str, Argument] = {}
-    for parameter, argument in _arguments(call, portable, 64, tiles.block_k, "key_tiles", "intervals", "not_finite").items():
+    for parameter, argument in _arguments(
+        call, portable, 64, tiles.block_k, "key_tiles", "intervals", "tile_order", "not_finite"
+    ).items():
         if parameter == "dq_BSHD":
             arguments["tickets_in_ptr"] = Array("tickets_in", "int32")
         arguments[parameter] = argument

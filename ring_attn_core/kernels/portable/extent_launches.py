@@ -91,6 +91,23 @@ def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch
 
 
 @lru_cache(maxsize=4096)
+def tile_order(call: RingCall, block_q: int) -> Launch:
+    """Return the launch that sorts the tiles of ``block_q`` queries: those that visit the most key tiles come first.
+
+    It reads ``intervals`` if the call has key extents, else ``key_tiles``. The output ``tile_order`` is int32 [batch, q tiles].
+    """
+    of_keys, q_tiles = "key_extents" in call.array_names, call.q_tiles(block_q)
+    arguments = {
+        "key_tiles_ptr": None if of_keys else Array("key_tiles", "int32"),
+        "intervals_ptr": Array("intervals", "int32") if of_keys else None,
+        "tile_order_ptr": Array("tile_order", "int32"),
+        "Q_TILES": Scalar(q_tiles, "i32"),
+    }
+    outputs = (Output("tile_order", (call.batch, q_tiles), "int32"),)
+    return launch_of("tile_order", call.batch * q_tiles, arguments, {"K_RUNS": call.k_runs}, outputs, TileConfig(0, 0, 1, 1))
+
+
+@lru_cache(maxsize=4096)
 def key_ranges(call: RingCall) -> Launch:
     """Return the launch that finds, for each query and each run of keys, the keys that band and extent let the query see.
 

@@ -3,6 +3,7 @@
     key_tiles      int32 [B, q tiles, k_runs, 4]    first, last, whole_first, whole_last: the ``rows.Tiles`` of a query tile
     query_tiles    int32 [B, k tiles, q_runs, 4]    first, last, count, 0: the query tiles that a key tile visits; if there are
                                                     gaps among first .. last - 1, count is less than last - first
+    tile_order     int32 [B, q tiles]               the query tiles, those that visit the most key tiles first
     key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys that band and extent show a query
     not_finite     int32 [B, G, spans]              1 if one of 64 keys, or values, is infinite or NaN
 
@@ -16,7 +17,8 @@ first tile to its last replaces them, and all of its tiles need a mask.
 
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py); spans in
            whole blocks of MASK_BLOCK keys, as in loads.py
-Program    one (q tile, run of keys, batch row) or (k tile, run of queries, batch row); ``not_finite``: (span, head, batch row)
+Program    one (q tile, run of keys, batch row) or (k tile, run of queries, batch row); ``tile_order``: (q tile, batch row);
+           ``not_finite``: (span, head, batch row)
 Units      local indices in a run, of tiles or (key_ranges) of keys; bounds and key_bounds are token positions
 """
 
@@ -58,6 +60,34 @@ def key_tiles(
     tl.store(at + 1, tiles.last)
     tl.store(at + 2, tiles.whole_first)
     tl.store(at + 3, tiles.whole_last)
+
+
+@triton.jit
+def tile_order(key_tiles_ptr, intervals_ptr, tile_order_ptr, Q_TILES, K_RUNS: tl.constexpr):
+    """Store a query tile at its place in the order: the number of tiles that visit more key tiles, or as many and come later."""
+    program = tl.program_id(0)
+    tile, first = program % Q_TILES, program // Q_TILES * Q_TILES
+    own = visited(key_tiles_ptr, intervals_ptr, program + tl.zeros([1], tl.int32), K_RUNS)
+    place = tl.zeros([1], tl.int32)
+    for start in range(0, Q_TILES, SCAN):
+        each = start + tl.arange(0, SCAN)
+        count = visited(key_tiles_ptr, intervals_ptr, first + tl.minimum(each, Q_TILES - 1), K_RUNS)
+        before = (count > own) | ((count == own) & (each > tile))
+        place += tl.sum((before & (each < Q_TILES)).to(tl.int32), 0)
+    tl.store(tile_order_ptr + first + place, tile)
+
+
+@triton.jit
+def visited(key_tiles_ptr, intervals_ptr, q_tile, K_RUNS: tl.constexpr):
+    """Return the number of key tiles that each query tile visits in all runs of keys."""
+    count = tl.zeros_like(q_tile)
+    for run in tl.static_range(K_RUNS):
+        pair = q_tile.to(tl.int64) * K_RUNS + run
+        if intervals_ptr is not None:
+            count += tl.load(intervals_ptr + pair * LIST)
+        else:
+            count += tl.load(key_tiles_ptr + pair * 4 + 1) - tl.load(key_tiles_ptr + pair * 4)
+    return count
 
 
 @triton.jit
