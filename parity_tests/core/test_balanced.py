@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from parity_tests.support.document_lengths import BATCHES, packed_lengths
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.layouts import LAYOUTS
-from ring_attn_core.plan import balanced, ring
+from ring_attn_core.plan import dealing, ring
 from ring_attn_core.plan.balanced import balanced_layout, work_of
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.documents import PackedDocuments
@@ -126,14 +126,14 @@ def test_ranks_with_many_late_parts_of_documents_get_fewer_pairs(local: int, mon
         layout, packed = balanced_layout(documents, 8), PackedDocuments.of(documents)
         starts = [[Run(run.start, min(run.length, 1)) for run in layout.held(rank)] for rank in range(8)]
         found = [
-            sum(map(packed.cost, layout.held(rank))) + balanced.AS_QUERIES * sum(map(packed.cost, starts[rank]))
+            sum(map(packed.cost, layout.held(rank))) + dealing.AS_QUERIES * sum(map(packed.cost, starts[rank]))
             for rank in range(8)
         ]
         return max(found) * 8 / sum(found)
 
     drawn = [packed_lengths(batch, 8 * local) for batch in range(BATCHES)]
     counted = sum(map(costs, drawn))
-    monkeypatch.setattr(balanced, "MOST_UNEQUAL", 0.0)
+    monkeypatch.setattr(dealing, "MOST_UNEQUAL", 0.0)
     assert max(figures(documents, 8)[0] for documents in drawn) <= 1.01
     assert counted - BATCHES < 0.6 * (sum(map(costs, drawn)) - BATCHES)
 

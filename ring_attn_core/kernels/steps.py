@@ -112,11 +112,8 @@ def lists(call: RingCall, kernel: str) -> tuple[Launch, ...]:
     tiles = hopper.tiles_of_forward(call) if kernel == "forward" else wide.tiles_of(call)
     sizes = tiles.block_q, tiles.block_k
     found = _intervals(call, *sizes, whole=True) if of_keys else (extent_launches.key_tiles(call, *sizes),)
-    return (
-        *found,
-        extent_launches.tile_order(call, tiles.block_q),
-        extent_launches.not_finite(call, of_values=kernel == "forward"),
-    )
+    found = *found, extent_launches.tile_order(call, tiles.block_q)
+    return *found, extent_launches.not_finite(call, of_values=kernel == "forward")
 
 
 def _intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> tuple[Launch, ...]:

@@ -1,0 +1,196 @@
+"""The assignment of items to ranks: equal tokens, nearly equal cost, and few cuts.
+
+``balanced.py`` explains how each rank takes its tokens. An item is a document, several short documents, or a segment of a tree.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+LEAST_CHUNK, MOST_CHUNK = 512, 2048
+"""Bounds, in tokens, of the largest chunk: neighbouring short documents that are assigned together, to give ranks fewer runs."""
+
+SNAP = 64
+"""Largest distance, in tokens, at which a document's edge counts as near a cut; the cut may then move to this edge."""
+
+MOST_WHOLE = 4
+"""Largest number of documents or groups, the costliest per query, that ``_Remaining.costly`` tries to give a rank uncut."""
+
+SLACK = 0.004
+"""Largest relative deviation of a rank's cost from an equal share that is accepted to move a cut."""
+
+AS_QUERIES = 300
+"""The cost of a run beside its queries, in queries like its first.
+
+Tiles at the ends of a run are visible in part only. The times of 60 ranks on an H200 (documents-direct-ring-h200.json) fit 250
+queries in the backward, 470 in the forward, and 297 in both.
+"""
+
+MOST_UNEQUAL = 0.025
+"""Largest part of an equal share by which a rank's pairs may differ from it, to make up for the cost of its runs."""
+
+
+class _Item(NamedTuple):
+    """Consecutive positions that are assigned to ranks: a document, several short documents, or the rest of a document."""
+
+    density: float
+    """Mean cost of a query; items are sorted by it."""
+    start: int
+    end: int
+    before: float
+    """Cost of all queries before ``start``."""
+    cost: float
+    """Cost of the queries of the item."""
+
+
+@dataclass(frozen=True)
+class _Remaining:
+    """The items not yet assigned, sorted by mean cost of a query. Each rank takes tokens from the cheap and the costly end."""
+
+    items: list[_Item]
+    edges: list[int]
+    """Positions at which a document begins or ends, in order."""
+    cost_before: Callable[[int], float]
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Return the number of tokens of the ``items`` before each item, followed by the number of tokens of all."""
+        return list(accumulate([item.end - item.start for item in self.items], initial=0))
+
+    @cached_property
+    def costs(self) -> list[float]:
+        return list(accumulate([item.cost for item in self.items], initial=0))
+
+    def at(self, token: int) -> tuple[int, int]:
+        """Return (index of the item, offset in the item) of token number ``token``, counted from 0 over all items in order."""
+        index = bisect_right(self.tokens, token) - 1
+        return index, token - self.tokens[index]
+
+    def cost_of_first(self, tokens: int) -> float:
+        """Return the cost of the first ``tokens`` tokens of all items in order."""
+        index, offset = self.at(tokens)
+        if not offset:
+            return self.costs[index]
+        return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
+
+    def costly(self, local: int, share: float) -> int:
+        """Return how many of a rank's ``local`` tokens come from the costly end; the rest come from the cheap end.
+
+        Bisection finds the number that gives the rank the cost ``share``. A number that moves a cut to an edge is preferred if
+        its cost deviates by at most ``SLACK``.
+        """
+        total = self.tokens[-1]
+        excess = lambda x: self.cost_of_first(local - x) + self.costs[-1] - self.cost_of_first(total - x) - share
+        low, high = 0, local
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if excess(middle) >= 0 else (middle + 1, high)
+        x = min((low, max(low - 1, 0)), key=lambda x: abs(excess(x)))
+        near = [x - shift for cut in (local - x, total - x) for shift in self._to_edge(cut) if abs(shift) <= SNAP]
+        whole = [total - first for first in self.tokens[-1 - MOST_WHOLE : -1]]
+        fit = [y for y in (*near, *whole) if 0 <= y <= local and abs(excess(y)) <= SLACK * share]
+        cut = lambda y: (self.at(local - y)[1] > 0) + (self.at(total - y)[1] > 0)
+        return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
+
+    def _to_edge(self, cut: int) -> tuple[int, ...]:
+        """Return the distances, in tokens, from a cut before token ``cut`` back to the last edge (<= 0) and on to the next (> 0).
+
+        An edge is a position at which a document or item begins or ends. Return (0,) if the cut is at the edge of an item.
+        """
+        index, offset = self.at(cut)
+        if not offset:
+            return (0,)
+        item = self.items[index]
+        position, after = item.start + offset, bisect_right(self.edges, item.start + offset)
+        before = max(item.start, self.edges[after - 1])
+        return before - position, min([item.end, *self.edges[after : after + 1]]) - position
+
+    def take(self, cheap: int, costly: int) -> tuple[list[tuple[int, int]], list[_Item]]:
+        """Return the spans (start, end) of the first ``cheap`` and the last ``costly`` tokens, and the items that remain."""
+        (i, a), (j, b) = self.at(cheap), self.at(self.tokens[-1] - costly)
+        whole = [(item.start, item.end) for item in (*self.items[:i], *self.items[j + 1 :])]
+        if i == len(self.items):
+            return whole, []
+        first, last = self.items[i], self.items[j] if j < len(self.items) else None
+        cut, left = [(first.start, first.start + a)], self.items[i + 1 : j]
+        if last is None:
+            rests = [(first.start + a, first.end)]
+        else:
+            cut.append((last.start + b, last.end))
+            rests = [(first.start + a, first.end), (last.start, last.start + b)] if i < j else [(first.start + a, last.start + b)]
+        for start, end in rests:
+            if start < end:
+                insort(left, _item(start, end, self.cost_before))
+        return whole + [span for span in cut if span[0] < span[1]], left
+
+
+def _item(start: int, end: int, cost_before: Callable[[int], float]) -> _Item:
+    before = cost_before(start)
+    cost = cost_before(end) - before
+    return _Item(cost / (end - start), start, end, before, cost)
+
+
+def deal(
+    cuts: list[int], edges: list[int], ranks: int, cost_before: Callable[[int], float], as_queries: int = 0
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Assign the tokens of items to each rank in turn, and return each rank's runs (start, length).
+
+    ``cuts``: the positions at which an item begins or ends, in order, from 0 to the number of tokens of all ranks. ``edges``: the
+    positions at which a document or a segment of a tree begins or ends; a cut inside an item may move to a near edge.
+    ``cost_before``: a function from a position to the cost of all queries before it. The ranks get nearly equal costs if later
+    queries of an item cost at least as much as earlier queries.
+
+    ``as_queries``: what a run costs beside its queries, see ``AS_QUERIES``. The runs of a first assignment decide the shares of a
+    second one.
+    """
+    items, local = sorted(_item(start, end, cost_before) for start, end in pairwise(cuts)), cuts[-1] // ranks
+    first = _dealt(items, edges, cost_before, local, [0.0] * ranks)
+    of_runs = [as_queries * sum(cost_before(start + 1) - cost_before(start) for start, _ in runs) for runs in first]
+    most = max(max(of_runs) * ranks - sum(of_runs), sum(of_runs) - min(of_runs) * ranks)
+    if not most:
+        return first
+    part = min(1, MOST_UNEQUAL * sum(item.cost for item in items) / most)
+    return _dealt(items, edges, cost_before, local, [cost * part for cost in of_runs])
+
+
+def _dealt(
+    items: list[_Item], edges: list[int], cost_before: Callable[[int], float], local: int, besides: list[float]
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Assign ``local`` tokens to each rank; return each rank's runs. ``besides``: the cost of each rank beside its queries."""
+    dealt = []
+    for rank, own in enumerate(besides[:-1]):
+        remaining, left = _Remaining(items, edges, cost_before), besides[rank:]
+        costly = remaining.costly(local, (remaining.costs[-1] + sum(left)) / len(left) - own)
+        spans, items = remaining.take(local - costly, costly)
+        dealt.append(_runs(spans))
+    return (*dealt, _runs([(item.start, item.end) for item in items]))
+
+
+def joined(edges: list[int], local: int) -> list[int]:
+    """Join neighbouring short items, and return the edges of the resulting items.
+
+    ``edges``: the positions at which an item begins or ends, in order. Neighbours are joined if they have at most
+    ``min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)`` tokens together. ``local``: tokens per rank.
+    """
+    chunk = min(max(local // 8, LEAST_CHUNK), MOST_CHUNK, local)
+    kept = edges[:1]
+    for edge, following in pairwise([*edges[1:], edges[-1] + chunk + 1]):
+        if following - kept[-1] > chunk:
+            kept.append(edge)
+    return kept
+
+
+def _runs(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return spans (start, end) as runs (start, length), sorted by position, with adjacent runs joined."""
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if runs and sum(runs[-1]) == start:
+            runs[-1] = runs[-1][0], end - runs[-1][0]
+        else:
+            runs.append((start, end - start))
+    return tuple(runs)
