@@ -164,10 +164,10 @@ class NeededPlan(RingPlan):
         stretches = sorted([*self.held(rank), *self.received(rank)])
         return [*zip(accumulate((each.length for each in stretches), initial=0), stretches, strict=False)]
 
-    def held(self, rank: int) -> list[Stretch]:
+    def held(self, rank: int) -> tuple[Stretch, ...]:
         """Return the runs of a rank's own keys in order of position. Padding is cut off."""
         assert isinstance(self.layout, BalancedLayout)
-        return [each for each in _held(self.layout) if each.owner == rank]
+        return _held(self.layout)[rank]
 
 
 def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
@@ -213,7 +213,7 @@ def _stretches(layout: BalancedLayout, mask: Band, length: int, by_documents: bo
 
     ``length``: number of keys without padding. ``by_documents``: True if a query sees keys of its own document only.
     """
-    packed, held = _packed(layout, mask, length, by_documents), _held(layout)
+    packed, held = _packed(layout, mask, length, by_documents), sorted(chain.from_iterable(_held(layout)))
     starts = [each.start for each in held]
     found = []
     for reader in range(layout.ranks):
@@ -235,12 +235,14 @@ def _packed(layout: BalancedLayout, mask: Band, length: int, by_documents: bool)
     return PackedDocuments(layout.documents if by_documents and layout.documents else ((length,),), ((mask, 1),))
 
 
-def _held(layout: BalancedLayout) -> list[Stretch]:
-    """Return the runs of all ranks in order of position. Padding is cut off, and a run of padding alone is left out."""
-    held = []
-    for owner in range(layout.ranks):
-        held += [Stretch(start, length, owner, base) for base, length, start, _ in layout.padded_runs(owner) if length]
-    return sorted(held)
+@lru_cache(maxsize=8)
+def _held(layout: BalancedLayout) -> tuple[tuple[Stretch, ...], ...]:
+    """Return each rank's runs in order of position. Padding is cut off, and a run of padding alone is left out."""
+    runs = [
+        [Stretch(start, length, owner, base) for base, length, start, _ in layout.padded_runs(owner) if length]
+        for owner in range(layout.ranks)
+    ]
+    return tuple(map(tuple, runs))
 
 
 def _merged(intervals: list[tuple[int, int]]) -> Intervals:
