@@ -77,10 +77,13 @@ def problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False)
 
 
 @st.composite
-def balanced_problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False) -> Case:
-    """Problems in balanced layouts, of the documents of their extents if these are documents, with as many queries as keys."""
+def balanced_problems(draw: Callable[[st.SearchStrategy[Any]], Any], trees: bool = False, name: str = "") -> Case:
+    """Problems in balanced layouts, of the documents of their extents if these are documents, with as many queries as keys.
+
+    ``name``: the strategy of all problems; "": any.
+    """
     case = draw(problems(trees))
-    strategy = draw(st.sampled_from(("auto", "direct", case.strategy)))
+    strategy = STRATEGIES.get(name, name) or draw(st.sampled_from(("auto", "direct", case.strategy)))
     extents = draw(st.sampled_from(("documents", case.extents)))
     case = replace(case, strategy=strategy, extents=extents, length=max(case.length, 1), kv_length=None, more_slots=0)
     return in_balanced_layout(fitted(case), draw(st.integers(0, 2)))
@@ -171,10 +174,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if "jax" in arguments.framework and not {*PEERS}.isdisjoint(arguments.strategy):
         parser.error('"pull" and "push" exist in PyTorch only: pass the framework torch')
-    drawn = (balanced_problems if arguments.balanced else problems)(arguments.trees)
     for name, strategy in product(arguments.framework, arguments.strategy):
+        drawn = balanced_problems(arguments.trees, strategy) if arguments.balanced else problems(arguments.trees)
+        drawn = drawn if arguments.balanced or not strategy else under(strategy, drawn)
         began = time.perf_counter()
-        frameworks[name](arguments.problems, arguments.seed, under(strategy, drawn) if strategy else drawn)
+        frameworks[name](arguments.problems, arguments.seed, drawn)
         called, seconds = f"{name} {strategy}".strip(), time.perf_counter() - began
         print(f"{called}: none of {arguments.problems} failed, {seconds:.0f} s", flush=True)
 
