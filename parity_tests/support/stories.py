@@ -150,6 +150,20 @@ EVERYTHING = (
 """Ragged chunks, appends of different numbers, a step that stops, a rollback into a chunk, a fork, a reset request."""
 
 
+LONG = (
+    Prefill(10, (18, 7), fresh=True),
+    Append(1),
+    Append(3, kept=False),
+    Call("rollback", ((18, 7),)),
+    Prefill(2, (3, 0)),
+    Append(4),
+)
+"""With a window: shards of 10 tokens on ranks of 7 slots, which keep the last 7, and the longest rollback."""
+
+FULL = (Prefill(6, (5, 2)), Append(3, ((True, True, True), (True, False, True))), Call("rollback", ((6, 4),)), Append(2))
+"""Shards of 6 tokens, padding included, on two ranks of 4 slots: a prompt of 5 tokens, and a step that fills all slots."""
+
+
 ONE_REQUEST = (Prefill(0, (3,), rows=(1,)), Append(1, rows=(1,)))
 """A prefill and a step of one of the requests."""
 
@@ -162,6 +176,8 @@ def everything(ranks: int, then: Sequence[Prefill | Append] = (), **changes: Any
 
 
 CHOSEN = [
+    Story(2, LONG, window=3, room=4, capacity=None),
+    Story(2, FULL, capacity=8),
     everything(2, layout="contiguous", sinks=True, capacity=80),
     everything(3, window=6, room=12, capacity=20, dtype="bfloat16"),
 ]
