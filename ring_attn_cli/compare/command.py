@@ -9,6 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from ring_attn_core.layouts import LAYOUTS
+
 from ..error_reporting import errors_in_one_line
 
 Several = "one value, or several with commas between them"
@@ -29,7 +31,7 @@ def compare(
     head_dim: Annotated[str, typer.Option(help=f"Width of a head; {Several}.")] = "32",
     batch: Annotated[int, typer.Option(help="Number of rows in the batch.")] = 1,
     dtype: Annotated[str, typer.Option(help=f"float32, bfloat16, float16, float64; {Several}.")] = "float32",
-    layout: Annotated[str, typer.Option(help=f"zigzag, striped, contiguous; {Several}.")] = "zigzag",
+    layout: Annotated[str, typer.Option(help=f"{', '.join(LAYOUTS)}; {Several}.")] = "zigzag",
     mask: Annotated[str, typer.Option(help="causal[:offset], full, window:before, sliding_window:before:after.")] = "causal",
     backend: Annotated[str, typer.Option(help=f"Backend of ring_attention; {Several}.")] = "auto",
     strategy: Annotated[str, typer.Option(help="Strategy of ring_attention.")] = "auto",
