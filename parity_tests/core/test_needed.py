@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,7 +15,7 @@ from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.needed import NeededPlan, check_available
 from ring_attn_core.runs import Band
 
-from ..support.balanced import DOCUMENTS
+from ..support.balanced import APART, DISORDERED, DOCUMENTS
 
 MASKS = causal(), full(), sliding_window(4), sliding_window(0, 3)
 
@@ -70,6 +73,34 @@ def test_rows_of_the_step_show_own_and_received_keys_as_the_mask_does(mask):
         assert [base + i for base, _, length in runs for i in range(length)] == [*range(len(keys))]
         of_ranks = {each.start + i: each for _, each in plan.places(rank) for i in range(each.length)}
         assert sorted(of_ranks) == keys and [at for at in keys if of_ranks[at].owner == rank] == own
+
+
+@pytest.mark.parametrize("layout", [DISORDERED, APART], ids=str)
+def test_rows_of_the_step_have_the_keys_of_a_layout_whose_runs_are_not_in_order(layout):
+    plan = NeededPlan(layout, causal(), layout.ranks, layout.seq_local, by_documents=True)
+    for rank in range(layout.ranks):
+        own = [position for position in plan.positions(rank) if position < plan.length]
+        arrive = [position for each in plan.received(rank) for position in range(each.start, each.start + each.length)]
+        at = {row.k_base + i: row.k_start + i for row in plan.rows(rank, 0)[0] for i in range(row.k_len)}
+        keys = [at[index] for index in sorted(at)]
+        assert keys == (sorted([*own, *arrive]) if plan.exchanges else own)
+
+
+def test_the_runs_of_many_ranks_are_computed_in_time_that_grows_with_their_number():
+    """The plan of each batch is computed on the host, so a pass over all runs for each rank would delay the GPUs."""
+    plan = plan_of((3500,) * 220, 256, 0, causal())
+    steps = 0
+
+    def count(*_: Any) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(count)
+    try:
+        runs = plan.k_runs
+    finally:
+        sys.setprofile(None)
+    assert steps < 100 * sum(map(len, runs))
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)

@@ -22,7 +22,7 @@ from ring_attn_jax import sharded_ring_attention, to_layout
 from ring_attn_jax.attend.keys import Keys
 from ring_attn_jax.ring.strategies.needed import gradients_home, with_received
 
-from ..support.balanced import AUTO_CASES, DIRECT_CASES, DOCUMENTS, direct_case
+from ..support.balanced import AUTO_CASES, DIRECT_CASES, DISORDERED_CASES, DOCUMENTS, direct_case
 from ..support.cases import Case, check, computed_bound
 from ..support.selection import first
 from ..support.strategies import problem_of
@@ -32,6 +32,11 @@ from .test_strategies import arrays, gradients, traced_bytes
 
 @pytest.mark.parametrize("case", first(DIRECT_CASES, 1, 6), ids=str)
 def test_needed_keys_are_exact_with_every_feature(case):
+    check(case, run.__wrapped__(case))
+
+
+@pytest.mark.parametrize("case", DISORDERED_CASES, ids=str)
+def test_needed_keys_are_exact_if_runs_are_not_in_order_of_position(case):
     check(case, run.__wrapped__(case))
 
 

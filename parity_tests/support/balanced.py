@@ -77,6 +77,20 @@ DIRECT_CASES = [
 ]
 """Cases of "direct": a single rank, ranks that receive nothing, masks that look ahead, documents that are not known."""
 
+DISORDERED = BalancedLayout((((8, 3), (11, 1), (0, 4)), ((4, 3), (16, 4), (7, 1)), ((20, 4), (12, 4))), 15)
+"""A layout whose runs are not in order of position, with padding between and before them."""
+
+APART = BalancedLayout((((4, 4), (0, 4)), ((12, 4), (8, 4))), 16, ((8, 8),))
+"""Two documents, each on one rank, with its second half first."""
+
+DISORDERED_CASES = [
+    Case(DISORDERED, ranks=3, length=15, key_mask="random", strategy="direct"),
+    Case(APART, ranks=2, length=16, batch=1, extents="documents", strategy="direct").given(
+        extents=np.repeat([[[0, 8], [8, 16]]], 8, 1).astype(np.int32)
+    ),
+]
+"""Cases of "direct" whose runs are not in order of position: some keys travel, or none."""
+
 
 def in_balanced_layout(case: Case, more: int) -> Case:
     """Return the case in the layout of its extents' documents, or of random documents, with ``more`` padded tokens on each rank.

@@ -32,7 +32,15 @@ from ring_attn_torch.attend.score import Score
 from ring_attn_torch.ring import agreement
 
 from ..support import corpus
-from ..support.balanced import CASES, DIRECT_CASES, JOINED_CASES, TREE_CASES, batch_of_documents, check_documents
+from ..support.balanced import (
+    CASES,
+    DIRECT_CASES,
+    DISORDERED_CASES,
+    JOINED_CASES,
+    TREE_CASES,
+    batch_of_documents,
+    check_documents,
+)
 from ..support.cases import check, check_same
 from ..support.selection import first
 from ..support.spawn import PerRank
@@ -53,6 +61,11 @@ def test_joined_shards_are_exact(gloo, case):
 
 @pytest.mark.parametrize("case", first(DIRECT_CASES, 4), ids=str)
 def test_keys_sent_to_their_readers_alone_are_exact(gloo, case):
+    check(case, run(gloo, case))
+
+
+@pytest.mark.parametrize("case", DISORDERED_CASES, ids=str)
+def test_direct_is_exact_if_runs_are_not_in_order_of_position(gloo, case):
     check(case, run(gloo, case))
 
 

@@ -139,6 +139,8 @@ class NeededPlan(RingPlan):
 
         ``base``: offset in the shard of the step. Empty runs are added, so that each rank has equally many.
         """
+        if not self.exchanges:  # the step has this rank's shard as it is
+            return tuple(self._runs(rank, self.kv_local, self.kv_length) for rank in range(self.ranks))
         of_ranks = [self._runs_of(self.available(rank)) for rank in range(self.ranks)]
         most = max(map(len, of_ranks))
         return tuple(runs + ((0, 0, 0, 1),) * (most - len(runs)) for runs in of_ranks)
@@ -161,11 +163,11 @@ class NeededPlan(RingPlan):
 
         A stretch of the rank's own keys has the ``owner`` ``rank``.
         """
-        stretches = sorted([*self.held(rank), *self.received(rank)])
+        stretches = sorted((*self.held(rank), *self.received(rank)))
         return [*zip(accumulate((each.length for each in stretches), initial=0), stretches, strict=False)]
 
     def held(self, rank: int) -> tuple[Stretch, ...]:
-        """Return the runs of a rank's own keys in order of position. Padding is cut off."""
+        """Return the runs of a rank's own keys in shard order. Padding is cut off."""
         assert isinstance(self.layout, BalancedLayout)
         return _held(self.layout)[rank]
 
@@ -235,14 +237,13 @@ def _packed(layout: BalancedLayout, mask: Band, length: int, by_documents: bool)
     return PackedDocuments(layout.documents if by_documents and layout.documents else ((length,),), ((mask, 1),))
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=8)  # the plans of all masks, and all methods of a plan, share an entry
 def _held(layout: BalancedLayout) -> tuple[tuple[Stretch, ...], ...]:
-    """Return each rank's runs in order of position. Padding is cut off, and a run of padding alone is left out."""
-    runs = [
-        [Stretch(start, length, owner, base) for base, length, start, _ in layout.padded_runs(owner) if length]
+    """Return each rank's runs in shard order. Padding is cut off, and a run of padding alone is left out."""
+    return tuple(
+        tuple(Stretch(start, length, owner, base) for base, length, start, _ in layout.padded_runs(owner) if length)
         for owner in range(layout.ranks)
-    ]
-    return tuple(map(tuple, runs))
+    )
 
 
 def _merged(intervals: list[tuple[int, int]]) -> Intervals:

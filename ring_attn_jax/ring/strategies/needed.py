@@ -75,14 +75,13 @@ def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
     """
     ranks, each, none = range(plan.ranks), plan.most_tokens, plan.most_capacity
     sent, received = ([[[] for _ in ranks] for _ in ranks] for _ in range(2))
-    order, own = ([[] for _ in ranks] for _ in range(2))
+    order: list[list[tuple[int, int]]] = [[] for _ in ranks]
     for reader in ranks:
         count, of_owner = 0, [0] * plan.ranks
         for base, part in plan.places(reader):
             count = base + part.length
             if part.owner == reader:
                 order[reader].append((base, part.first))
-                own[reader].append((part.first, base))
                 continue
             arrives = of_owner[part.owner]
             order[reader].append((base, plan.kv_local + part.owner * each + arrives))
@@ -90,12 +89,24 @@ def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
             received[reader][part.owner].append((arrives, base))
             of_owner[part.owner] = arrives + part.length
         order[reader].append((count, plan.kv_local + plan.ranks * each))
-        own[reader].append((sum(part.length for part in plan.held(reader)), none))
         for owner in ranks:
             sent[owner][reader].append((of_owner[owner], plan.kv_local))
             received[reader][owner].append((of_owner[owner], none))
     of_ranks = lambda lists: even([x for of_rank in lists for x in of_rank], (BEYOND, 0)).reshape(plan.ranks, plan.ranks, -1, 2)
-    return of_ranks(sent), even(order, (BEYOND, 0)), even(own, (BEYOND, 0)), of_ranks(received)
+    own = even([_own(plan, rank) for rank in ranks], (BEYOND, 0))
+    return of_ranks(sent), even(order, (BEYOND, 0)), own, of_ranks(received)
+
+
+def _own(plan: NeededPlan, rank: int) -> list[tuple[int, int]]:
+    """Return the places of a rank's own keys in the step's shard, as stretches (index in the rank's shard, base)."""
+    own: list[tuple[int, int]] = []
+    end = 0
+    for first, base, length in sorted((part.first, base, part.length) for base, part in plan.places(rank) if part.owner == rank):
+        if first > end:
+            own.append((end, plan.most_capacity))  # padding between runs
+        own.append((first, base))
+        end = first + length
+    return [*own, (end, plan.most_capacity)]
 
 
 def even(lists: Sequence[Sequence[tuple[int, ...]]], padding: tuple[int, ...]) -> np.ndarray:

@@ -25,26 +25,31 @@ class Places(NamedTuple):
     """The indices, int64 on the device, by which keys are sent and sorted, and their gradients returned.
 
     ``sent``: for each rank the indices, in this rank's shard, of the keys sent to it; empty for this rank. ``sizes``: the number
-    of keys that arrive from each rank. ``own``, ``received``: for each key of this rank's shard without padding, and for each key
-    on arrival, its index in the shard of the step. Keys arrive sorted by sending rank. ``capacity``: tokens of that shard.
+    of keys that arrive from each rank. ``held``: where this rank's shard holds keys, not padding; a slice if that is its front.
+    ``own``, ``received``: for each of these keys, and for each key on arrival, its index in the shard of the step. Keys arrive
+    sorted by sending rank. ``capacity``: tokens of that shard.
     """
 
     sent: tuple[Tensor, ...]
     sizes: tuple[int, ...]
+    held: slice | Tensor
     own: Tensor
     received: Tensor
     capacity: int
 
 
-@lru_cache(maxsize=8)  # an entry per batch of documents, some 24 bytes per key that travels
+@lru_cache(maxsize=8)  # an entry per batch of documents, some 24 bytes per key that travels, and 8 per own key
 def _places(plan: NeededPlan, rank: int, device: torch.device) -> Places:
     by_owner = sorted(plan.places(rank), key=lambda place: (place[1].owner, place[1].start))
-    of = lambda own: _indices((base, each.length) for base, each in by_owner if (each.owner == rank) == own)
+    received = _indices((base, each.length) for base, each in by_owner if each.owner != rank)
+    runs = sorted((each.first, base, each.length) for base, each in by_owner if each.owner == rank)
+    held, own = _indices((first, length) for first, _, length in runs), _indices((base, length) for _, base, length in runs)
+    in_front = not len(held) or int(held[-1]) == len(held) - 1
     sent = [_indices((each.first, each.length) for each in plan.sent(rank, reader)) for reader in range(plan.ranks)]
     sizes = tuple(plan.tokens(owner, rank) for owner in range(plan.ranks))
-    indices = *sent, of(True), of(False)
-    on_device = torch.cat(indices).to(device).split([*map(len, indices)])
-    return Places(on_device[:-2], sizes, *on_device[-2:], plan.capacity(rank))
+    indices = *sent, own, received, held[:0] if in_front else held
+    *sent, own, received, held = torch.cat(indices).to(device).split([*map(len, indices)])
+    return Places(tuple(sent), sizes, slice(len(own)) if in_front else held, own, received, plan.capacity(rank))
 
 
 def _indices(stretches: Iterable[tuple[int, int]]) -> Tensor:
@@ -73,7 +78,7 @@ def with_received(own: Keys, plan: NeededPlan, group: Group) -> Keys:
 def _placed(own: Tensor, places: Places) -> Tensor:
     """Return the shard of the step with ``own`` [b t ...] in its places, and 0 elsewhere."""
     shard = own.new_zeros((len(own), places.capacity, *own.shape[2:]))
-    return shard.index_copy_(1, places.own, own[:, : len(places.own)])
+    return shard.index_copy_(1, places.own, own[:, places.held])
 
 
 def _bytes(key_mask: Tensor | None) -> Tensor | None:
@@ -94,8 +99,9 @@ def gradients_home(dkv: Tensor, plan: NeededPlan, group: Group) -> Tensor:
     returned = sent.new_empty((sum(sizes), *sent.shape[1:]))
     transfer = send_parts((sent,), places.sizes, (returned,), sizes, group)
     total = dkv.index_select(1, places.own)
-    if padding := plan.kv_local - len(places.own):
-        total = torch.cat([total, total.new_zeros(len(total), padding, *total.shape[2:])], 1)
+    if len(places.own) < plan.kv_local:
+        held, total = total, total.new_zeros(len(total), plan.kv_local, *total.shape[2:])
+        total[:, places.held] = held
     transfer.wait()
     parts, of_keys = returned.split(sizes), total.transpose(0, 1)
     for shift in range(1, ranks):
