@@ -10,9 +10,11 @@ import pytest
 
 from benchmarks.simulate.points import IN_A_ROW, points, undescribed
 from ring_attn_core import LAYOUTS, Band, RingPlan, causal, full, sliding_window
+from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.cost import SCHEDULES, memory, seconds
 from ring_attn_core.plan.load import Load
 from ring_attn_core.plan.machine import H100, H200, OPTIONAL, Machine, built_in, slowest
+from ring_attn_core.plan.needed import NeededPlan
 from ring_attn_core.problem.auto import choose
 from ring_attn_core.problem.strategies import PEERS
 
@@ -133,6 +135,14 @@ def test_memory_of_a_gather_grows_with_the_ranks_and_that_of_a_ring_does_not():
     for name in ("ring", "direct", "two_way", "push", "pull"):
         assert memory("ring", few) <= memory(name, few)
         assert memory(name, few) == memory(name, many)
+
+
+def test_memory_of_direct_in_a_balanced_layout_is_that_of_a_ring_plus_that_of_received_keys():
+    for documents, share in ((32, 32), 0), ((64,), 1):
+        needed = NeededPlan(balanced_layout(documents, 2), causal(), 2, 32, by_documents=True)
+        of = replace(load(), plan=needed, needed=needed)
+        assert needed.busiest() == share * 32
+        assert memory("direct", of) - memory("ring", of) == share * of.kv * (of.item + 3 * of.wide)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

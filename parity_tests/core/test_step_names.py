@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ring_attn_core import causal, sliding_window
+from ring_attn_core.plan.balanced import balanced_layout
 from ring_attn_core.plan.direct import DirectPlan
 from ring_attn_core.plan.joined import JoinedPlan
+from ring_attn_core.plan.needed import NeededPlan
 from ring_attn_core.plan.ring import RingPlan
 from ring_attn_core.plan.step_names import in_units, step_name
 from ring_attn_core.plan.two_level import TwoLevelPlan
@@ -34,6 +36,12 @@ def test_a_step_of_direct_counts_its_slices_only():
     assert step_name(plan, 2, 1, SHARD, rank=3) == "ring step 2 of 2, 8 MiB from rank 2"
     assert step_name(plan, 2, 1, SHARD, rank=0) == "ring step 2 of 2, 0 bytes from rank 3"
     assert step_name(plan, 2, 1, SHARD) == "ring step 2 of 2, 8 MiB from 1 rank before"
+
+
+@pytest.mark.parametrize(("documents", "keys"), [((40, 24), "32 MiB of own and received keys"), ((32, 32), "own keys")], ids=str)
+def test_the_step_of_direct_in_a_balanced_layout_counts_own_and_received_keys(documents, keys):
+    plan = NeededPlan(balanced_layout(documents, 2), causal(), 2, 32, by_documents=True)
+    assert step_name(plan, 1, 0, SHARD, rank=1) == f"ring step 1 of 1, {keys}"
 
 
 def test_a_step_on_two_levels_names_the_owner_or_how_many_hosts_and_places_away_it_is():

@@ -51,7 +51,7 @@ def balanced_layout(
 
     Neighbouring short documents are assigned as one if together they have at most as many tokens as a chunk. A chunk is an eighth
     of a shard, but at least 512 tokens (or a whole shard, if that is shorter) and at most 2,048. From some 2,000 tokens per
-    rank on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Else they are equal within 2.5 %: a rank with
+    rank on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Else they are equal within 3 %: a rank with
     more or later parts of documents gets fewer pairs, because tiles at the ends of a part are visible in part only. With fewer
     tokens the costs may differ by more than 10 %.
 

@@ -56,7 +56,9 @@ def memory(name: str, load: Load, group: int = 0) -> int:
     if name in AHEAD:
         return 3 * keys + 4 * gradients  # the slots of keys and of the inbox, and two gradients on their way to an inbox
     if name == "direct" and load.needed is not None:
-        return round(load.needed.busiest(load.even) / max(load.plan.kv_local, 1) * 2 * (keys + gradients))
+        share = load.needed.busiest(load.even) / max(load.plan.kv_local, 1)
+        # the shard of the step and its gradients, the sum for own keys, and gradients on their way out and in
+        return round((1 + share) * keys + (2 + 3 * share) * gradients)
     shards = {"ring": 1, "direct": 1, "two_way": 2, "two_level": 2}[name]
     return shards * (keys + 2 * gradients)
 

@@ -19,7 +19,7 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
     ``outer * host_ranks + inner``.
     """
     steps = place_name(plan, number)
-    if isinstance(plan, NeededPlan):
+    if isinstance(plan, NeededPlan) and plan.exchanges:
         return f"{steps}, {in_units(size)} of own and received keys"
     if shift == 0:
         return f"{steps}, own keys" if plan.k_shards == 1 else f"{steps}, {in_units(size)} of {plan.k_shards} ranks"

@@ -49,7 +49,7 @@ class Step(Protocol):
     """A ``Row`` for each pair of runs, [q_runs][k_runs]: the part of ``keys`` that this rank may see."""
     last: bool
     shift: int
-    """Number of ranks from the keys' owner to this rank, 0 for its own keys; in ``strategies/needed.py`` 1 for all other keys."""
+    """Number of ranks from the keys' owner to this rank, 0 for its own keys; in a balanced layout "direct" has one step, 0."""
 
     def settle(self, state: T) -> T:
         """Return ``state``. The next step must not begin before ``state`` is computed, which eager execution ensures."""
