@@ -79,8 +79,16 @@ def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
 def run_warm(arguments: list[str], framework: str, folder: Path = ROOT, processes: int = 4) -> str:
     """Run a program in processes that have made the imports, ``processes`` of them for PyTorch."""
     return warm.run(
-        arguments, framework, folder, environment({"XLA_FLAGS": warm.QUICK}), processes if framework == "torch" else 1
+        arguments, framework, folder, environment({"XLA_FLAGS": warm.QUICK}), processes if framework == "torch" else None
     )
+
+
+@pytest.mark.parametrize(("framework", "processes", "ranks"), [("torch", 1, "01"), ("torch", 2, "02 12"), ("jax", 4, "None")])
+def test_a_program_of_pytorch_is_told_its_rank_as_by_torchrun(framework, processes, ranks, tmp_path):
+    """One process too: the default group of transformers' and trl's Trainers is made if it is told."""
+    pytest.importorskip(framework)
+    (tmp_path / "rank.py").write_text("import os; print(os.environ.get('RANK', 'None') + os.environ.get('WORLD_SIZE', ''))")
+    assert " ".join(run_warm(["rank.py"], framework, tmp_path, processes).split()) == ranks
 
 
 @pytest.mark.exhaustive

@@ -72,19 +72,25 @@ def context(*needed: str) -> Any:
 
 
 def run(
-    arguments: Sequence[str], framework: str, folder: Path, variables: dict[str, str], processes: int = 1, errors: bool = False
+    arguments: Sequence[str],
+    framework: str,
+    folder: Path,
+    variables: dict[str, str],
+    processes: int | None = None,
+    errors: bool = False,
 ) -> str:
     """Run ``python *arguments``, a file or ``-m`` and a module, and return its output; fail with its standard error.
 
-    Several ``processes`` get the variables that torchrun would set. ``errors``: return what went to standard error too.
+    ``processes``, one or several, get the variables that torchrun would set; without a number one process gets none of them.
+    ``errors``: return what went to standard error too.
     """
     forked = context(framework)
     with tempfile.TemporaryDirectory(prefix="ring-attn-") as printed:
         started = []
         ring = {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1"}
-        ring |= {"MASTER_PORT": str(free_port())} if processes > 1 else {}
-        for rank in range(processes):
-            own = variables | (ring | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {})
+        ring |= {"MASTER_PORT": str(free_port())} if processes else {}
+        for rank in range(processes or 1):
+            own = variables | (ring | {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes else {})
             out = Path(printed, f"out{rank}"), Path(printed, f"err{rank}")
             process = forked.Process(target=_program, args=(list(arguments), str(folder), own, *map(str, out)))
             process.start()
