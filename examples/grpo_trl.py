@@ -1,6 +1,6 @@
 """Trains by trl's GRPOTrainer on a ring, with the completions of a prompt as a prefix tree, on a tiny random Llama.
 
-    pip install ".[transformers]" trl
+    pip install ".[trl]"
     torchrun --nproc-per-node 4 examples/grpo_trl.py
 
 TreeGRPOTrainer overrides the method with which trl 1.16 computes log-probabilities, and the two methods that assign rows to
