@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 import warnings
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,14 @@ def test_an_untried_torch_is_named_once_and_runs(monkeypatch: pytest.MonkeyPatch
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ring_attention(x[:, :4], x[:, :4], x[:, :4])
+
+
+def test_the_extra_of_trl_brings_a_transformers_that_its_trainers_take():
+    pytest.importorskip("accelerate")
+    from ring_attn_torch.transformers.trainer_checks import OLDEST
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert f"transformers>={OLDEST}" in extras["trl"]
 
 
 def test_the_example_says_which_transformers_it_needs(monkeypatch: pytest.MonkeyPatch):
