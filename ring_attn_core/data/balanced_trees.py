@@ -24,8 +24,9 @@ from itertools import accumulate
 from typing import Any
 
 from ..layouts import check_length, check_ranks
-from ..plan.balanced import RankWork, deal, joined
+from ..plan.balanced import RankWork
 from ..plan.balanced_layout import BalancedLayout
+from ..plan.dealing import deal, joined
 from ..runs import Run
 from .trees import Tree, trees_of
 
