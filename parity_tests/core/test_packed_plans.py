@@ -30,7 +30,10 @@ def test_documents_are_drawn_with_their_work_and_traffic_beside_the_other_layout
     assert "3 of 5 documents on one rank: their keys do not travel" in done.output
     assert ["documents", "AAAABBBBBBBBBBBBCCCDDDDDDDDEEEEE"] in lines
     assert ["ranks", "00012222222211000003333333311111"] in lines
-    assert ["0", "2", "1", "2", "35", "0.966", "10"] in lines and ["3", "1", "1", "0", "36", "0.993", "0"] in lines
+    assert ["0", "2", "1", "2", "35", "0.966", "10", "3"] in lines and ["2", "1", "0", "1", "36", "0.993", "0", "16"] in lines
+    assert 'the busiest rank receives or sends 67% of the keys that a ring brings it; "auto" takes it up to 50%' in " ".join(
+        done.output.split()
+    )
     assert ["balanced", "1.048", "38", "21", "21.9", "%"] in lines
     assert ["zigzag", "1.352", "49", "19", "19.8", "%"] in lines
     assert {"contiguous", "striped"} <= {line[0] for line in lines if line}

@@ -240,6 +240,7 @@ def test_in_a_balanced_layout_another_tree_or_layout_on_one_rank_is_every_ranks_
     for trees, layouts, words in (
         (PerRank(one, other), one, "hold shards of different trees"),
         (one, PerRank(one, other), "disagree on layout: 'balanced over 2 ranks, length 16, runs"),
+        (one, PerRank(one, other), "Pass the same on every rank, and the same documents: a balanced layout is made of them"),
     ):
         outcomes = gloo.outcomes(2, balanced_on_rank, trees, layouts)
         assert len(set(map(str, outcomes))) == 1

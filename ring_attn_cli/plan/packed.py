@@ -11,6 +11,9 @@ from ring_attn_core import layouts
 from ring_attn_core.plan.balanced import RankWork, balanced_layout, work_of
 from ring_attn_core.plan.balanced_layout import BalancedLayout
 from ring_attn_core.plan.documents import PackedDocuments
+from ring_attn_core.plan.needed import NeededPlan
+from ring_attn_core.plan.ring import RingPlan
+from ring_attn_core.problem.auto import HALF
 from ring_attn_core.runs import Band, Run
 
 from .options import check_drawn, read_words
@@ -112,19 +115,34 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
     held = [drawn.documents_of(rank) for rank in range(ranks)]
     rank_counts = [sum(document in each for each in held) for document in range(len(documents))]
     whole = rank_counts.count(1)
+    sent, direct = _under_direct(documents, mask, ranks) if layout == BALANCED else (None, [])
     lines = [
         Text(title, style="bold"),
         Text(count),
         Text(f"balance {drawn.balance:.3f} (most pairs of a rank over the mean; 1 is perfect)"),
         Text(f"{whole} of {len(documents)} documents on one rank: their keys do not travel"),
+        *map(Text, direct),
         Text(),
         *strips(drawn, width),
     ]
     return Group(
         *lines,
-        rank_table(drawn, [(sum(rank_counts[d] == 1 for d in each), len(each)) for each in held]),
+        rank_table(drawn, [(sum(rank_counts[d] == 1 for d in each), len(each)) for each in held], sent=sent),
         layout_table([drawn, *others]),
     )
+
+
+def _under_direct(documents: tuple[int, ...], mask: Band, ranks: int) -> tuple[list[int], list[str]]:
+    """Return the number of keys that each rank of the balanced layout sends under "direct", and lines about them."""
+    layout = balanced_layout(documents, ranks, mask=mask)
+    plan = NeededPlan(layout, mask, ranks, layout.seq_local, by_documents=True)
+    sent = [sum(plan.tokens(owner, reader) for reader in range(ranks)) for owner in range(ranks)]
+    hops = len(RingPlan(layout, mask, ranks, layout.seq_local).hops)
+    if not plan.exchanges:
+        return sent, []
+    share = plan.busiest() / (hops * layout.seq_local)
+    of_ring = f"the busiest rank receives or sends {share:.0%} of the keys that a ring brings it"
+    return sent, [f'strategy "direct": {of_ring}; "auto" takes it up to {HALF:.0%}']
 
 
 def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
@@ -158,21 +176,27 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
     return [letters, ranks, *([Text(f"{'':<10}{used}", style="dim")] if used else [])]
 
 
-def rank_table(plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents") -> Table:
-    """Return the table of ranks. ``documents``: for each rank, (documents wholly on it, documents with any token on it)."""
+def rank_table(
+    plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents", sent: Sequence[int] | None = None
+) -> Table:
+    """Return the table of ranks. ``documents``: for each rank, (documents wholly on it, documents with any token on it).
+
+    ``sent``: the number of keys that each rank sends under "direct"; None: no such column.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     table.add_column("rank", no_wrap=True)
-    for name in ("runs", f"{what} whole", "in part", "pairs", "share", "keys of other ranks"):
+    for name in ("runs", f"{what} whole", "in part", "pairs", "share", "keys of other ranks", *(["keys sent"] if sent else [])):
         table.add_column(name, justify="right")
     mean = sum(each.pairs for each in plan.work) / len(plan.work)
     for rank, (work, (whole, some)) in enumerate(zip(plan.work, documents, strict=True)):
         share = f"{work.pairs / mean:.3f}" if mean else "-"
         counts = (len(plan.runs[rank]), whole, some - whole)
-        table.add_row(Text(f" {rank} ", rank_cell(rank)[1]), *map(str, counts), short(int(work.pairs)), share, f"{work.remote:,}")
+        keys = [f"{work.remote:,}", *([f"{sent[rank]:,}"] if sent else [])]
+        table.add_row(Text(f" {rank} ", rank_cell(rank)[1]), *map(str, counts), short(int(work.pairs)), share, *keys)
     return table
 
 
@@ -189,6 +213,9 @@ def layout_table(plans: list[PackedPlan]) -> Table:
         remote = sum(each.remote for each in plan.work)
         pairs = short(int(max(each.pairs for each in plan.work)))
         table.add_row(plan.layout, f"{plan.balance:.3f}", pairs, f"{remote:,}", f"{100 * plan.share:.1f} %")
-    table.caption = "of a ring: keys of other ranks that are seen, as a share of those that a ring sends"
+    table.caption = (
+        "of a ring: keys of other ranks that are seen, as a share of those that a ring sends. Only balanced, with the strategy "
+        '"direct", sends these alone'
+    )
     table.caption_justify = "left"
     return table

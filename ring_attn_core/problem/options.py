@@ -56,7 +56,8 @@ class Options:
         object.__setattr__(self, "mask", with_numbers(self.mask))
         for name, text in (("layout", self.layout), ("backend", self.backend)):
             if not isinstance(text, str) and not (name == "layout" and isinstance(text, BalancedLayout)):
-                raise ValueError(f"{name} must be its name, a str, got {in_words(text)}")
+                or_made = ", or a BalancedLayout" if name == "layout" else ""
+                raise ValueError(f"{name} must be its name, a str{or_made}, got {in_words(text)}")
         sides = ("mask.lo", self.mask.lo), ("mask.hi", self.mask.hi)
         for name, count in (*sides, ("length", self.length), ("kv_length", self.kv_length)):
             if count is not None and (not isinstance(count, int) or isinstance(count, bool)):

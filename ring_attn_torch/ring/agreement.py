@@ -285,14 +285,13 @@ def _conclude(verdicts: list[dict[str, Any] | None]) -> None:
         if others:
             other = verdicts[others[0]]["problem"][name]  # type: ignore[index]
             if name == "call":
-                raise ValueError(
-                    f"the ranks of this ring are at different calls: {value} on rank 0, {other} on {_ranks(others)}. Every rank "
-                    "must make the same calls in the same order"
-                )
-            shapes = "; shard with to_layout, which gives every rank equally many tokens" if name.endswith("_shape") else ""
+                calls = f"{value} on rank 0, {other} on {_ranks(others)}. Every rank must make the same calls in the same order"
+                raise ValueError(f"the ranks of this ring are at different calls: {calls}")
+            hint = "; shard with to_layout, which gives every rank equally many tokens" if name.endswith("_shape") else ""
+            hint = ", and the same documents: a balanced layout is made of them" if "balanced over" in f"{other}" else hint
             raise ValueError(
                 f"the ranks of this ring disagree on {name}: {value!r} on rank 0, {other!r} on {_ranks(others)}. Pass "
-                f"the same on every rank{shapes}"
+                f"the same on every rank{hint}"
             )
 
 
