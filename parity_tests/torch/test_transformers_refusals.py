@@ -49,6 +49,10 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         "either input_ids or inputs_embeds .* got .*inputs_embeds",
     ),
     "documents by number": ({"seq_idx": IDS}, "got seq_idx alone, which no attention reads"),
+    "ends before the row's": (
+        {"input_ids": IDS[:1], "cu_seq_lens_q": torch.tensor([0, 5])},
+        "cu_seq_lens_q must end at the number of tokens, 8, got 5: count padding as a document",
+    ),
     "ends for two rows": ({"cu_seq_lens_q": torch.tensor([0, 8])}, "cu_seq_lens_q is for a batch of one row, got 2"),
 }
 

@@ -155,11 +155,11 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
     check_tree(model, call_arguments, shape, cache is not None)
     _check_positions(model, call_arguments, shape)
     if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
-        raise ValueError(
-            f"{name} got seq_idx alone, which no attention reads: pass packed documents as position_ids that begin again"
-        )
+        raise ValueError(f"{name} got seq_idx alone, which no attention reads: pass position_ids that begin again for a document")
     if "cu_seq_lens_q" in call_arguments and shape[0] != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
+    if "cu_seq_lens_q" in call_arguments and (end := max(call_arguments["cu_seq_lens_q"].tolist(), default=0)) < shape[1]:
+        raise ValueError(f"cu_seq_lens_q must end at the number of tokens, {shape[1]}, got {end}: count padding as a document")
     if "shift_labels" in call_arguments and not {"labels", "tree"} & call_arguments.keys():
         raise ValueError("shift_labels came without labels: pass both, or labels alone, which are shifted here")
 
