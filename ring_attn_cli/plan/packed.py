@@ -129,6 +129,7 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
         *lines,
         rank_table(drawn, [(sum(rank_counts[d] == 1 for d in each), len(each)) for each in held], sent=sent),
         layout_table([drawn, *others]),
+        Text('only the balanced layout, with the strategy "direct", sends these keys alone', style="dim"),
     )
 
 
@@ -213,9 +214,6 @@ def layout_table(plans: list[PackedPlan]) -> Table:
         remote = sum(each.remote for each in plan.work)
         pairs = short(int(max(each.pairs for each in plan.work)))
         table.add_row(plan.layout, f"{plan.balance:.3f}", pairs, f"{remote:,}", f"{100 * plan.share:.1f} %")
-    table.caption = (
-        "of a ring: keys of other ranks that are seen, as a share of those that a ring sends. Only balanced, with the strategy "
-        '"direct", sends these alone'
-    )
+    table.caption = "of a ring: keys of other ranks that are seen, as a share of those that a ring sends"
     table.caption_justify = "left"
     return table
