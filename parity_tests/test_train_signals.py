@@ -8,17 +8,22 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from ring_attn_cli.processes import hear_interrupts
+from ring_attn_cli.processes import hear_interrupts, hold_interrupts
 from ring_attn_cli.train.loop import lines
 
 from .support import corpus
 
 for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich"):
     pytest.importorskip(package)
+
+from ring_attn_cli.train import jax_side  # noqa: E402
 
 PATIENCE = 300
 CODES = {"SIGINT": (130,), "SIGTERM": (143, -signal.SIGTERM)}
@@ -121,3 +126,45 @@ def test_ctrl_c_in_a_callback_of_the_garbage_collector_is_not_lost():
         gc.callbacks.remove(collected)
         signal.signal(signal.SIGINT, before)
     assert within == ["start"]
+
+
+@pytest.mark.parametrize("presses", [0, 1, 2])
+def test_a_held_ctrl_c_comes_after_the_block_and_a_second_one_at_once(presses: int):
+    """In the first block of a save, where a Ctrl-C would leave orbax's threads behind."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    done = []
+    try:
+        with pytest.raises(KeyboardInterrupt) if presses else nullcontext():
+            with hold_interrupts():
+                for press in range(presses):
+                    signal.raise_signal(signal.SIGINT)
+                    done.append(press)
+                done.append("saved")
+            done.append("after")
+        after = signal.getsignal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert done == [["saved", "after"], [0, "saved"], [0]][presses]
+    assert after is signal.default_int_handler
+
+
+def test_ctrl_c_lets_jax_begin_its_save_to_the_end():
+    """Else the run does not know orbax's threads, and exits while they write."""
+    begun = []
+
+    class Saves:
+        def save(self, *arguments: object, **named: object) -> None:
+            signal.raise_signal(signal.SIGINT)
+            begun.append(named["data"])
+
+    side = object.__new__(jax_side.JaxSide)
+    side._checkpoints = cast(Any, Saves())
+    side._model = side._optimizer = cast(Any, None)
+    side._config = cast(Any, SimpleNamespace(described=lambda: {"lora": None}))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            side.save(4, "position")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert begun == ["position"]

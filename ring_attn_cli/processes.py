@@ -96,6 +96,28 @@ def hear_interrupts() -> Iterator[None]:
         sys.unraisablehook = before
 
 
+@contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Finish the ``with`` block before a Ctrl-C in it raises KeyboardInterrupt. A second Ctrl-C raises it at once."""
+    held: list[int] = []
+
+    def hold(number: int, frame: object) -> None:
+        held.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.getsignal(signal.SIGINT)
+    if before in (signal.SIG_IGN, None) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if held:
+            signal.raise_signal(signal.SIGINT)
+
+
 class Crews:
     """Named groups of processes (crews), as a context manager: its exit ends each process that still runs.
 

@@ -37,6 +37,7 @@ from ring_attn_jax import (
 )
 from ring_attn_jax.training.lora import add_adapters, merge_adapters, save_adapters
 
+from ..processes import hold_interrupts
 from .arithmetic import first_adapters, first_weights
 from .config import DTYPES, Config
 from .data import arguments, check_vocab, is_llama
@@ -221,7 +222,8 @@ class JaxSide(JaxTrainer):
         return self._checkpoints.resume(self._model, self._optimizer)
 
     def save(self, step: int, data: str) -> None:
-        self._checkpoints.save(step, self._model, self._optimizer, data=data, more=adapters_of(self._config))
+        with hold_interrupts():  # else orbax's threads may outlive the run that has started them
+            self._checkpoints.save(step, self._model, self._optimizer, data=data, more=adapters_of(self._config))
 
     def close(self) -> None:
         """Wait for a save in progress and ignore its OSError, before the folder is unlocked for another run."""
