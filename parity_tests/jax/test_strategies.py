@@ -4,17 +4,21 @@
 
 from __future__ import annotations
 
+import random
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from math import prod
 from typing import Any
+from unittest.mock import patch
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType
 
 from ring_attn_core import TwoLevel, Ulysses, full, sliding_window
@@ -115,6 +119,41 @@ def test_ten_runs_give_the_same_bits(strategy):
     results = [run.__wrapped__(case) for _ in range(10)]
     for again in results[1:]:
         check_same(again, results[0])
+
+
+@pytest.mark.parametrize("strategy", ["ring", *STRATEGIES.values()], ids=["ring", *STRATEGIES])
+@pytest.mark.parametrize("delays", first([2, 100], 1, 1, "campaign"))
+def test_ranks_that_are_late_at_random_give_the_same_bits(strategy, delays):
+    case = Case(strategy=strategy, kv_heads=1, sinks=True)
+    expected, waits, draw = run(case), [], random.Random(0)
+    program.cache_clear()
+    try:
+        with patch.multiple(lax, **{name: late(getattr(lax, name), waits, draw) for name in COLLECTIVES}):
+            for _ in range(delays):
+                check_same(run.__wrapped__(case), expected)
+    finally:
+        program.cache_clear()
+        jax.clear_caches()
+    assert len(waits) >= delays * case.ranks
+
+
+COLLECTIVES = "ppermute", "all_gather", "all_to_all"
+
+
+def late(collective: Any, waits: list[float], draw: random.Random) -> Any:
+    """``collective``, before which each rank waits for a time of its own, drawn anew at each run."""
+
+    def call(x: Any, *arguments: Any, **keywords: Any) -> Any:
+        def wait() -> np.ndarray:
+            waits.append(draw.uniform(0, 0.01))
+            time.sleep(waits[-1])
+            return np.zeros((), bool)
+
+        waited = jax.pure_callback(wait, jax.ShapeDtypeStruct((), bool))
+        x = jax.tree.map(lambda x: jnp.where(waited, jnp.zeros_like(x), x), x)
+        return collective(x, *arguments, **keywords)
+
+    return call
 
 
 def arrays(heads: int = 8, kv_heads: int = 2, tokens: int = 16) -> list[jax.Array]:

@@ -75,9 +75,10 @@ def test_direct_sends_what_the_plan_says(gloo, case):
     assert counted == [traffic(problem_of(case, "torch"), rank) for rank in range(case.ranks)]
 
 
-def test_delays_of_ranks_change_no_bit_of_direct(gloo):
+@pytest.mark.parametrize("delays", first([3, 100], 1, 1, "campaign"))
+def test_delays_of_ranks_change_no_bit_of_direct(gloo, delays):
     expected = run(gloo, DIRECT_CASES[0])
-    for number in range(3):
+    for number in range(delays):
         check_same(run(gloo, DIRECT_CASES[0], partial(delayed, number)), expected)
 
 

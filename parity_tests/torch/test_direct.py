@@ -26,7 +26,7 @@ def test_slices_are_exact_with_every_feature(gloo, case):
     check(case, run(gloo, case))
 
 
-@pytest.mark.parametrize("delays", first([2, 3]))
+@pytest.mark.parametrize("delays", first([2, 3, 100], 1, 2, "campaign"))
 def test_delays_between_slices_change_no_bit(gloo, delays):
     expected = run(gloo, SLICED[0])
     for number in range(delays):

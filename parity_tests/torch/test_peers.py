@@ -55,12 +55,12 @@ def test_pull_and_push_are_exact_with_every_feature(gloo, case, strategy):
 
 
 @pytest.mark.parametrize("strategy", PEERS)
-@pytest.mark.parametrize("ranks", first([3, 8], 1))
-def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, ranks, strategy):
+@pytest.mark.parametrize(("ranks", "delays"), first([(3, 2), (8, 2), (2, 100), (4, 100)], 1, 2, "campaign"))
+def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, ranks, delays, strategy):
     case = Case(strategy=strategy, ranks=ranks, sinks=True, kv_heads=1)
     expected = run(gloo, case, over_files)
     check(case, expected)
-    for number in range(2):
+    for number in range(delays):
         check_same(run(gloo, case, partial(delayed, number)), expected)
 
 

@@ -112,7 +112,7 @@ def count(group: Any, case: Case, *shards: Any) -> tuple[Traffic, ...]:
 
 
 @pytest.mark.parametrize("strategy", ["ring", *STRATEGIES.values()], ids=["ring", *STRATEGIES])
-@pytest.mark.parametrize("delays", first([1, 3]))
+@pytest.mark.parametrize("delays", first([1, 3, 100], 1, 2, "campaign"))
 def test_ranks_that_start_at_random_delays_give_the_same_bits(gloo, strategy, delays):
     case = Case(strategy=strategy, sinks=True, kv_heads=1)
     expected = run(gloo, case)
