@@ -88,9 +88,10 @@ def check_rank(rank: object, ranks: int) -> None:
 
 
 def check_pad_value(pad_value: Any, bounds: tuple[int, int] | None) -> None:
-    """Raise ValueError if a Python or NumPy number is not a value of an integer or bool dtype; skip arrays of a framework.
+    """Raise ValueError if ``pad_value``, a Python or NumPy number, is not an integer within ``bounds``.
 
-    ``bounds``: the least and the greatest value of the dtype, None for any other dtype.
+    ``bounds``: the least and the greatest value of an integer or bool dtype; None for another dtype, which takes any number.
+    Arrays of a framework are not checked.
     """
     value = as_number(pad_value)
     if bounds is None or not isinstance(value, int | float | complex):

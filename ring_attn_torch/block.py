@@ -119,9 +119,9 @@ def merge(
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
     A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
-    ``2^-24 |lse|``. This error alone moves out by up to ``2^-24 |lse| |out_A - out_B|``: 6e-4 of the difference at an lse of 1e4.
-    The rounding of the merge itself comes on top. :func:`ring_attention` carries the rounding error of lse from step to step, for
-    float32 and float64 inputs, except with vendors' backends. Raise ValueError if an argument is not such a pair.
+    ``2^-24 |lse|``. This error alone changes ``out`` by up to ``2^-24 |lse| |out_A - out_B|``, at an lse of 1e4 by 6e-4 of the
+    difference. The rounding of the merge itself comes on top. :func:`ring_attention` carries the rounding error of lse from step
+    to step, for float32 and float64 inputs, except with vendors' backends. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
     top = reduce(torch.maximum, [lse for _, lse in pairs]).detach()

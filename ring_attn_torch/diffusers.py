@@ -60,8 +60,9 @@ def ring_backend(
     return (out, lse) with lse [batch, tokens, heads]. Other arguments: as in diffusers. Without a parallel config the call is
     diffusers' native attention on one device.
 
-    With a parallel config raise ValueError if the mask is causal, differs between queries or heads, or holds other biases than
-    these. Raise it too if there is dropout, or if the numbers of queries and keys differ, as in cross-attention.
+    With a parallel config raise ValueError if the call is causal or has dropout, or if the numbers of queries and keys differ, as
+    in cross-attention. Raise it too if the mask differs between queries or heads, or holds other floats than 0, -inf and the
+    dtype's lowest number.
     """
     if _parallel_config is None or _parallel_config.context_parallel_config is None:
         native: Any = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]

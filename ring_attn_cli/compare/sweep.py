@@ -22,8 +22,8 @@ SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
 class Sweep:
     """The checked request of a comparison. ``cases``: one for each combination of the values of ``SWEPT``.
 
-    ``named``: the variants as the user named them. ``axis``: "ranks" or the name in ``SWEPT`` with the most values (the first of
-    several), "" if each has only one. ``patience``: timeout in seconds.
+    ``named``: the variants as the user named them. ``axis``: of "ranks" and the names in ``SWEPT``, the argument with the most
+    values; the first one in a tie; "" if no argument has two values. ``patience``: timeout in seconds.
     """
 
     variants: tuple[Variant, ...]

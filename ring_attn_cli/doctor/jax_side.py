@@ -126,7 +126,7 @@ def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: JaxClock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
-    """Measure all-gathers, and sends to the next device. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
+    """Time all-gathers, and hops to the next device. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
     ranks = len(devices)
     mesh = Mesh(np.array(devices), ("seq",))
     onward = [(rank, (rank + 1) % ranks) for rank in range(ranks)]

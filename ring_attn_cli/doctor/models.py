@@ -56,7 +56,7 @@ KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_he
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one model class: its name, a key of VERDICTS, details in words, and the largest relative error, or None."""
+    """The result of one model class. ``verdict`` is a key of VERDICTS, ``error`` the largest relative error or None."""
 
     model: str
     verdict: str

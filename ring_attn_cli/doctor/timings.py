@@ -16,7 +16,7 @@ FITTED, NARROW = 128, 64
 
 
 class MeasuredSizes(NamedTuple):
-    """The sizes to measure: ``tokens`` of a sequence, ``bytes`` of a transfer, ``copied`` bytes that a copy reads and writes."""
+    """The sizes to measure: ``tokens`` of a sequence, ``bytes`` of a transfer, ``copied`` of a copy (read + written)."""
 
     tokens: tuple[int, ...]
     heads: int

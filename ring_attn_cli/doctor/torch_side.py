@@ -166,7 +166,7 @@ def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: Clock, sizes: MeasuredSizes, ranks: int) -> dict[str, Any]:
-    """Measure all-gathers, and sends to the next rank. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
+    """Time all-gathers, and hops to the next rank. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
     group = dist.group.WORLD
     found: dict[str, Any] = {"link": (), "collective": ()}
     for size in sizes.bytes:

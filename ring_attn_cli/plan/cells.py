@@ -88,5 +88,5 @@ def _within(run: Run, first: int, end: int) -> Run:
 
 
 def self_attention(plan: RingPlan) -> bool:
-    """Return True if queries and keys have equal lengths and shards, so that one strip and one column show both."""
+    """Return True if queries and keys have equal lengths and shards, so that drawings show them together."""
     return (plan.kv_local, plan.kv_length) == (plan.seq_local, plan.length)

@@ -298,7 +298,8 @@ def check_backend(backend: str, framework: str = "torch") -> None:
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
     """Return ``backend`` if it can run the problem; for "auto", the first backend not in ``failed`` without a reason against it.
 
-    A reason is an objection or a drawback. Raise ValueError if the name is unknown or the named backend has an objection.
+    An objection says why a backend cannot run the problem, and a drawback why "auto" does not take a backend that can. Raise
+    ValueError if the name is unknown, if the named backend has an objection, or if "auto" finds no backend.
     """
     check_backend(backend, problem.framework)
     objections = []

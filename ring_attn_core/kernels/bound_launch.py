@@ -38,7 +38,7 @@ class Parameters(NamedTuple):
 
 
 class DescriptorCache(dict[int, bytes]):
-    """A cache of the TMA descriptors of one array, by address; a lookup of a new address encodes its descriptor."""
+    """The TMA descriptors of one array argument of a launch, by address; a lookup of a new address encodes a descriptor."""
 
     def __init__(self, of: DescriptorFormat) -> None:
         super().__init__()

@@ -115,7 +115,7 @@ def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | No
 
 @contextmanager
 def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
-    """Apply ``as_before`` to the kernels that this thread compiles in the with block, if this release of Triton needs it.
+    """In the with block, rewrite the PTX of the kernels that this thread compiles by ``as_before``, from Triton 3.8 on.
 
     Other threads compile as usual.
     """

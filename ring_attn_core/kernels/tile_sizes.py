@@ -137,10 +137,11 @@ def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 
 def tail_of(head_dim: int, v_dim: int) -> int | None:
-    """Return the number of columns of k beyond the values, which the portable forward reads as a tile of their own.
+    """Return the width of k's second tile in the portable forward, where the values are the first ``v_dim`` columns of k.
 
-    Return 0 if the tile holds all columns of k, because both head dimensions have the same padded size. Return None if more than
-    ``WIDEST_TAIL`` columns would remain, so that the forward reads k and v as two tiles.
+    The first tile is also the tile of v, and the second holds the other columns of k. Return 0 if the first tile holds all
+    columns of k, because both head dimensions have the same padded size. Return None if the second tile would have more than
+    ``WIDEST_TAIL`` columns; then the forward reads k and v as two separate tiles.
     """
     if padded(head_dim) == padded(v_dim):
         return 0

@@ -47,7 +47,7 @@ class JoinedPlan(RingPlan):
     def q_slot(self) -> int:
         """Return the number of tokens of a query slot.
 
-        In a balanced layout a slot is all joined query shards; in another layout it is as long as in a single shard.
+        In a balanced layout all joined query shards form one slot. In another layout the slots of each shard stay as they are.
         """
         return super().q_slot * (self.q_shards if isinstance(self.layout, BalancedLayout) else 1)
 

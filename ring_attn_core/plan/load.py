@@ -34,8 +34,8 @@ class Load:
     ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
     host, 0 if unknown. ``share``: visible pairs divided by pairs under the mask alone, below 1 for documents of known lengths.
     ``extents``: whether queries or keys have extents. ``peer_access``: whether the ranks can copy from and to the memory of each
-    other's GPUs. ``needed``: the plan of "direct" in a balanced layout; None in another layout, and if "auto" may not take it.
-    ``even``: whether all ranks send equally many keys under the plan ``needed``, as in JAX.
+    other's GPUs. ``needed``: the plan of strategy "direct" in a balanced layout, if this plan surely sends every visible key;
+    else None. ``even``: whether all ranks send equally many keys under the plan ``needed``, as in JAX.
     """
 
     plan: RingPlan

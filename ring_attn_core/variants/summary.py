@@ -121,9 +121,8 @@ class SentBytes(NamedTuple):
 class SummaryPlan:
     """The plan of summary attention over a ring. ``local``: tokens of a shard, padding included.
 
-    The first ``blocks`` blocks are summarized, because some query sees them as summaries. They hold no padding. For each of these
-    blocks in its shard, a rank pools its own tokens into partial summaries, stored in one of ``slots`` slots. All ranks have the
-    same number of slots.
+    The first ``blocks`` blocks are summarized, because some query sees them as summaries. They hold no padding. A rank pools its
+    tokens of each such block into the partial summaries of the block, which take one slot. Every rank has ``slots`` slots.
     """
 
     options: SummaryOptions
@@ -132,7 +131,7 @@ class SummaryPlan:
 
     @property
     def length(self) -> int:
-        """The true global number of tokens."""
+        """The global number of tokens, without padding."""
         return self.ranks * self.local if self.options.length is None else self.options.length
 
     @property

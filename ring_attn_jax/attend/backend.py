@@ -38,9 +38,10 @@ class Backend(Protocol):
 
         ``total``: the state after the forward. ``dtotal``: (dout, dlse). The loop calls this once per backward.
 
-        A probability is ``exp(s - lse - rest)``, and in every gradient it is multiplied by dout or delta. The steps compute only
-        ``exp(s - lse)``, so this function scales dout and delta by ``exp(-rest)``. At queries with lse -inf, which see no key, it
-        sets dout and delta to 0, unless the kernels do: a NaN there would reach the keys' gradients.
+        ``total.rest`` is the rounding error of lse, so a probability is ``exp(s - lse - rest)``. In every gradient a probability
+        is multiplied by dout or delta. The steps compute only ``exp(s - lse)``, so this function scales dout and delta by
+        ``exp(-rest)``. At queries with lse -inf, which see no key, it sets dout and delta to 0, unless the kernels do: a NaN
+        there would reach the keys' gradients.
         """
         ...
 

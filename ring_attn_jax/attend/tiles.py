@@ -263,7 +263,7 @@ class Pair:
 
     @property
     def reached(self) -> jax.Array:
-        """True if any query of the tile lies in the extent of any key of the tile. The caller skips other pairs."""
+        """True if a valid query of the query tile is in the extent of a valid key of the key tile. Else the caller skips both."""
         return (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
 
     @property

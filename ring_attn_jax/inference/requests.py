@@ -53,10 +53,11 @@ class Requests:
         return replace(self, **{name: sharded.get(name, same) for name in DATA})
 
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
-        """Raise ValueError unless every request has room for ``tokens`` more, or for a chunk of ``tokens`` in ``layout``.
+        """Raise ValueError if a request has no room for ``tokens`` more tokens; else return the cache.
 
-        ``tokens``: an int for all requests, or one int each. With a window the room is unlimited. Return the cache. Call it
-        outside of jit, before a step: it copies ``counts`` to the host, and so waits for the previous step.
+        ``tokens``: an int for all requests, or one int each. With ``layout``, check the room of each rank for its part of a chunk
+        of ``tokens``. With a window the room is unlimited. Call this method outside of jit, before a step: it copies ``counts``
+        to the host, and so waits for the previous step.
         """
         more = [tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens
         more = checks.check_lengths(more, self.spec.batch, 2**30, "tokens to come")

@@ -94,9 +94,10 @@ class DilatedAttentionFunction(FlaxFunction):
 
 
 class VisibleTokens(NamedTuple):
-    """A mask within a band, as the keys that some query sees and the queries that see some key.
+    """A mask within a band, reduced to two sets of tokens: ``keys`` and ``queries``.
 
-    Each field is bool [batch, tokens]; None: all True.
+    ``fits`` says for which queries the band and the two sets give exactly the mask. Each field is bool [batch, tokens]; None: all
+    True.
     """
 
     keys: jax.Array | None = None

@@ -1,4 +1,4 @@
-"""The interface of a strategy, by which keys travel: the methods of ``Strategy``, and of the steps that it yields.
+"""The interface of a strategy: the methods of ``Strategy``, which moves keys between ranks, and of ``Step``.
 
 ``loop.py`` calls them in this order, in the forward and in the backward:
 
@@ -8,7 +8,7 @@
     Step.settle          return the state; the next step must not begin before the state is computed
     Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
     Step.home            after the last step of the backward: return the gradients of this rank's own keys
-    collect              after the last step of the forward: the inverse of ``spread`` for out, lse and rest
+    collect              after the last step of the forward: the inverse of ``spread`` for out, lse and lse's rounding error
     collect_gradients    after the last step of the backward: the inverse of ``spread`` for the gradients
 
 In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` they move arrays.

@@ -1,4 +1,4 @@
-"""Keys of the caches of results computed from extents. All layers of a model and both passes of a layer reuse these results."""
+"""Keys of the dictionaries that cache what was computed from extents, for all layers of a model and both passes of a layer."""
 
 from __future__ import annotations
 

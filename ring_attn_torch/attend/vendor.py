@@ -118,7 +118,7 @@ def _pieces_of(pair: Row) -> Iterator[QueryRange]:
 
 
 def _two_arrays(keys: Keys, d: int) -> tuple[Tensor, ...]:
-    """Return k and v, which are one array if the values are columns of k: their heads are of one size."""
+    """Return k and v. If the values are columns of k, both are the same array, because vendors need v_dim = head_dim = ``d``."""
     return (keys.kv, keys.kv) if keys.kv.shape[-1] == d else keys.kv.split([d, keys.kv.shape[-1] - d], -1)
 
 

@@ -35,8 +35,8 @@ def gather(
     divide the loss by ``ranks``. ``loss(..., group=group)`` does so already, because it counts the labels of every rank.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of ``length`` tokens in
-    ``layout``, or if ranks pass shards of different shapes or different arguments. Ranks compare these only in a call that is new
-    to each of them.
+    ``layout``, or if ranks pass shards of different shapes or different arguments. Ranks compare shapes and arguments only the
+    first time that they make such a call.
     """
     ring = _ring(group)
     _check("gather", x, ring, layout, length)

@@ -1,8 +1,8 @@
-"""Conversion of MultiheadAttention's attn_mask, also one for each head, to a band or extents, and a key mask.
+"""Conversion of MultiheadAttention's attn_mask to a band or extents, and a key mask if it needs one.
 
 A band's limits are the least and the greatest lag (query - key) of the visible pairs, or one of the two, or neither. If no such
-band equals the mask, a query's extent is the tightest interval around the keys that it sees. Both are tried with a key mask too,
-and a mask that none of them equals is refused.
+band equals the mask, a query's extent is the tightest interval around the keys that it sees. If no extents equal it either, the
+same is tried with a key mask. Any other mask is refused, and so is a mask that differs between the heads of a batch row.
 
 The functions of ``functional/`` use ``data/dense_masks.py`` of the core instead, which finds key extents too.
 """

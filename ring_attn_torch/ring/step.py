@@ -1,4 +1,4 @@
-"""The interface of a strategy, by which keys travel: the methods of ``Strategy``, and of the steps that it yields.
+"""The interface of a strategy: the methods of ``Strategy``, which moves keys between ranks, and of ``Step``.
 
 ``loop.py`` calls them in this order, in the forward and in the backward:
 
@@ -8,7 +8,7 @@
     Step.settle          return the state; the next step must not begin before the state is computed
     Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
     Step.home            after the last step of the backward: return the gradients of this rank's own keys
-    collect              after the last step of the forward: the inverse of ``spread`` for out, lse and rest
+    collect              after the last step of the forward: the inverse of ``spread`` for out, lse and lse's rounding error
     collect_gradients    after the last step of the backward: the inverse of ``spread`` for the gradients
 
 In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` they move arrays.
@@ -58,8 +58,8 @@ class Step(Protocol):
     def arrived(self) -> Tensor | None:
         """Return the gradients of ``keys`` that arrive with the keys, summed over the ranks visited so far.
 
-        Return None if no gradients came with the keys, as at the first step, and if each rank sends its gradients straight to the
-        rank that owns ``keys``.
+        Return None if no gradients came with the keys: at the first step, or at every step if each rank sends its gradients
+        straight to the rank that owns ``keys``.
         """
         ...
 

@@ -242,8 +242,9 @@ def _restored(own: Any, x: Any) -> Any:
 def _alike(mine: Any, theirs: Any) -> bool:
     """Return True if a checkpoint's value ``theirs`` of a setting has the type of the optimizer's value ``mine``.
 
-    The types are number, bool, text, and list of equal length with elements alike. None in ``mine`` fits any type. None in
-    ``theirs`` fits a bool, and any element of a list.
+    The types are number, bool, text and list. Two lists are alike if they have equal lengths, and each element of ``theirs`` is
+    None or like the element of ``mine`` at its place. If ``theirs`` is None, ``mine`` may also be a bool. If ``mine`` is None or
+    of another type, ``theirs`` may be anything.
     """
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)

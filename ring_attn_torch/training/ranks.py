@@ -142,9 +142,9 @@ def _part(x: DTensor) -> str:
 def together(call: str, ring: Group) -> Iterator[list[str]]:
     """Run the ``with`` block. If it raises on some ranks, raise on every rank of ``ring`` the error of the lowest such rank.
 
-    An OSError stays an OSError, any other error becomes a ValueError. The block may append texts to the yielded list; these must
-    be the same on every rank. The ValueError is a RankDifference if the texts differ, or if only some ranks had an error. On one
-    rank an error stays as it is.
+    An OSError stays an OSError. Any other error becomes a ValueError, or a RankDifference if only some ranks had an error. The
+    block may append texts to the yielded list. If no rank had an error and the texts differ between ranks, raise RankDifference.
+    In a ring of one rank an error stays as it is.
 
     Every rank of ``ring`` must enter with the same ``call``, a name. A rank with an error waits 5 seconds for the others, then
     raises its own.

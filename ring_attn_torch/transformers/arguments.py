@@ -62,7 +62,7 @@ class CheckedArguments(NamedTuple):
 def checked_arguments(
     model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> CheckedArguments:
-    """Return the checked arguments of a call. Raise ValueError on all ranks if any is unsupported or fails ``_compare``."""
+    """Return the checked arguments of a call. Raise ValueError on all ranks if one is unsupported or differs between ranks."""
     with same_error(ring.group):
         _check_attends(model)
         call_arguments = with_cache_renamed(model, _by_name(args, kwargs))

@@ -1,8 +1,8 @@
 """The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that uses it.
 
-Each rank holds the keys and values of a part of the tokens. The first call shards its tokens like a batch without a cache, and
-so does a later call with more than ``FEW`` tokens that keeps one token's logits: ``prefill`` attends over the ring, and the
-hidden states whose logits are kept are summed over the ranks. In other calls every rank computes all new tokens: each layer
+Each rank holds the keys and values of a part of the tokens. The first call shards its tokens like a batch without a cache. So
+does a later call that has more than ``FEW`` tokens and keeps the logits of one token. In these calls ``prefill`` attends over the
+ring, and the ranks sum the hidden states whose logits are kept. In other calls every rank computes all new tokens: each layer
 appends their keys and values to the cache, and ``tree_attention_decode`` merges the ranks' attention to their parts.
 """
 

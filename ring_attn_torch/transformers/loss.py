@@ -121,10 +121,10 @@ class ChunkedHead:
 
     @contextmanager
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
-        """Make the head return the summed loss of ``labels``, shaped [1, 1, 1], inside this ``with``.
+        """Inside this ``with`` the head returns the summed loss of ``labels`` as a tensor [1, 1, 1].
 
-        The model's forward raises ValueError if it changes this output, such as by a softcap. It raises it too if the head does
-        not get the hidden states of all tokens, or if the head's weight is a DTensor.
+        The model's forward raises ValueError if the model changes the head's output, for example by a softcap. It also raises
+        ValueError if the head gets the hidden states of only some tokens, or if the head's weight is a DTensor.
         """
         made: list[Tensor] = []
         batch.head_sums = True

@@ -54,7 +54,7 @@ class CallRing(NamedTuple):
 
 
 class LayerMask(NamedTuple):
-    """The mask of all layers with one pattern, with this rank's arrays. The model passes it to attention as attention_mask."""
+    """The mask that layers share, such as all with a window, for this rank's tokens. The model passes it as attention_mask."""
 
     ring: CallRing
     band: Band

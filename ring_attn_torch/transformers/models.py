@@ -184,7 +184,7 @@ def device_of(model: nn.Module) -> str:
 def check_backend(backend: str, device: str) -> None:
     """Raise ValueError if ``backend`` does not exist, or if ``device`` is a CPU and the backend has no CPU kernels.
 
-    The first call checks the backend's other requirements, such as GPU, dtypes and heads.
+    The model's first call of attention checks the other requirements of the backend, such as GPU, dtypes and heads.
     """
     check_backend_name(backend)
     if device != "cpu" or backend == "auto":

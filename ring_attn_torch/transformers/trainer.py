@@ -58,7 +58,10 @@ class RingTraining(Base):
     ring: CallRing
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ValueError if a Trainer of transformers or trl comes first: its methods would run without the ring."""
+        """Raise ValueError if a Trainer of transformers or trl precedes RingTraining among the bases of the class.
+
+        The methods of that Trainer would replace those of RingTraining, and run without the ring.
+        """
         super().__init_subclass__(**kwargs)
         check_mixin_first(cls, RingTraining, lambda kind: kind is Trainer or of_trl(kind))
 

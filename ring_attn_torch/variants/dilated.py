@@ -1,4 +1,4 @@
-"""Dilated attention: one ring attention per pattern (segment length, dilation), averaged with weights from the softmax."""
+"""Dilated attention: one ring attention per pattern (segment length, dilation), and the merge of their results."""
 
 from __future__ import annotations
 

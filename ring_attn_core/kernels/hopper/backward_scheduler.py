@@ -143,8 +143,8 @@ def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
     """Count the key tiles of a run that a query tile visits.
 
     Return (number of these key tiles, number of them before the program's key tile, whether that key tile is among them). Each
-    lane reads one interval. ``tile``: index of the query tile. ``adder`` walks the query tiles downwards and asks for the next
-    one in advance (by ``turn_of`` and ``visits``), so ``tile`` is -1 after tile 0; that result is not used.
+    lane reads one interval. ``tile``: index of the query tile. It may be -1, because ``adder`` of backward_dq.py visits
+    the query tiles in descending order and always asks about the next one too. The result for -1 is not used.
     """
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     tile = (work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)

@@ -5,13 +5,14 @@
 Shapes     as in portable/forward.py. q, k and v are read through TMA descriptors of [batch, tokens, heads, columns], so that no
            tile reaches into another batch row. The columns of q and k are in one part or two (parts.py)
 Program    at most 132 (one per multiprocessor of an H200), persistent: a producer warp, and 2 or 3 consumer warpgroups with 64
-           queries each of a (q tile, head, batch row). Programs take q tiles by tickets from a counter in memory: some heads at a
-           time, which share their keys in the L2 cache, and of these heads the last tiles first (scheduler.py). The prologue and
-           epilogue of one warpgroup overlap with the products of the others
+           queries each of a (q tile, head, batch row). A program takes its next q tile by a ticket from a counter in memory. The
+           tickets cover a few heads at a time, so that their keys stay in the L2 cache. Of these heads the last q tiles, or with
+           extents those with the most key tiles, come first (scheduler.py). The prologue and epilogue of one warpgroup overlap
+           with the products of the others
 Producer   takes tickets, and loads the next tile's q and first k while the consumers finish this tile. It fills ring buffers of
            STAGES tiles, the k of each step before the v of the previous step (forward_producer.py)
-Consumers  keep the probabilities, and mostly q (HopperConfig), in registers. S = q k^T of this tile and P v of the previous tile
-           are in flight together, and the softmax overlaps with P v (FlashAttention-3, arXiv:2407.08608, section 3.2)
+Consumers  keep the probabilities in registers, and q too if ``HopperConfig.q_in_registers``. S = q k^T of this tile and P v of
+           the previous tile are in flight together. The softmax overlaps with P v (FlashAttention-3, arXiv:2407.08608, sec. 3.2)
 K tiles    the runs of keys are visited one after the other, and the pipeline never drains between runs. Columns of a tile beyond
            its run are masked or zeroed
 State      as in portable/forward.py. The (out, lse) of earlier shards are read during the last product (forward_epilogue.py)

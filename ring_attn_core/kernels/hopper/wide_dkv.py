@@ -10,7 +10,8 @@ the products of the other fill the tensor cores. dq has a separate launch (wide_
 Shapes     as in portable/backward_dkv.py; q, dout, k and v are read through TMA descriptors, in one part or two (parts.py)
 Program    one for each (tile of 64 keys, key head, batch row). It visits the queries that see these keys, in every query head of
            the group
-Pipeline   q and dout have STAGES stages. The next tile's score product is in flight beside dv, its product dp beside dk
+Pipeline   q and dout have STAGES stages. The first warpgroup runs k q^T of the next tile together with this tile's
+           product for dv. The second runs v dout^T of the next tile together with this tile's product for dk
 Extents    as in backward.py, but a tile in which each query sees each key (flag WHOLE) needs no mask
 ALiBi      as in backward.py
 Dropout    as in backward.py: the sign of p holds the mask
@@ -79,7 +80,10 @@ class WideConstants(NamedTuple):
 
 
 class WideSharedMemory(NamedTuple):
-    """The tiles in shared memory, and mbarriers. ``p`` passes between the warpgroups; ``own_full`` signals the producer alone."""
+    """The tiles in shared memory, and the mbarriers of loads.
+
+    ``p`` is the tile that the first warpgroup passes to the second. The producer alone waits for ``own_full``.
+    """
 
     q: Any
     dout: Any

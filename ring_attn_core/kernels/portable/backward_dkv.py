@@ -9,8 +9,8 @@ One pass over the queries that see a tile of keys, for each query head of the gr
 Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32, bounds int32 [B, q tiles, 4] (backward_sums.py), the
            other arrays as in forward.py -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD
 Program    one (k tile, key head, batch row), tiles fastest; a k tile lies within one run
-Q tiles    those within the band that the extents (by ``bounds``) and the key extents allow. Most q tiles that see the whole
-           k tile need no mask (``tiles_in_bounds``)
+Q tiles    those that the band, the extents (as ``bounds``) and the key extents all allow. Most q tiles that see the whole k tile
+           need no mask (``tiles_in_bounds``)
 State      FIRST: dk and dv start at 0; else dk_in and dv_in f32, which dk and dv may overwrite in place
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """

@@ -71,10 +71,11 @@ TANH_REGISTERS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 8))
 
 @triton.jit
 def scores(products, i, j, slope, row, args, ACCURATE: tl.constexpr):
-    """Return the scores in base 2 and, for the backward, t: the tanh of softcap, or without softcap the scaled products.
+    """Return (s, t): the scores in base 2, and t for the backward.
 
-    ``products`` are q . k of a tile. ``args.inner`` is scale log2(e); with softcap it is scale / softcap, and ``args.softcap`` is
-    softcap log2(e). Both are rounded once, on the host. ``slope`` is None without ALiBi.
+    With softcap t is ``tanh(products * args.inner)``, without it ``products * args.inner``. ``products`` are q . k of a tile.
+    ``args.inner`` is scale log2(e); with softcap it is scale / softcap, and ``args.softcap`` is softcap log2(e). Both are rounded
+    once, on the host. ``slope`` is None without ALiBi.
     """
     if args.softcap is None:
         s = products * args.inner

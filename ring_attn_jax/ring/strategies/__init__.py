@@ -1,8 +1,8 @@
 """The strategies by which keys travel, by name.
 
-To add one, write the methods of ``Strategy`` and ``Step`` that ``ring/step.py`` lists, in a file of this folder and of the other
-package's, and name it here and in ``problem/strategies.py`` of the core. The section "Add a strategy" of CONTRIBUTING.md has the
-rest.
+To add a strategy, write the methods of ``Strategy`` and ``Step`` (``ring/step.py``) in a new file of this folder, and do the same
+in the other package. Enter its name in ``STRATEGIES`` of both packages and of ``problem/strategies.py`` in the core. The section
+"Add a strategy" of CONTRIBUTING.md has the other steps.
 """
 
 from ..step import Strategy
