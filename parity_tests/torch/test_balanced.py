@@ -118,7 +118,9 @@ def test_two_runs_give_the_same_bits(gloo):
     check_same(run(gloo, CASES[0]), run(gloo, CASES[0]))
 
 
-def attend_shard(group: Any, ids: np.ndarray, documents: np.ndarray, arrays: list[np.ndarray]) -> list[np.ndarray]:
+def attend_shard(
+    group: Any, ids: np.ndarray, documents: np.ndarray, arrays: list[np.ndarray], strategy: str = "auto"
+) -> list[np.ndarray]:
     """Return whole out and gradients of q, k and v of packed documents, from this rank's shard."""
     rank, ranks = group.rank(), group.size()
     whole = shard_batch(torch.from_numpy(ids), "balanced", ranks, documents=torch.from_numpy(documents))
@@ -131,7 +133,7 @@ def attend_shard(group: Any, ids: np.ndarray, documents: np.ndarray, arrays: lis
     q, k, v, dout = map(own, arrays)
     q, k, v = (x.requires_grad_() for x in (q, k, v))
     call: dict[str, Any] = {"layout": shard.layout, "extents": shard.extents, "length": shard.length}
-    out = ring_attention(q, k, v, group=group, **call)
+    out = ring_attention(q, k, v, group=group, strategy=strategy, **call)
     gradients = torch.autograd.grad(out, (q, k, v), dout)
     results = []
     for x in (out.detach(), *gradients):
@@ -148,12 +150,13 @@ def test_packed_documents_are_each_as_if_alone(gloo, ranks):
         check_documents(documents, arrays, results)
 
 
-def test_a_document_changes_no_bit_of_another(gloo):
+@pytest.mark.parametrize("strategy", first(["direct", "ring", "gather"], 2))
+def test_a_document_changes_no_bit_of_another(gloo, strategy):
     ids, documents, arrays = batch_of_documents()
-    before = gloo(4, attend_shard, ids, documents, arrays)[0]
+    before = gloo(4, attend_shard, ids, documents, arrays, strategy)[0]
     changed = documents == 3
     other = [np.where(changed[..., None, None], -3 * x, x) for x in arrays]
-    after = gloo(4, attend_shard, ids, documents, other)[0]
+    after = gloo(4, attend_shard, ids, documents, other, strategy)[0]
     for x, y in zip(before, after, strict=True):
         np.testing.assert_array_equal(x[~changed], y[~changed])
         assert (x[changed] != y[changed]).any()
