@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -28,6 +29,7 @@ from ..support.models import (
     STEPS,
     TRANSFORMER,
     Arrays,
+    in_one,
     made_and_called,
     packed_batch,
     transformer_weights,
@@ -117,13 +119,19 @@ def run_transformer(
 
 @cache
 def packed_training(ranks: int) -> Arrays:
-    """Losses of the training of PACKED, and the weights after it."""
+    """Losses of the training of PACKED, the gradients of its first ten steps, and the weights after it."""
     model, step = transformer_step(ranks, "zigzag", PACKED_LENGTH, **PACKED)
     parameters = loaded(model, transformer_weights(**PACKED), ranks)
-    data, losses = sharded(ranks, "zigzag", **packed_batch()), []
+    data, losses, every = sharded(ranks, "zigzag", **packed_batch()), [], []
+    optimizer = optax.sgd(LEARNING_RATE)
+    state = optimizer.init(parameters)
     for seed in range(STEPS):
         (value, _), gradients = step(parameters, data, seed)
         losses.append(float(value))
-        parameters = jax.tree.map(lambda p, gradient: p - LEARNING_RATE * gradient, parameters, gradients)
+        if seed < 10:
+            nnx.update(model, gradients)
+            every.append(to_numpy(model))
+        updates, state = optimizer.update(gradients, state)
+        parameters = optax.apply_updates(parameters, updates)
     nnx.update(model, parameters)
-    return {"losses": np.array(losses), **to_numpy(model)}
+    return {"losses": np.array(losses), **in_one(every), **to_numpy(model)}

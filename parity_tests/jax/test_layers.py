@@ -143,7 +143,7 @@ def test_a_call_without_a_seed_is_evaluation():
     assert (layers[1](jnp.asarray(x[:, :36]), dropout_seed=3) != without).any()
 
 
-@pytest.mark.full  # test_layers_parity.py compares the ring with PyTorch's, and that one with one device
+@pytest.mark.exhaustive
 def test_packed_training_over_a_ring_is_the_one_on_one_device():
     ring, alone = packed_training(4), packed_training(1)
     np.testing.assert_allclose(ring["losses"], alone["losses"], rtol=1e-5)

@@ -217,3 +217,19 @@ def assert_near(got: Arrays, expected: Arrays, relative: float) -> None:
     for name in expected:
         distance = np.linalg.norm(np.asarray(got[name] - expected[name])) / np.linalg.norm(np.asarray(expected[name]))
         assert distance <= relative, f"{name} differs by {distance:.3g}, allowed {relative:.3g}"
+
+
+def apart(ours: Arrays, theirs: Arrays) -> float:
+    """Return the norm of the difference of a step's gradients, relative to theirs, in the tensor where it is the largest.
+
+    The norm of a gradient that is (nearly) zero counts as a hundredth of the norm of all of them.
+    """
+    assert ours.keys() == theirs.keys()
+    norm = lambda arrays: float(np.sqrt(sum((x.astype(np.float64) ** 2).sum() for x in arrays)))
+    least = norm(theirs.values()) / 100
+    return max(norm([ours[name] - x]) / max(norm([x]), least) for name, x in theirs.items())
+
+
+def in_one(gradients: list[Arrays]) -> Arrays:
+    """Return the gradients of all steps, [steps, ...], under names of their own."""
+    return {f"gradient of {name}": np.stack([step[name] for step in gradients]) for name in gradients[0]}

@@ -89,6 +89,8 @@ class Result(NamedTuple):
     labels: np.ndarray | None
     counted: tuple[float, float] = 0, 0
     """The tokens that were seen, where that was asked for, and the floating point operations."""
+    gradients: tuple[dict[str, np.ndarray], ...] = ()
+    """Of every step of this run, as they were clipped."""
 
 
 class Killed(Exception):
@@ -104,6 +106,16 @@ class Kill(TrainerCallback):
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self.steps:
             raise Killed
+
+
+class Gradients(TrainerCallback):
+    """Copies the gradients with which each step is made."""
+
+    def __init__(self) -> None:
+        self.copies: list[dict[str, np.ndarray]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self.copies.append({name: p.grad.numpy().copy() for name, p in model.named_parameters() if p.grad is not None})
 
 
 @contextmanager
@@ -181,7 +193,7 @@ def trained(run: Run, group: Any = None, kind: type[Trainer] | None = None) -> R
             train_dataset=Stream() if run.streamed else Rows(),
             eval_dataset=Rows(),
             compute_metrics=metrics,
-            callbacks=[Kill(run.killed_after)] if run.killed_after else [],
+            callbacks=[Gradients(), *([Kill(run.killed_after)] if run.killed_after else [])],
             **others,
         )
         trainer.pop_callback(next(c for c in trainer.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"))
@@ -201,11 +213,16 @@ def _result(run: Run, trainer: Trainer) -> Result:
         assert told is not None
         assert {f"test_{name}" for name in ("loss", "accuracy")} <= set(told)
     counted = float(trainer.state.num_input_tokens_seen), trainer.state.total_flos
-    return Result(weights_of(trainer), logged(trainer), measured, logits, labels, counted)  # type: ignore[arg-type]
+    return Result(weights_of(trainer), logged(trainer), measured, logits, labels, counted, gradients_of(trainer))  # type: ignore[arg-type]
 
 
 def weights_of(trainer: Any) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy().copy() for name, p in trainer.model.named_parameters() if p.requires_grad}
+
+
+def gradients_of(trainer: Any) -> tuple[dict[str, np.ndarray], ...]:
+    (recorder,) = (callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Gradients))
+    return tuple(recorder.copies)
 
 
 def logged(trainer: Any) -> list[dict[str, float]]:
@@ -215,7 +232,7 @@ def logged(trainer: Any) -> list[dict[str, float]]:
 
 
 def tuned_by_trl(group: Any, folder: str) -> Result:
-    """Four steps of trl's SFTTrainer, which packs documents of 5 to 18 tokens; on a ring of ``group``'s ranks if there is one."""
+    """Ten steps of trl's SFTTrainer, which packs documents of 5 to 18 tokens; on a ring of ``group``'s ranks if there is one."""
     from datasets import Dataset as Table  # type: ignore[import-not-found]
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -233,7 +250,7 @@ def tuned_by_trl(group: Any, folder: str) -> Result:
     with launched(*(0, 1) if group is None else (group.rank(), group.size())):
         arguments = SFTConfig(
             output_dir=folder,
-            max_steps=4,
+            max_steps=10,
             per_device_train_batch_size=2,
             per_device_eval_batch_size=2,
             gradient_accumulation_steps=2,
@@ -257,9 +274,11 @@ def tuned_by_trl(group: Any, folder: str) -> Result:
             train_dataset=table,
             eval_dataset=table,
             processing_class=tokenizer,
+            callbacks=[Gradients()],
         )
         trainer.train()
-        return Result(weights_of(trainer), logged(trainer), {"eval_loss": trainer.evaluate()["eval_loss"]}, None, None)
+        measured = {"eval_loss": trainer.evaluate()["eval_loss"]}
+        return Result(weights_of(trainer), logged(trainer), measured, None, None, gradients=gradients_of(trainer))
 
 
 def all_trained(group: Any, runs: list[Run]) -> list[Result]:

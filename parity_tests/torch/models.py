@@ -26,6 +26,7 @@ from ..support.models import (
     STEPS,
     TRANSFORMER,
     Arrays,
+    in_one,
     made_and_called,
     packed_batch,
     transformer_weights,
@@ -79,15 +80,17 @@ def training_on_rank(group: Group, weights: Arrays, ids: np.ndarray, labels: np.
 
 
 def packed_training_on_rank(group: Group) -> Arrays:
-    """Losses of the training of PACKED, and the weights after it."""
+    """Losses of the training of PACKED, the gradients of its first ten steps, and the weights after it."""
     model = from_numpy(RingTransformer(**PACKED, group=group), transformer_weights(**PACKED))
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    losses = []
+    losses, every = [], []
     for seed in range(STEPS):
         optimizer.zero_grad()
         losses.append(step(model, group, seed, **packed_batch())[1].item())
+        if seed < 10:
+            every.append({name: x.copy() for name, x in gradients(model).items()})
         optimizer.step()
-    return {"losses": np.array(losses), **to_numpy(model)}
+    return {"losses": np.array(losses), **in_one(every), **to_numpy(model)}
 
 
 @cache

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ring_attn_torch.transformers as hf
 
 from .hugging_face import VOCAB, make
-from .hugging_face_training import Result, launched, logged, on_cpus, weights_of
+from .hugging_face_training import Gradients, Result, gradients_of, launched, logged, on_cpus, weights_of
 from .test_transformers_training import near
 
 pytestmark = pytest.mark.slow
@@ -29,7 +29,7 @@ FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", 
 
 
 def preferred_by_trl(group: Any, ring: int, differing: bool = False) -> Result:
-    """Four steps of trl's DPOTrainer with its metrics, on rings of ``ring`` ranks, or on one process without ``group``.
+    """Ten steps of trl's DPOTrainer with its metrics, on rings of ``ring`` ranks, or on one process without ``group``.
 
     ``differing``: the reference of the last rank has another weight.
     """
@@ -52,11 +52,11 @@ def preferred_by_trl(group: Any, ring: int, differing: bool = False) -> Result:
         groups = [] if group is None else [dist.new_group(range(i, i + ring)) for i in range(0, group.size(), ring)]
         arguments = DPOConfig(
             output_dir="unused",
-            max_steps=4,
+            max_steps=10,
             per_device_train_batch_size=2 // rings,
             per_device_eval_batch_size=2 // rings,
             gradient_accumulation_steps=2,
-            learning_rate=3e-3,
+            learning_rate=1e-3,
             adam_epsilon=1e-4,
             logging_steps=1,
             use_cpu=True,
@@ -73,13 +73,14 @@ def preferred_by_trl(group: Any, ring: int, differing: bool = False) -> Result:
             reference.model.norm.weight.data[0] += 1
         table = Table.from_list(pairs)
         told = {"args": arguments, "train_dataset": table, "eval_dataset": table, "processing_class": tokenizer}
+        told["callbacks"] = [Gradients()]
         trainer = kind(model=model, ref_model=reference, **told, **more)
         trainer.train()
         entries = [entry for entry in trainer.state.log_history if "loss" in entry]
         names = ("logps/chosen", "rewards/margins", "entropy", "mean_token_accuracy", "num_tokens")
         metrics = {f"{name} {step}": entry[name] for step, entry in enumerate(entries) for name in names}
         metrics["eval_loss"] = trainer.evaluate()["eval_loss"]
-        return Result(weights_of(trainer), logged(trainer), metrics, None, None)
+        return Result(weights_of(trainer), logged(trainer), metrics, None, None, gradients=gradients_of(trainer))
 
 
 @pytest.mark.exhaustive
