@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from ..support.models import Arrays, apart
+
 pytestmark = pytest.mark.slow
 BATCH, TOKENS, VOCAB = 2, 32, 64
 ENDS = torch.tensor([0, 5, 18, 19, TOKENS])
@@ -44,8 +46,8 @@ def dense(window: tuple[int, int], documents: bool) -> torch.Tensor:
     return mask & (of[:, None] == of) if documents else mask
 
 
-def steps(group: Any, window: tuple[int, int], documents: bool, layout: str) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The losses of ten steps of SGD, and the weights then; without ``group`` by torch's attention and a dense mask."""
+def steps(group: Any, window: tuple[int, int], documents: bool, layout: str) -> tuple[list[float], list[Arrays], Arrays]:
+    """The losses and gradients of ten steps of SGD, and the weights then; without ``group`` by a dense mask."""
     torch.set_grad_enabled(True)
     model = model_of(window)
     inner = [layer.attention.inner_attention for layer in model.layers.values()]
@@ -68,7 +70,7 @@ def steps(group: Any, window: tuple[int, int], documents: bool, layout: str) -> 
     if documents:
         place = place - ENDS[torch.bucketize(place, ENDS[1:], right=True)]
     positions = place.expand(BATCH, -1)
-    losses = []
+    losses, gradients = [], []
     for step in range(10):
         ids = torch.randint(VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(step))
         arrays, given = (ids[:, :-1], ids[:, 1:]), {}
@@ -86,11 +88,12 @@ def steps(group: Any, window: tuple[int, int], documents: bool, layout: str) -> 
             for p in model.parameters():
                 dist.all_reduce(p.grad, group=group)
         losses.append(told.item())
+        gradients.append({name: p.grad.numpy().copy() for name, p in model.named_parameters()})
         with torch.no_grad():
             for p in model.parameters():
                 p -= 0.05 * p.grad
                 p.grad = None
-    return losses, {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+    return losses, gradients, {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -99,9 +102,10 @@ def steps(group: Any, window: tuple[int, int], documents: bool, layout: str) -> 
     ids=["causal", "documents", "window, documents"],
 )
 def test_ten_steps_on_a_cp_axis_are_those_of_one_process(four: Any, window: Any, documents: bool, layout: str):
-    losses, weights = steps(None, window, documents, layout)
-    for got, got_weights in four(4, steps, window, documents, layout):
-        assert np.abs(np.array(got) - losses).max() < 1e-5
+    losses, gradients, weights = steps(None, window, documents, layout)
+    for got, got_gradients, got_weights in four(4, steps, window, documents, layout):
+        assert np.abs(np.divide(got, losses) - 1).max() < 1e-5
+        assert max(map(apart, got_gradients, gradients)) < 1e-5
         worst = {name: float(np.abs(got_weights[name] - x).max() / max(np.abs(x).max(), 1)) for name, x in weights.items()}
         assert {name: x for name, x in worst.items() if x > 1e-5} == {}
 
