@@ -39,7 +39,7 @@ TESTS = (
     *("torch/test_vendor.py", "torch/test_mistakes.py"),
     *("torch/test_transformers_generate.py", "torch/test_transformers_interfaces.py", "torch/test_transformers_memory.py"),
     *("torch/test_transformers_models.py", "torch/test_transformers_parallel.py", "torch/test_transformers_refusals.py"),
-    "torch/test_transformers_training.py",
+    *("torch/test_transformers_accelerate.py", "torch/test_transformers_training.py", "jax/test_packed_steps.py"),
     *("test_config_parity.py", "test_demo.py", "test_generate_cli.py", "test_layers_parity.py", "test_train_parity.py"),
     *("test_weights_parity.py", "house/test_annotations.py", "house/test_imports.py"),
 )
