@@ -28,8 +28,8 @@ class Backend(Protocol):
         """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return the new state.
 
         ``rows``: a ``Row`` for each pair of runs. ``total`` is None before the first step. The state is float32 (float64 for
-        float64 inputs). After the ``last`` step ``out`` is cast to q's dtype. The state has a ``rest`` if
-        ``carries_rest(q.dtype)``.
+        float64 inputs). After the ``last`` step ``out`` is cast to q's dtype. The state has a ``rest``, the rounding error of
+        lse, if ``carries_rest(q.dtype)``.
         """
         ...
 
@@ -58,8 +58,8 @@ class Backend(Protocol):
         """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns.
 
         ``arrived()`` returns the gradients of ``keys`` from other ranks' queries, or None. ``dq`` is None before the first step.
-        Return dq and the gradients of ``keys``. A complete gradient may be in q's dtype; an incomplete one is in float32 (float64
-        for float64 inputs).
+        Return dq and the gradients of ``keys``. A gradient to which later steps or other ranks still add is in float32 (float64
+        for float64 inputs). A complete gradient may be in q's dtype.
         """
         ...
 

@@ -39,7 +39,7 @@ LOG2E = math.log2(math.e)
 class Blockwise:
     """The backend "blockwise": plain torch, tile by tile. Vendors' backends override only ``merged`` and ``gradients``.
 
-    ``v_dim``: number of k's first columns that are the values; None: v follows k in ``Keys.kv``.
+    ``v_dim``: the first ``v_dim`` columns of k are the values. None: ``Keys.kv`` holds v behind k.
     """
 
     two_arrays: ClassVar[bool] = False

@@ -26,13 +26,13 @@ from ring_attn_core.problem.decode import Decode
 from .launch import aligned, launch
 
 CHUNK, CONVERTED = 2**20, 1024
-"""``blockwise`` reads the slots in chunks: of about CHUNK scores each, but of CONVERTED to LONGEST slots.
+"""The approximate number of scores of a chunk of slots in ``blockwise``, and the least number of its slots.
 
 If k and v must be converted to a wider dtype, a chunk has CONVERTED slots, so that the converted values may fit into a CPU cache.
 """
 
 LONGEST = 4096
-"""The most slots of a chunk. A test with one sum over 32,768 slots had an error of 2.0e-6; the tests allow 8.3e-7."""
+"""The greatest number of slots of a chunk. A test with one sum over 32,768 slots had an error of 2.0e-6; tests allow 8.3e-7."""
 
 
 class DecodeArrays(NamedTuple):
@@ -109,9 +109,9 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     """Compute attention over this rank's slots in plain torch, one batch row and chunk of slots at a time.
 
-    Return out and lse packed in one array [b n h e+1]. The v of a slot that no query sees may be NaN, and is replaced by 0. On a
-    CPU, where reading a value needs no synchronization, this is done only if the product p v is not finite, and a chunk without
-    a visible slot is skipped.
+    Return out and lse packed in one array [b n h e+1]. If no query sees a slot, its v may be NaN and is replaced by 0. On a CPU,
+    where reading a value needs no synchronization, v is replaced only if the product p v is not finite. A CPU also skips each
+    chunk without a visible slot.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]

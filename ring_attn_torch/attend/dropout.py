@@ -35,7 +35,7 @@ class Dropout(NamedTuple):
 
 
 def dropout_state(dropout: Dropout, device: torch.device) -> Tensor:
-    """Return the dropout state, int64 [4]: the seed's lower and upper 32 bits, the global index of the first batch row and head.
+    """Return the dropout state, int64 [4]: lower and upper 32 bits of the seed, global indices of the first batch row and head.
 
     Build it on the device, because a copy from the host would wait for the device. Raise ValueError if the offset is not a
     pair, if a value is not an int or a 0-d integer tensor, or if an int is out of range.
@@ -80,6 +80,6 @@ def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) ->
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower 32 bits of ``a * constant``. An int64 holds all 64 bits of the product, one as its sign."""
+    """Return the upper and lower 32 bits of ``a * constant``. The product has 64 bits; the highest is the int64's sign bit."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

@@ -84,10 +84,10 @@ class Kernels:
         arrived: Callable[[], Tensor | None],
         last: bool,
     ) -> tuple[Tensor, Gradients]:
-        """Compute a step's gradients by one Hopper kernel if ``in_one_pass`` says so, else by one for dq and one for dk and dv.
+        """Compute a step's gradients by kernels. See ``Backend.attend_backward``.
 
-        The Hopper kernel sums dq in float32; after the ``last`` step another kernel scales and rounds it. See
-        ``Backend.attend_backward``.
+        If ``steps.in_one_pass``, one Hopper kernel computes dq, dk and dv. It sums dq in float32. After the ``last`` step another
+        kernel scales and rounds dq. Otherwise one kernel computes dq, and another dk and dv.
         """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
@@ -128,7 +128,7 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend for a shard of the size of ``keys``: the strategy "direct" receives shards of several sizes."""
+        """Return a copy of this backend for shards as large as ``keys``. In the strategy "direct" shards differ in size."""
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class Kernels:
 
 
 LISTED = {"rows", "extents", "bounds", "key_tiles"}
-"""Inputs that several calls share. The outputs of a launch that reads no other inputs are cached."""
+"""Names of input arrays that several calls share. If a launch reads only these inputs, its outputs are cached."""
 
 
 def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch]) -> None:

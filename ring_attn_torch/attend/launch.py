@@ -75,7 +75,7 @@ ZEROS, ZERO = 256, 16
 """The number of zeroed scratch buffers that are allocated together, and the bytes of each."""
 
 _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""The unused zeroed buffers of each (device, stream). One stream orders their allocation and their use."""
+"""The unused zeroed buffers by (device, stream). A buffer is zeroed and used on the same stream, so the zeroing comes first."""
 
 
 def _zeros(x: Output, device: torch.device) -> Tensor:

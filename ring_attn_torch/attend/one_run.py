@@ -4,7 +4,8 @@ A rank's token positions ascend, so the key positions [first, end) that a query 
 
     [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
 
-The converted extents hold the mask and the documents. Key extents are converted alike to local indices of the queries.
+So the converted extents express both the mask and the documents. Key extents, which hold query positions, are converted in the
+same way to local indices of the queries.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)  # an entry per mask and layout, 16 bytes per query on the device
 def _limits(runs: Runs, tokens: int, band: Band, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return bounds (least, most), int32 [s 2] each: an extent (first, end) clamped to them holds only keys within ``band``."""
+    """Return the bounds (least, most), int32 [s 2] each, between which an extent [s 2] must be clamped to lie within ``band``."""
     at = _positions(runs, tokens, torch.device("cpu")).long()
     least, most = torch.zeros(tokens, 2, dtype=torch.int32), torch.full((tokens, 2), BEYOND, dtype=torch.int32)
     if band.hi is not None:

@@ -9,7 +9,11 @@ from torch import Tensor
 
 
 class Unchanged:
-    """A cache key made of a tensor or None. Keys are equal if they hold the same object, not modified between their creations."""
+    """A cache key made of a tensor or None.
+
+    Two cache keys are equal if they hold the same tensor object and the tensor was not modified after the first was created and
+    before the second was. Two keys of None are equal too.
+    """
 
     __slots__ = "tensor", "version"
 
@@ -35,5 +39,5 @@ def reusable(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the current CUDA stream of a device, 0 on CPUs. It is part of a cache key: a stream reads only its own results."""
+    """Return the current CUDA stream of a device, 0 on CPUs. Cache keys include it: a stream may read only its own results."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0

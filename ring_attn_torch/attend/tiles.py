@@ -131,7 +131,10 @@ class TileInputs:
                     yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
-        """Return True if a query of ``queries`` may lie in the key extents of a key tile: the one at ``first`` in run ``run``."""
+        """Return True if a key of the key tile may have a query of ``queries`` in its key extent.
+
+        ``run``, ``first``: the number of the key tile's run, and the tile's first index in it.
+        """
         if self.key_extents is None:
             return True
         least, greatest = self._key_reach[run, first]
@@ -148,13 +151,13 @@ class TileInputs:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return {(run, first): (smallest start, largest end)} of the extents in each query tile. See ``reach_of``."""
+        """Return the smallest start and the largest end of the extents in each query tile, as ``reach_of`` does."""
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return {(run, first): (smallest start, largest end)} of the key extents in each key tile. See ``reach_of``."""
+        """Return the smallest start and the largest end of the key extents in each key tile, as ``reach_of`` does."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [
@@ -166,9 +169,9 @@ class TileInputs:
 
 
 def reach_of(extents: Tensor, tiles: list[Tile]) -> dict[tuple[int, int], tuple[int, int]]:
-    """Return {(run, first): (smallest start, largest end)} of the ``extents`` [b n 2] in each tile, ignoring empty extents.
+    """Return the smallest start and the largest end of the ``extents`` [b n 2] in each tile, ignoring empty extents.
 
-    Read the bounds of all tiles in one transfer from the device.
+    The result is {(tile.run, tile.first): (smallest start, largest end)}. All bounds are read in one transfer from the device.
     """
     if not tiles:
         return {}

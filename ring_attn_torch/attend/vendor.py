@@ -55,7 +55,10 @@ class Vendor(Blockwise):
     name: str
 
     def merged(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State) -> State:
-        """Merge attention to the visible keys into ``total`` in place, except ``rest``: vendors return only lse."""
+        """Merge attention to the visible keys into ``out`` and ``lse`` of ``total`` in place. Return ``total``.
+
+        Leave ``total.rest`` unchanged, because vendors do not return the rounding error of lse.
+        """
         out, lse, _ = total
         q, (k, v) = aligned(q), _two_arrays(keys, q.shape[-1])
         for piece in pieces(rows) if q.numel() else ():
@@ -89,7 +92,7 @@ class Vendor(Blockwise):
 def pieces(rows: Rows) -> Iterator[QueryRange]:
     """Split all pairs of runs into pieces, each for one call of a vendor's kernel.
 
-    The bands must have no upper bound ``hi``, so no window: a query sees all keys before the last key that it sees.
+    No band may have an upper bound ``hi``, as a window has. So a query sees all keys before the last key that it sees.
     """
     for pairs in rows:
         for pair in pairs:
