@@ -151,7 +151,7 @@ def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 Outputs = tuple[Tensor, Tensor, Tensor]
-"""The outputs of a forward op: out, lse and the rest of lse, an empty tensor if the state has no rest."""
+"""The outputs of a forward op: out, lse, and the rounding error of lse, or an empty tensor if ``State.rest`` is None."""
 
 
 def as_outputs(total: State) -> Outputs:
@@ -204,7 +204,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def saved_of(ctx: Any) -> tuple[tuple[Tensor, ...], Arrays]:
-    """Return (arrays, optional arrays) of the forward. The first are q, k, v, out and lse, then ``rest`` if the state has one."""
+    """Return ((q, k, v, out, lse), optional arrays) of the forward. If the state has a ``rest``, it follows lse."""
     saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     optional = len(Arrays._fields)
     return saved[optional:], Arrays(*saved[:optional])
@@ -256,7 +256,7 @@ class Eager(torch.autograd.Function):
 
 
 def eager_only(tensors: Iterable[Any]) -> bool:
-    """Return True outside of compilers, tracers, modes and transforms if all are Tensors or Parameters, not meta or nested."""
+    """Return True outside compilers, tracers, modes and transforms, if all are Tensors or Parameters, and not meta or nested."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0

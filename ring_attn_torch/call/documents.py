@@ -2,8 +2,8 @@
 
 A rank can read the extents of its own queries only, so each rank checks its extents, and all ranks exchange the results. On a CPU
 each call with extents makes this exchange in any case; on GPUs each new tensor of extents costs one exchange, except in
-inference mode. Once any extents reach beyond the documents, "auto" selects as without this check, in later calls of the problem
-and in the backward of earlier ones.
+inference mode. Once a call's extents reach beyond the documents, "auto" no longer selects "direct" for this problem, neither in
+later calls nor in the backward of earlier calls.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from ..ring.groups import Group, capturing, rank_in, ranks_of
 from .prepare import Arrays, checked
 
 EACH_TIME = ("cpu",)
-"""The device types whose extents are checked at each call. On others a tensor is checked once, while it is remembered."""
+"""The device types whose extents are checked at each call. On other devices a remembered tensor is not checked again."""
 
 MOST_LOOKED = 32
-"""The most checked tensors of extents to remember. A remembered tensor stays in memory."""
+"""The largest number of tensors of extents that are remembered as checked. A remembered tensor stays in memory."""
 
 
 class Found(NamedTuple):
     """The results of the checks of a group, equal on all its ranks.
 
-    ``within``: for each problem, True if all its extents so far stayed within the documents. ``looked``: the newest extents that
-    were found to stay within them.
+    ``within``: for each problem, True if all its extents so far stayed within the documents. ``looked``: the remembered extents,
+    which are the newest that were found to stay within the documents, with their problems.
     """
 
     within: dict[Problem, bool]

@@ -87,7 +87,7 @@ class CompiledCall(NamedTuple):
     backend: Backend
     strategy: str
     steps: RingPlan
-    """The plan by which the strategy moves keys, such as ``plan`` itself or a plan over joined shards."""
+    """The plan by which the strategy moves keys: ``plan`` itself, or for example a plan over the joined shards of a group."""
     values_in_keys: bool = False
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
@@ -141,7 +141,10 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
 
 @lru_cache(maxsize=MOST_KNOWN)
 def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
-    """Check the problem for the backward, compile its backward kernels, and cache the result. A backward reads v as an array."""
+    """Check the problem for the backward, compile its backward kernels, and cache the result.
+
+    The backward always reads v as an array of its own, also if the forward reads the values as columns of k.
+    """
     problem = problem.ordinary
     compiled = checked(problem, anywhere=anywhere)
     if problem.options.backend != "auto":
@@ -163,9 +166,9 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 
 
 def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, int | None]:
-    """Return v and None, or if v is None the first ``v_dim`` columns of k, and ``v_dim``.
+    """Return (v, None). If v is None, return (the first ``v_dim`` columns of k, ``v_dim``) instead.
 
-    Raise ValueError as ``check_v_dim``.
+    Raise ValueError if ``check_v_dim`` refuses the arguments.
     """
     v_dim = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
     if v is None:
@@ -199,10 +202,10 @@ MOST_CHECKED = 4096
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors`` for each new combination of the tensors' ``device`` and ``layout``, and in calls with ALiBi slopes.
+    """Run ``check_tensors`` for each new combination of the tensors' ``device`` and ``layout``, and if there are ALiBi slopes.
 
-    Slopes are checked again because a later call may pass slopes that require a gradient. The tensors must not be nested, or of a
-    subclass other than Parameter.
+    Slopes are checked in every call because a later call may pass slopes that require a gradient. The caller guarantees that no
+    tensor is nested, or of a subclass other than Parameter.
     """
     group = group_of(group_name)
     known = _alone if group is None else _on.setdefault(group, set())

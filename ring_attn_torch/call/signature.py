@@ -74,8 +74,8 @@ def ring_attention(
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
-            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``; without it such a shard is silently
-            wrong.
+            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``. Any other layout silently gives
+            wrong results for such a shard.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see: ``document_extents``, ``prefix_extents``. An extent that ends before it begins or reaches beyond
@@ -99,13 +99,14 @@ def ring_attention(
         length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
             None: all tokens that the shards hold (kv_length: ``length`` if q and k shards are equally long).
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "pull" and "push"; "auto": the ring, or on GPUs with a record
-            of speeds the predicted fastest one, or "direct" in a balanced layout, if little travels.
+            Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "pull" and "push". "auto": on GPUs with a record of speeds
+            the strategy that is predicted to be fastest; otherwise "ring", or in a balanced layout "direct" if little travels.
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", PyTorch's own FlashAttention-2 and
             cuDNN, and "flash4", the package flash-attn-4. These have their own precision. They refuse windows, extents,
             key_extents, key_mask, softcap, ALiBi, dropout, balanced layouts, a v_dim other than head_dim, and a gradient of lse.
-        deterministic: gradients repeat to the bit, as always except with "flash", "cudnn" and "flash4", which refuse True.
+        deterministic: True demands gradients that repeat to the bit. The backends "flash", "cudnn" and "flash4" refuse it; with
+            any other backend gradients repeat in any case.
         return_lse: also return lse.
 
     Return ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
