@@ -65,10 +65,11 @@ def shard_batch(
     stay within segments, and positions count along the path from the root. ``key_mask`` [batch, length]: True if queries may
     attend to the key.
 
-    A token is padding if its document is negative or its key_mask False. Padding has the label ``ignore_index``, even if another
-    label was passed, and is not the default label of another token. Labels passed for other tokens stay. ``restart_positions``:
-    count positions from 0 in each document. Tokens of negative documents and padded slots keep their global position. Positions
-    are [batch, tokens], since rows may differ, while :func:`positions` returns [tokens].
+    A token is padding if its document is negative or its key_mask False. Padding has the label ``ignore_index``, even if
+    ``labels`` has another. It is not the default label of another token. All other labels in ``labels`` stay.
+    ``restart_positions``: count positions from 0 in each document. Tokens of negative documents and padded slots keep their
+    global position. The positions are [batch, tokens], since rows may differ, while the function :func:`positions` returns
+    [tokens].
 
     ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree`` to
     equalize the ranks' work under a causal mask. The field ``.layout`` of the result then holds the layout; pass it on, as in

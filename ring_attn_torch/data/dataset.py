@@ -19,9 +19,9 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
     each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
-    rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has none. But a
-    rank reads only its own tokens, plus one more token at the end of each of its runs. With ``"striped"`` it reads the tokens of
-    all ranks twice, for ids and for labels, because its tokens lie apart and all next tokens are on other ranks.
+    rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has no label. But
+    a rank reads only its own tokens, plus one more token after each of its runs. With ``"striped"`` a rank reads the tokens of
+    all ranks twice, for ids and for labels, because its tokens lie apart and the token after each is on another rank.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
@@ -45,8 +45,8 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
-    Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
-    the data hold no token, or with ``last="drop"`` fewer than one batch.
+    Raise ValueError if arguments do not fit, if the data are neither text nor ids, or if files are empty, vanished or changed.
+    Raise it too if the data hold no token, or with ``last="drop"`` if they do not fill a batch.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         """Return the run's state after ``batches`` batches as JSON, by default after the last batch that was yielded.
 
         ``batches`` counts from the start of the run, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
-        training loop knows the number that it has used. Raise ValueError if ``batches`` is missing although workers have read, or
+        training loop knows how many batches it has used. Raise ValueError if ``batches`` is None although workers have read, or
         if ``batches`` exceeds the number of batches of the run.
         """
         if batches is None and self._elsewhere.item():
@@ -146,6 +146,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     def resume(self, state: str | Mapping[str, object]) -> None:
         """Start every later iteration at ``state``, a return value of :meth:`state`, as text or parsed by json.loads.
 
-        Raise ValueError if it is not a state, or belongs to other data, length, rows per batch, seed, ``shuffle`` or ``last``.
+        Raise ValueError if ``state`` is not a state, or belongs to a run with other data, length, rows per batch, seed,
+        ``shuffle`` or ``last``.
         """
         self._batches.resume(state)

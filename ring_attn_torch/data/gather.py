@@ -103,10 +103,10 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError, on all ranks if the call is new to each, if an argument is invalid or differs between ranks.
+    """Raise ValueError if an argument is invalid or differs between ranks. If the call is new to all ranks, all raise the error.
 
-    Compared are the shape and dtype of x, ``layout``, ``length`` and ``position``, but not the values of a tensor ``position``.
-    Repeated calls are compared only inside ``check_every_call``.
+    Ranks compare the shape and dtype of x, ``layout``, ``length`` and ``position``, but not the values of a tensor ``position``.
+    They compare repeated calls only inside ``check_every_call``.
     """
 
     def check() -> None:

@@ -19,9 +19,10 @@ def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1,
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
     ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to a length that the layout
-    splits equally. Raise ValueError if the layout is unknown or of another length, or if ``x``, ``dim``, ``ranks`` or
-    ``pad_value`` is invalid, such as 0.5 for integers. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(...,
-    layout="balanced")``.
+    splits equally. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
+
+    Raise ValueError if a layout's name is unknown, if a balanced layout is for another length, or if ``x``, ``dim``, ``ranks`` or
+    ``pad_value`` is invalid. For example, a ``pad_value`` of 0.5 is invalid for integers.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
@@ -60,7 +61,8 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
     seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
     other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
 
-    Raise ValueError if the layout is unknown or of another length, or if ``rank`` is outside 0 .. ranks - 1.
+    Raise ValueError if a layout's name is unknown, if a balanced layout is for another length, or if ``rank`` is outside 0 ..
+    ranks - 1.
     """
     check_rank(rank, ranks)
     if isinstance(layout, BalancedLayout):
@@ -72,7 +74,7 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
 
 
 def _bounds(dtype: torch.dtype) -> tuple[int, int] | None:
-    """Return the least and the greatest value of an integer or bool dtype, or None."""
+    """Return the least and the greatest value of an integer or bool dtype, or None for any other dtype."""
     if dtype.is_floating_point or dtype.is_complex:
         return None
     return (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)

@@ -66,8 +66,8 @@ def pack_rollouts(
     shift them again.
 
     ``length``: the maximum number of tokens of a row, or None for one row. A tree that does not fit into the rest of a row is
-    split between two rollouts, and another row repeats their shared prefix. ids and labels are int64 on the CPU;
-    ``saved_tokens`` is the number of tokens not computed.
+    split between two rollouts, and another row repeats their shared prefix. In the result, ids and labels are int64 on the CPU.
+    ``saved_tokens`` is the number of tokens that need not be computed, because rollouts share them.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.
@@ -97,8 +97,9 @@ def unpack_rollouts(
     ranks.
 
     Raise ValueError, before anything is sent, if ``values`` do not have the shape of the rollouts. With ``layout`` ranks compare
-    shapes and rollouts at every call, in one exchange: raise ValueError if they differ, and each error is the same on every rank.
-    Without it a rank compares nothing, but reports its error to the ranks of ``group``, which may wait for its shard.
+    shapes and rollouts at every call, in one exchange. If these differ, raise ValueError; every rank raises the same error.
+    Without ``layout`` ranks compare nothing. A rank still reports its error to the ranks of ``group``, which may wait for its
+    shard.
     """
     ring = None if layout is None else _ring(group)
     ranks = ranks_of(ring)
@@ -137,7 +138,7 @@ def _digest(rollouts: Any, ranks: int) -> str | None:
 
 
 class _GatherAlike(AllGather):
-    """An all-gather whose output each rank uses for the same computation. Its backward slices the gradient for this rank."""
+    """An all-gather whose output each rank uses for the same computation. The backward returns a slice, this rank's gradient."""
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:
