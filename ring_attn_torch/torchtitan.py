@@ -64,7 +64,7 @@ class RingInnerAttention(ScaledDotProductAttention):
         """The config of a RingInnerAttention.
 
         ``window_size``: the numbers of tokens before and after the query that it sees, as in VarlenAttention; -1 is unlimited.
-        The second is 0 in a causal model: with any other a token sees later ones.
+        In a causal model the number after is 0: with any other number a token would see later tokens.
         ``layout``: the layout of the load balancer, for calls without documents. ``softcap``, ``strategy``: as in ring_attention.
         """
 
@@ -191,7 +191,7 @@ def _own(x: Tensor, mesh: DeviceMesh | None, layout: str) -> Tensor:
 
 
 def _band(window_size: Any) -> Band:
-    """Return the mask of VarlenAttention's window_size (before, after). Raise ValueError unless it is two numbers from -1 on."""
+    """Return the mask of VarlenAttention's window_size (before, after). Raise ValueError if it is not two integers >= -1."""
     pair = isinstance(window_size, tuple | list) and len(window_size) == 2 and all(map(is_integer, window_size))
     if not pair or min(window_size) < -1:
         got = window_size if isinstance(window_size, tuple | list) else in_words(window_size)

@@ -37,9 +37,9 @@ _known: WeakKeyDictionary[Any, tuple[Any, list[Any], DenseMaskArguments]] = Weak
 def block_mask_arguments(block_mask: BlockMask, shape: Shape) -> DenseMaskArguments:
     """Convert a BlockMask of the global sequences to arguments of the ring. ``shape``: batch, heads, length and kv_length.
 
-    Raise ValueError if it is not a BlockMask of this shape, has more than ``MOST_TOKENS`` queries or keys, lists blocks that
-    contradict its mask_mod, or differs between heads. Also raise it if the mask_mod cannot be evaluated, if arguments cannot
-    express the mask, or under torch.compile.
+    Raise ValueError if ``block_mask`` is not a BlockMask of this shape, has more than ``MOST_TOKENS`` queries or keys, lists
+    blocks that contradict its mask_mod, or differs between heads. Also raise it if the mask_mod cannot be evaluated, if the ring
+    has no arguments that express the mask, or under torch.compile.
     """
     if torch.compiler.is_compiling():
         raise ValueError(
@@ -86,9 +86,10 @@ class _Unknown(Exception):
 def _state(x: Any, held: list[Any]) -> Any:
     """Return a cache key of ``x`` that changes if ``x``, or a tensor or number that a function reads, changes.
 
-    The key holds a digest of a tensor's values, because ``.data`` and NumPy change a tensor unnoticed. It holds the ids of code
-    objects and constants; ``held`` collects these objects, which must live as long as the key. Raise _Unknown on objects of any
-    other type than tensors, constants, numbers, str, None, and tuples, lists and functions of these.
+    The key holds a digest of a tensor's values, because ``.data`` and NumPy change a tensor unnoticed. The key also holds the ids
+    of code objects and constants (``_is_constant``). This function adds these objects to ``held``: they must live as long as the
+    key. Raise _Unknown on objects of any other type than tensors, constants, numbers, str, None, and tuples, lists and functions
+    of these.
     """
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
 
 
 FARTHEST = 2**31
-"""Window sides of at least this many tokens are open: no sequence is longer, and int64 holds smaller sides plus positions."""
+"""A window side of at least this many tokens counts as open, because no sequence is longer.
+
+A smaller side plus a token position fits into an int64.
+"""
 
 
 class _FlashOptions(NamedTuple):
@@ -105,8 +108,8 @@ def flash_attn_func(
     """Compute ``flash_attn.flash_attn_func`` over a ring, with gradients; also on a CPU and in float32 and float64.
 
     With ``offset = keys - queries``, counted over all ranks, query i sees key j if
-    ``i + offset - left <= j <= i + offset + right``, where ``(left, right) = window_size``, a side of -1 is open, and ``causal``
-    sets right to 0: the last query is aligned with the last key. A query that sees no key has out 0.
+    ``i + offset - left <= j <= i + offset + right``. So the last query is aligned with the last key. ``(left, right)`` is
+    ``window_size``; a side of -1 is open, and ``causal`` sets right to 0. A query that sees no key has out 0.
 
     q, k, v: this rank's shards. ``softmax_scale``: None is ``head_dim ** -0.5``. ``softcap``: 0.0 leaves scores as they are.
     ``alibi_slopes``: float ``[heads]``, constants. ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops
@@ -115,8 +118,8 @@ def flash_attn_func(
     ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in :func:`ring_attention`.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` is True or ring_attention
-    refuses an argument. ``alibi_slopes`` are refused if they are [batch, heads], if queries and keys differ in number, or unless
-    ``causal`` or the window sets right to 0.
+    refuses an argument. ``alibi_slopes`` are refused if they are [batch, heads], if queries and keys differ in number, or if
+    neither ``causal`` nor the window sets right to 0.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -168,7 +171,7 @@ def flash_attn_varlen_func(
 
     Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, end beyond
     the row or differ in number. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a ``block_table`` is
-    passed, and as flash_attn_func does. Under torch.compile the values of cu_seqlens are unknown, and not checked.
+    passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown, and not checked.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)

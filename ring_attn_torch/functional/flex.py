@@ -52,10 +52,10 @@ def flex_attention(
     ``score_mod``: ``functional.softcap(cap)``, ``functional.alibi(slopes)``, or a function whose traced graph equals theirs.
     ``scale``, ``enable_gqa``: as in torch. ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
 
-    Raise ValueError, the same on every rank and before anything is sent, if score_mod or the mask is of another kind, or if
-    ring_attention refuses an argument. Also raise it if a block_mask has more than 32,768 tokens or blocks that contradict its
-    mask_mod, if torch.compile traces a score_mod or a block_mask, on ``kernel_options``, or if ``return_aux`` asks for max_scores
-    or comes with ``return_lse``.
+    Raise ValueError, the same on every rank and before anything is sent, if score_mod or the mask is of another kind, if
+    ``kernel_options`` are passed, or if ring_attention refuses an argument. Also raise it if a block_mask has more than 32,768
+    queries or keys, or lists blocks that contradict its mask_mod, if torch.compile traces a score_mod or a block_mask, or if
+    ``return_aux`` asks for max_scores or is passed together with ``return_lse``.
     """
     ring = RingArguments(group, layout, length, kv_length)
 

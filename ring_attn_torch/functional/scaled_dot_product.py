@@ -56,7 +56,8 @@ def scaled_dot_product_attention(
     ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
 
     Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf,
-    differs between heads, has another form, is traced by torch.compile or comes with is_causal=True, and as ring_attention does.
+    differs between heads, or has none of the forms above. Raise it too if torch.compile traces an attn_mask, if one is passed
+    together with is_causal=True, or if ring_attention refuses an argument.
     """
     ring = RingArguments(group, layout, length, kv_length)
 

@@ -92,7 +92,7 @@ def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) ->
 
 
 def check_dims(arrays: dict[str, Any], *axes: str) -> None:
-    """Raise ValueError if an array is not a tensor, is a DTensor or nested, or lacks one dimension for each name in ``axes``."""
+    """Raise ValueError if an array is not a tensor, is a DTensor or nested, or if its dimensions are not as many as ``axes``."""
     for name, x in arrays.items():
         if not isinstance(x, Tensor) or is_dtensor(x) or x.is_nested:
             raise ValueError(f"{name} must be a dense torch.Tensor [{', '.join(axes)}], this rank's shard, got {in_words(x)}")
@@ -101,7 +101,7 @@ def check_dims(arrays: dict[str, Any], *axes: str) -> None:
 
 
 def dropout_of(dropout_p: float, dropout_seed: int | Tensor | None) -> Arguments:
-    """Return dropout as arguments of ``ring_attention``. Raise ValueError if there is a rate without a seed."""
+    """Return dropout as arguments of ``ring_attention``. Raise ValueError if the rate is not 0 and the seed is None."""
     if isinstance(dropout_p, float | int) and not dropout_p:
         return {}
     if dropout_seed is None:
