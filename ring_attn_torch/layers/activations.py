@@ -18,8 +18,8 @@ Caller = Callable[..., Tensor]
 def caller(activations: str) -> Caller | None:
     """Return the ``Caller`` that runs the blocks of one forward pass as ``activations`` demands, or None.
 
-    ``activations``: "keep" gives None, as do the others while gradients are disabled. With "recompute" the saved tensors stay on
-    the device, with "offload" they go to host memory. Raise ValueError if ``activations`` is none of these.
+    Return None for "keep", and whenever gradients are disabled. With "recompute" the saved tensors stay on the device, with
+    "offload" they go to host memory. Raise ValueError if ``activations`` is any other text.
     """
     check_activations(activations)
     if activations == "keep" or not torch.is_grad_enabled():

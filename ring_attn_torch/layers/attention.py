@@ -88,8 +88,8 @@ class RingAttention(Projections):
         s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every
         step; dropout applies if and only if it is passed; ``self.training`` is ignored. ``dropout_offset``: as in ring_attention.
 
-        ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, for this call; None: the layer's own,
-        with which such a shard is silently wrong (:class:`RingTransformer` raises for most).
+        ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, for this call. None: the layer's own
+        layout, which silently gives wrong results for such a shard (:class:`RingTransformer` notices most of these).
 
         ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
         tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens hides

@@ -127,7 +127,10 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:
-    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or arguments of shards (``of_shards``) with it."""
+    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument that describes shards with ``auto_shard``.
+
+    ``of_shards``: the arguments that describe shards; None if not passed.
+    """
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

@@ -78,11 +78,12 @@ def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents.
 
     Try the tightest band around the visible keys, or one open on one or both sides, then the tightest interval of keys per query.
-    Try each with and without a key mask that hides the keys that no query sees. If none of these equals ``visible``, no band,
-    extents and key mask could. ``is_causal``: the caller states that ``visible`` is causal; the result is then ``causal()``.
+    Try each with and without a key mask that hides the keys that no query sees. If none of these equals ``visible``, then no
+    combination of a band, extents and a key mask does. ``is_causal``: the caller states that ``visible`` is causal; the result is
+    then ``causal()``.
 
-    Raise ValueError if nothing fits, or if ``is_causal`` is wrong. Under torch.compile, which hides the values, raise it if
-    ``is_causal`` is False, and check nothing if it is True.
+    Raise ValueError if nothing fits, or if ``is_causal`` is wrong. torch.compile hides the values: under it, raise ValueError if
+    ``is_causal`` is False, and check nothing if ``is_causal`` is True.
     """
     _, queries, keys = visible.shape
     if is_causal:

@@ -37,8 +37,8 @@ class DilatedArguments(LayerArguments, PatternArguments, SparseConfig):
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    It has the weights and arguments of :class:`RingAttention`, without ``layout``, ``o_bias``, sinks, ALiBi and dropout, and
-    ``segments``, ``dilations`` and ``mixing`` of :func:`dilated_attention`. In pattern i a token attends to every
+    It has the weights and arguments of :class:`RingAttention`, but no ``layout``, ``o_bias``, sinks, ALiBi and dropout. It also
+    has ``segments``, ``dilations`` and ``mixing`` of :func:`dilated_attention`. In pattern i a token attends to every
     ``dilations[i]``-th token of its segment of ``segments[i]`` tokens (LongNet, arXiv:2307.02486). Shards are contiguous. With
     one segment that covers the sequence and dilation 1, it computes the same as RingAttention, up to rounding.
 

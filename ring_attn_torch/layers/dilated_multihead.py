@@ -34,14 +34,14 @@ class DilatedAttention(MultiheadBase):
     Intended differences:
         - The call returns ``(out, None)``, also by default: the attention weights [tokens, tokens] are never materialized.
         - ``is_causal=True`` needs no ``attn_mask``. If one is passed too, it must be causal.
-        - The attention of a query that sees no key in any pattern is 0 without added keys.
-        - The keys of ``add_bias_kv`` and ``add_zero_attn`` count once for every query, beside the keys of all patterns.
+        - The keys that ``add_bias_kv`` and ``add_zero_attn`` add count once for every query, beside the keys of all patterns.
+        - Without such keys the attention of a query that sees no key in any pattern is 0.
 
     Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout`` above 0; key and value of other lengths
-    than query; an ``attn_mask`` that differs between heads, holds numbers other than 0 and -inf, or is not a causal mask or
-    sliding window with optional keys hidden from all queries; without ``is_causal``, an ``attn_mask`` that is traced by
-    torch.compile; nested tensors, DTensors; without autocast, inputs of another dtype than the weights; patterns that do not fit;
-    anything that dilated_attention refuses.
+    than query; an ``attn_mask`` that differs between heads, or holds numbers other than 0 and -inf; an ``attn_mask`` that is
+    neither causal nor a sliding window (it may also hide keys from all queries); without ``is_causal``, an ``attn_mask`` that is
+    traced by torch.compile; nested tensors, DTensors; without autocast, inputs of another dtype than the weights; patterns that
+    do not fit; anything that dilated_attention refuses.
     """
 
     @takes(DilatedMultiheadArguments)

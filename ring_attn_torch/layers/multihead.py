@@ -34,7 +34,7 @@ class MultiheadAttention(MultiheadBase):
         - The call returns ``(out, None)``, also by default: the attention weights [tokens, tokens] are never materialized.
         - ``is_causal=True`` needs no ``attn_mask``. If one is passed too, it must be causal.
         - The attention of a query that sees no key is 0; torch returns NaN or 0, depending on its code path.
-        - Dropout drops other probabilities than torch's does: for one seed, the same on any number of ranks.
+        - Dropout drops other probabilities than torch does. With the same seed it drops the same on any number of ranks.
 
     Raise ValueError, which names the argument, on: ``need_weights=True``; an additive mask with numbers other than 0 and -inf; an
     ``attn_mask`` that differs between heads, or is neither a band nor one interval of keys per query (it may also hide keys from

@@ -124,7 +124,7 @@ class MultiheadBase(nn.MultiheadAttention):
         """Return attn_mask and is_causal as mask arguments of this rank's shards, and the options.
 
         With an attn_mask, set the options' ``length`` and ``kv_length`` to its numbers of queries and of keys. Raise ValueError
-        if the mask is not global, contradicts these options, or cannot be expressed by a band, or extents, and a key mask.
+        if the mask is not global, if these options are set to other numbers, or if ``mask_arguments`` cannot convert the mask.
         """
         attn_mask = call_options.attn_mask
         if attn_mask is None:

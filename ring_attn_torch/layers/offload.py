@@ -1,9 +1,9 @@
 """Offloading of tensors to host memory between forward and backward.
 
 The copy of a tensor to the host starts when its block saves it. The device tensor is dropped, after the copy, when three newer
-tensors have been saved: in the next block, if a block saves its input and one (out, lse). The tensors of block i are copied back
-during the backward of block i + 1. On CUDA the host memory is pinned, and the copies run on a side stream. Other devices use no
-side stream.
+tensors have been saved. A block that attends once saves three tensors: its input, out and lse. So they are dropped in the next
+block. The tensors of block i are copied back during the backward of block i + 1. On CUDA the host memory is pinned, and the
+copies run on a side stream. Other devices use no side stream.
 
     forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
     copies      0 -> host    1 -> host    2 -> host                      1 -> device  0 -> device
@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from .recompute import Fetch, Function, contexts
 
 PIECE = 2**26
-"""Maximum bytes of a pinned allocation. torch rounds each up to a power of two, which could double the size of a large tensor."""
+"""Maximum bytes of a pinned allocation. torch rounds each up to a power of two, which could double a large tensor's memory."""
 
 ON_THEIR_WAY = 3
 """Maximum number of tensors that stay on the device while they are copied: a block's input, out and lse."""
@@ -85,7 +85,7 @@ class OffloadedBlock:
         self.pages: WeakSet[Page] = WeakSet()
 
     def fetch(self) -> None:
-        """Start to copy all pages that have left the device back to it."""
+        """Start to copy back to the device all pages that have left it."""
         for page in list(self.pages):
             page.fetch()
 
@@ -113,7 +113,7 @@ class Page:
             self._copy(x, _pieces(x), self._pieces)
 
     def leave(self) -> None:
-        """Drop the device tensor. Its stream first waits for the copy, so that later work does not overwrite it."""
+        """Drop the device tensor. Its stream first waits for the copy, so that later work does not reuse the memory too early."""
         self._settle()
         if self._here is not None:
             self._device, self._here = self._here.device, None
@@ -129,7 +129,7 @@ class Page:
         return x
 
     def _settle(self) -> None:
-        """Make the stream that was current when the copy began wait for the copy's end."""
+        """Let a stream wait for the end of the copy: the stream that was current when the copy began."""
         if self._copied is not None and self._stream is not None:
             self._stream.wait_event(self._copied)
         self._copied = None

@@ -34,10 +34,11 @@ class SummaryAttention(Projections):
     """Approximate causal multi-head attention: ``o(summary_attention(rotary(q(x)), rotary(k(x)), v(x), pool))``.
 
     Use it in place of :class:`RingAttention` when exact attention to the last tokens, plus summaries of all blocks before them,
-    is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
-    parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 with one summary per block, which is then the block's mean.
-    With several summaries it is drawn from a normal distribution, since equal rows would stay equal. ``pooling="mean"`` has no
-    such parameter. The other arguments are RingAttention's, without ``layout``, ``mask``, ``o_bias``, sinks, ALiBi and dropout.
+    is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`. Shards are contiguous. With one
+    summary per block the parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0, so that a summary begins as the mean
+    of its block. With several summaries ``pool`` is drawn from a normal distribution, since equal rows would stay equal. With
+    ``pooling="mean"`` the layer lacks this parameter. The other arguments are RingAttention's, without ``layout``, ``mask``,
+    ``o_bias``, sinks, ALiBi and dropout.
 
     A rank's gradients of the weights, ``pool`` included, are partial: sum them over the ranks with :func:`sum_gradients`. Raise
     ValueError if sizes do not fit or a number is outside its range.
