@@ -87,9 +87,10 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, value: Any = None) -> list[Any]:
     """Check that all ranks of ``group`` run ``problem``, by an exchange of verdicts. If they do not, raise the same error on all.
 
-    They exchange at the first call, in ``check_every_call``, for a call with ``each_time``, and with ``again``, equal on all
-    ranks. Return each rank's ``value`` (JSON), or [] without an exchange. Raise the error of the lowest failing rank, ValueError,
-    which says where, if the problems differ, or RuntimeError, naming ranks that do not come within the group's timeout.
+    The ranks exchange verdicts at the problem's first call, inside ``check_every_call``, if the call has ``each_time``, and if
+    ``again`` is True, on all ranks. Return each rank's ``value`` (JSON), or [] without an exchange. Raise the error of the lowest
+    failing rank. If the problems differ, raise a ValueError that says where. If ranks do not come within the group's timeout,
+    raise a RuntimeError that names these ranks.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or capturing(problem.device):
@@ -137,7 +138,7 @@ class same_error:
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, then check that every rank of ``group`` makes the same ``call``. Raise errors as ``agree`` does.
 
-    A repeated call is compared only with ``call.each_time`` or in ``check_every_call``, and under torch.compile none is.
+    Compare a repeated call only if it has ``each_time``, or inside ``check_every_call``. Under torch.compile compare none.
     """
     with same_error(group):
         check()
@@ -157,7 +158,7 @@ def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
 
 @contextmanager
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
-    """Compare each call of ``ring_attention`` and other functions of the package inside the ``with`` between the group's ranks.
+    """Compare between the group's ranks each call inside the ``with``, of ``ring_attention`` or another function of the package.
 
     Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it. So they
     do not notice if each repeats a different earlier call: with different masks results are wrong, after a skipped call all later
@@ -221,7 +222,7 @@ def _exchange(
     """Write this rank's verdict to the store. Return the verdict of each rank, or None for a rank that did not write in time.
 
     Once all ranks have written, delete the keys in ``written``, this rank's earlier verdicts. No rank needs them: each has read
-    them before it wrote. At most two verdicts per rank remain in the store, unless a rank missed a call or it cannot delete.
+    them before it wrote. The store keeps at most two verdicts per rank, if no rank misses a call and the store can delete keys.
     """
     store = store_of(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]

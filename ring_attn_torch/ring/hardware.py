@@ -19,7 +19,7 @@ from .groups import Group, rank_in
 from .reach import Reach, reach, shared
 
 MEASURED = ("cuda",)
-"""The device types whose records are read. On CPUs strategy="auto" uses none, so that no test depends on a user's record."""
+"""The device types whose records are read. On a CPU strategy="auto" uses no record, so that no test depends on a user's."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 

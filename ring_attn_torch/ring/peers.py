@@ -41,7 +41,7 @@ ALIGNMENT = 256
 
 GRADIENT_SLOTS = 2
 KEY_SLOTS = {"pull": 1, "push": 3}
-"""The slots of a rank's buffer: GRADIENT_SLOTS for gradients, and for keys the number that KEY_SLOTS has for the strategy."""
+"""The number of slots in a rank's buffer: ``GRADIENT_SLOTS`` for gradients, and ``KEY_SLOTS[strategy]`` for keys."""
 
 BEGUN, READ, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(6)
 """The kinds of flags. The first four have one flag for each rank, the last two one for each slot.
@@ -50,13 +50,13 @@ BEGUN, READ, GRADIENT_ROOM, KEY_ROOM, GRADIENTS, KEYS = range(6)
 """
 
 MOST_VIEWS = 4096
-"""The most cached views of the buffers."""
+"""The largest number of views of the buffers that are cached."""
 
 LONGEST_NAP = 0.2
 """The longest time between two queries of an event, in seconds."""
 
 LAST_WORDS = 10.0
-"""Seconds after which a process that gives up ends, even if it cannot read from its GPU which rank it waited for."""
+"""The longest time, in seconds, for which a process that must end waits to read from its GPU which ranks are missing."""
 
 
 class Peers:
@@ -74,7 +74,7 @@ class Peers:
         self.read_in = [0] * self.ranks
         """For each rank the last pass in which it read this rank's keys."""
         self.neighbours: list[int] = []
-        """The ranks that signal to this rank, and it to them, that they have begun the current pass."""
+        """The ranks with which this rank exchanges the signal BEGUN in the current pass."""
         self.allocate(group, FLAG_BYTES + GRADIENT_SLOTS * gradients + key_slots * keys)
         exchange("the memory of peers", None, group)  # no rank may write a flag before its owner has set it to 0
 
@@ -123,15 +123,15 @@ class Peers:
         return self._handle.get_buffer(rank, (count,), torch.uint8, begin)
 
     def raise_flag(self, rank: int, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Set a flag of ``rank`` to ``value`` once the earlier work of the main stream (``side``: of the second) is done.
+        """Set a flag of ``rank`` to ``value`` once the earlier work of the main stream is done.
 
-        ``kind``: such as BEGUN. ``of``: the rank or slot to which the flag belongs.
+        ``kind``: such as BEGUN. ``of``: the rank or slot to which the flag belongs. ``side``: use the second stream instead.
         """
         address = self._flags_at[rank] + 4 * self._flag(kind, of)
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Let the main stream (``side``: the second) wait until this rank's flag (``kind``, ``of``) is at least ``value``."""
+        """Let the main stream, with ``side`` the second, wait until this rank's flag (``kind``, ``of``) is at least ``value``."""
         address = self._flags_at[self.rank] + 4 * self._flag(kind, of)
         driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
 
@@ -149,7 +149,7 @@ class Peers:
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def keep_alive(self, x: Tensor) -> None:
-        """Let the allocator reuse the memory of ``x``, once freed, only after the second stream's work up to then."""
+        """Delay the reuse of ``x``'s memory, once freed, until the second stream has done all work queued before the freeing."""
         x.record_stream(self.side)
 
     def read_flags(self) -> list[int]:
@@ -219,7 +219,7 @@ class Watch(threading.Thread):
         self._events.put(end)
 
     def run(self) -> None:
-        """Wait for each event in order; end the process at the first one that takes too long."""
+        """Wait for each event in order. End the process at the first event that takes longer than the group's timeout."""
         driver.allow_queries_during_capture()
         while (end := self._events.get()) is not None:
             event, number, what = end
@@ -289,7 +289,7 @@ def free(group: dist.ProcessGroup, strategy: str) -> None:
 
 
 def copy(to: Sequence[Tensor | None], source: Sequence[Tensor | None]) -> None:
-    """Copy each array of ``source`` into that of ``to`` on the current stream; the host does not wait. Skip a pair with None."""
+    """Copy ``source[i]`` into ``to[i]`` for each i, on the current stream; the host does not wait. Skip a pair with None."""
     for there, here in zip(to, source, strict=True):
         if there is not None and here is not None:
             there.copy_(here, non_blocking=True)

@@ -49,7 +49,10 @@ class Step(Protocol):
     """A ``Row`` for each pair of runs, [q_runs][k_runs]: the part of ``keys`` that this rank may see."""
     last: bool
     shift: int
-    """Number of ranks from the keys' owner to this rank, 0 for its own keys; in a balanced layout "direct" has one step, 0."""
+    """Number of ranks from the keys' owner to this rank, 0 for its own keys.
+
+    In a balanced layout the strategy "direct" has only one step, with shift 0.
+    """
 
     def settle(self, state: T) -> T:
         """Return ``state``. The next step must not begin before ``state`` is computed, which eager execution ensures."""
@@ -64,9 +67,10 @@ class Step(Protocol):
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next, or straight to the rank that owns ``keys``, as after the last step.
+        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step, send ``dkv`` to the rank that owns ``keys``.
 
-        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, plus this rank's contribution.
+        Some strategies, such as "direct", send it to the owner after every step. ``dkv``: the gradients of ``keys`` that
+        ``arrived`` returned, plus this rank's contribution.
         """
         ...
 

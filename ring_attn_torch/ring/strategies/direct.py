@@ -52,7 +52,10 @@ class Direct(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return the gradients unchanged. In a balanced layout send those of received keys to their owners."""
+        """Return the gradients unchanged. In a balanced layout first send the gradients of received keys to the keys' owners.
+
+        There the result has the gradients of this rank's own keys, summed over all ranks.
+        """
         if isinstance(ring.plan, NeededPlan):
             assert isinstance(dkv, Tensor), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.group)

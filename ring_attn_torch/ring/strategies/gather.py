@@ -27,7 +27,7 @@ class Gather(OneWay):
     """The strategy "gather": each rank all-gathers the keys of all ranks and computes one step."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return ``queries`` and ``score`` unchanged, and all ranks' keys; in a balanced layout these are sorted by position."""
+        """Return ``queries`` and ``score`` unchanged, and all ranks' keys, which in a balanced layout are sorted by position."""
         whole = joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1])
         return queries, keys_in_order(whole, ring), score
 

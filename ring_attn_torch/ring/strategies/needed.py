@@ -24,10 +24,10 @@ from ..transfer import Arrays, send_parts
 class Places(NamedTuple):
     """The indices, int64 on the device, by which keys are sent and sorted, and their gradients returned.
 
-    ``sent``: for each rank the indices, in this rank's shard, of the keys sent to it; empty for this rank. ``sizes``: the number
-    of keys that arrive from each rank. ``held``: where this rank's shard holds keys, not padding; a slice if that is its front.
-    ``own``, ``received``: for each of these keys, and for each key on arrival, its index in the shard of the step. Keys arrive
-    sorted by sending rank. ``capacity``: tokens of that shard.
+    ``sent``: for each rank the indices, in this rank's shard, of the keys sent to that rank; empty for this rank. ``sizes``: the
+    number of keys that arrive from each rank. ``held``: the indices of the keys, without padding, in this rank's shard; a slice
+    if these keys come first. ``own``: for each of these keys its index in the shard of the step. ``received``: the same for each
+    key that arrives; keys arrive sorted by sending rank. ``capacity``: the number of tokens of the step's shard.
     """
 
     sent: tuple[Tensor, ...]
@@ -88,7 +88,7 @@ def _bytes(key_mask: Tensor | None) -> Tensor | None:
 def gradients_home(dkv: Tensor, plan: NeededPlan, group: Group) -> Tensor:
     """Send the gradients ``dkv`` of the step's keys to their owners. Return those of this rank's own keys, summed over all ranks.
 
-    The sum begins with this rank's contribution. Those of rank + 1, rank + 2, ... follow in this order.
+    The sum begins with this rank's contribution. The contributions of rank + 1, rank + 2, ... follow in this order.
     """
     if not plan.exchanges:
         return dkv

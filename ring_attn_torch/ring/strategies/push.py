@@ -3,8 +3,8 @@
 A pass differs from that of "pull" in how the keys travel (the streams M and S, flags and numbers are those of ``pull.py``):
 
     1  M  raises BEGUN = n: its slots of keys and its inbox are empty
-    2  S  before step i: waits for BEGUN = n of the reader, rank + shifts[i], and from step 4 on until it has raised
-          KEY_ROOM = (n, i - 3) here; copies the keys into one of the reader's three slots, and raises KEYS = (n, i) there
+    2  S  before step i: waits until the reader, rank + shifts[i], has raised BEGUN = n, or from step 4 on KEY_ROOM = (n, i - 3);
+          copies the keys into one of the reader's three slots, and raises KEYS = (n, i) there
     3  M  waits for KEYS = (n, i) and computes; then it raises KEY_ROOM = (n, i) at the rank that fills the slot next
 
 The reader copies no keys, and a transfer begins without a request, so "push" suits short shards.

@@ -91,7 +91,7 @@ class RingStep:
 
     @property
     def next_keys(self) -> Keys:
-        """Wait for the keys of the next step and return them; at the last step return its own."""
+        """Wait for the keys of the next step and return them. At the last step return this step's keys."""
         return self.keys if self._next is None else Keys(*self._next.wait())
 
     def settle(self, state: T) -> T:

@@ -1,4 +1,4 @@
-"""The strategy "two_level": keys travel around an inner ring inside each host, while a copy travels to the next host in need.
+"""The strategy "two_level": keys travel around an inner ring inside each host, while a copy goes to the next host that sees them.
 
 An inner ring sums the gradients of its keys, and returns the sum to the rank at which the keys entered the host. That rank adds
 the sum of the earlier hosts, and sends the new sum to the next host during the next inner ring. So a transfer between hosts may
@@ -23,7 +23,7 @@ from .ring import OneWay, RingStep, rows
 
 
 class TwoLevels(OneWay):
-    """The strategy "two_level": keys travel around a ring inside each host, while a copy travels to the next host in need."""
+    """The strategy "two_level": keys travel around a ring inside each host, while a copy goes to the next host that sees them."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step for each shift of each inner ring of the plan."""
@@ -52,8 +52,8 @@ def plan_of(ring: Ring) -> TwoLevelPlan:
 class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that these keys have visited.
 
-    ``left``: the last step of the previous inner ring; None once ``add`` has added its gradients. ``crossing``: how many hosts
-    onward ``add`` then sends the sum.
+    ``left``: the last step of the previous inner ring; None once ``add`` has added its gradients. ``crossing``: the number of
+    hosts by which ``add`` then sends the sum onward.
     """
 
     def __init__(self, ring: Ring) -> None:
