@@ -83,9 +83,9 @@ def dilated_attention(
     torch.compile(fullgraph=True) works from PyTorch 2.15 on; older versions raise NotImplementedError under it.
 
     Raise ValueError if segments and dilations differ in number, if segments do not increase, or if a dilation does not divide its
-    segment. Raise it too if mixing "heads" has more patterns than heads, if q and k differ in length, or if
-    ``ring_attention`` refuses an argument. Raise it in a new call that is not compiled if arguments differ between ranks. The
-    error is the same on every rank, and raised before anything is sent.
+    segment. Raise it too if with mixing "heads" there are more patterns than heads, if q and k differ in length, or if
+    ``ring_attention`` refuses an argument. Raise it also if arguments differ between ranks. Ranks compare them
+    only in a new call that is not compiled. The error is the same on every rank, and raised before anything is sent.
     """
     if torch.compiler.is_compiling() and not COMPILES:
         raise NotImplementedError(

@@ -151,8 +151,8 @@ def fold(x: Tensor, place: Place, rank: int) -> Tensor:
 def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
     """Update the shard ``total`` [b s h d] in place by ``combine(spots, folded)``, at the tokens that the folded batches hold.
 
-    ``spots`` is a view of these tokens of ``total`` in the order of ``folded``. If ``fold`` repeats a head, ``combine`` is
-    applied to zeros for each repeat, and the results are added to ``total``.
+    ``spots`` is a view of these tokens of ``total`` in the order of ``folded``. If ``fold`` repeats a head of ``total``, then
+    ``spots`` is zeros instead, and the results of all repeats are added to ``total``.
     """
     batches, selection = place
     if selection.repeat > 1:
