@@ -5,15 +5,16 @@ Prompts of 6, 4 and 8 tokens (A, D, G), each with two completions, over 4 ranks 
     segment    A A A A A A B B C C D D D D E E F F G G G G G G G G H H H I I I
     rank       1 1 1 1 1 2 2 2 2 2 0 0 0 0 0 3 3 2 2 2 3 3 3 3 3 3 1 1 1 0 0 0
 
-                             rank 0   1   2   3           rank 0   1   2   3
-    balanced     pairs           45  45  45  44     keys of   8   8  10   7
-    zigzag       of each         51  60  36  32     other    10  10   8   2
-    contiguous   rank            36  36  32  75     ranks     0   6   4   6
+                 visible pairs of a rank's queries     keys that a rank reads from other ranks
+                     rank 0   1   2   3                    rank 0   1   2   3
+    balanced             45  45  45  44                         8   8  10   7
+    zigzag               51  60  36  32                        10  10   8   2
+    contiguous           36  36  32  75                         0   6   4   6
 
-A query costs one pair for each token on its path from the root, itself included. The keys of a subtree are visible only inside
-it. So each subtree of at most a shard is one item, and a larger one is divided into its first segment and the subtrees below.
-``plan/balanced.py`` assigns these items to ranks, as it assigns documents. It expects that the cost of a query rises within an
-item, which is true of a segment, but not of a subtree. If the ranks are then out of balance, each segment is tried as an item.
+A query costs one pair for each token on its path from the root, itself included. Only the tokens of a subtree see its keys. So
+each subtree that fits into a shard is one *item*. A larger subtree is divided into its first segment and the subtrees below.
+``plan/balanced.py`` assigns items to ranks, as it assigns documents. It expects that the cost of a query rises within an item,
+which is true of a segment, but not of a subtree. If the ranks are then out of balance, each segment is tried as an item.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..runs import Run
 from .trees import Tree, trees_of
 
 MOST_UNEVEN = 1.01
-"""The limit of the ranks' largest cost divided by their mean cost; beyond it each segment is tried as an item."""
+"""The largest accepted ratio of a rank's cost to the mean cost. If it is exceeded, each segment is tried as an item."""
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 

@@ -70,9 +70,9 @@ class BatchArrays(NamedTuple):
     ids: np.ndarray
     """int32 [batch, tokens]: token ids; 0 in padding."""
     labels: np.ndarray
-    """int32 [batch, tokens]: the target of each token, which is the next token; ``ignore_index`` without a target."""
+    """int32 [batch, tokens]: the target of each token, which is the next token, or ``ignore_index`` if it has no target."""
     positions: np.ndarray
-    """int32 [batch, tokens]: positions in the packed row; with ``restart_positions`` in the document's part of the row."""
+    """int32 [batch, tokens]: positions in the packed row; with ``restart_positions`` from 0 in each document of the row."""
     extents: np.ndarray
     """int32 [batch, tokens, 2]: first and end (exclusive) position of each token's document in the packed row; 0 in padding."""
     layout: BalancedLayout | None = None
@@ -88,7 +88,7 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.yielded = 0
-        """Batch numbers: ``start`` is the first of the next iteration, ``yielded`` the one after the last that was yielded."""
+        """Batch numbers. ``start``: the first of the next iteration. ``yielded``: the last yielded + 1, at first ``start``."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield the batches ``start + offset``, ``start + offset + every``, ... of all epochs; without end if ``epochs`` is None.

@@ -6,10 +6,10 @@ The cache is a folder, by default ``.ring-attn`` in the folder of the data, with
                        hash of ids, names and lengths, so equal contents share a file
     <key>.json         the index: where each document lies in the tokens. The key is a hash of the tokenizer's file, ``end``,
                        ``column``, ``chat``, the chat template, and the names, sizes and times of the files, so a second start
-                       reads no text. If a file's time of change (ctime) differs from the index, because it was copied or its
-                       size and time were set back, the file is read and compared
+                       reads no text. The index also holds each text's ctime and hash. A text with another ctime, such as a
+                       copy with the old name, size and time, is read, and its hash is compared
 
-Both are written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
+Each is written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
 an index are always complete. If several processes start at once, one locks the folder and tokenises while the others wait; the
 system releases the lock if that process dies. On Windows or a file system without locks each process tokenises, and all write
 equal files. Files of older versions of the texts may be deleted when no run reads them.
@@ -39,7 +39,7 @@ VERSION, INDEX_VERSION = 1, 2
 """Format versions: of the tokens (part of the digest) and of the index (part of the key)."""
 
 TOKENIZER = "tokenizer.json"
-"""Name of the file in a tokenizer's folder."""
+"""Name of the tokenizer's file if ``tokenizer`` is a folder."""
 
 
 def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
@@ -127,7 +127,7 @@ def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
 def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]:
     """Return, for each file, the row numbers of its documents, or None for a text, which is one document.
 
-    ``kept``: the content of the index. Raise ValueError if it has another number of files.
+    ``kept``: the content of the index. Raise ValueError if the index and ``files`` have different numbers of files.
     """
     rows = kept.get("rows", [None] * len(files))  # a folder of texts has none
     if len(rows) != len(files):

@@ -1,9 +1,11 @@
-"""Chats as texts: a tokenizer's chat template writes the messages of a row as one text, in which the assistant's parts are found.
+"""Chats as texts: a tokenizer's chat template writes the messages of a row as one text.
 
-A template is a program in Jinja. jinja2, imported on first use, runs it in its sandbox. The template sees ``messages``,
-``tools``, ``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers, but no ``strftime_now``: the
-date would make other tokens every day. The text inside ``{% generation %}`` blocks is the assistant's. If a template has no such
-block, the assistant's part is the text that the template adds for the message after the generation prompt.
+A template is a program in Jinja. jinja2, imported on first use, runs it in a sandbox. The template sees ``messages``, ``tools``,
+``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers. It does not see ``strftime_now``, because
+a text with the date would have other tokens every day.
+
+The module also finds the assistant's parts of a text: the text inside ``{% generation %}`` blocks. If a template has no such
+block, each message of the assistant is a part, without the generation prompt before it.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class TemplateFiles(NamedTuple):
     special: tuple[tuple[str, str], ...]
     """The special tokens by name, such as ("eos_token", "</s>")."""
     for_tools: str | None
-    """The template of chats with tools; None if they also use ``template``."""
+    """The template of chats with tools; None if these chats also use ``template``."""
 
 
 def template_files(tokenizer: str | os.PathLike[str]) -> TemplateFiles:
@@ -121,7 +123,7 @@ class ChatTemplate:
 
         Raise ValueError if the chat, its tools or its tool calls are invalid, or if the template is invalid, refuses the chat or
         leaves out its tools or tool calls. Raise it also if the assistant's parts cannot be located.
-        ``where``: file and row, with which errors about the chat begin.
+        ``where``: file and row, the first words of errors about the chat.
         """
         chat = _checked(row, where)
         written = self._write(chat, where)
@@ -161,10 +163,11 @@ class ChatTemplate:
                 )
 
     def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
-        """Return the span of ``text``, the whole chat, that each message of the assistant adds after the generation prompt.
+        """Return the span in ``text``, the whole chat, of each message of the assistant, without its generation prompt.
 
-        Render the chat up to the message twice: without it but with the generation prompt, and with it. Raise ValueError unless
-        the first result is a prefix of the second, and the second a prefix of ``text``.
+        The span begins at the end of the earlier messages and the generation prompt, rendered together. It ends at the end of the
+        messages up to this one, rendered without a prompt. Raise ValueError unless the first of these two texts is a prefix of
+        the second, and the second is a prefix of ``text``.
         """
         spans = []
         for i, message in enumerate(chat.messages):

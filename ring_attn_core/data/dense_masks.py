@@ -18,7 +18,7 @@ and queries that see no key have an empty hull.
 
 ``Hulls.parts`` tries a band, extents, each of these with a key mask, key extents, and extents with key extents. A band's limits
 are the least and the greatest lag (query - key) of the visible pairs, or one of the two, or neither. A candidate permits every
-visible pair, so it equals the mask if it permits equally many pairs. numpy is imported on first use.
+visible pair, so it equals the mask if it permits as many pairs as the mask. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..masks import full
 from ..runs import Band
 
 BLOCK = 2**24
-"""Largest number of (query, key) pairs in a block of queries with all keys, unless one query has more."""
+"""Largest number of (query, key) pairs of a block: several queries with all keys, or one query even if it has more pairs."""
 
 
 NEITHER = (
@@ -49,7 +49,7 @@ class DenseMaskArguments(NamedTuple):
     key_extents: Any = None
     """int32 [rows, keys, 2]: first and end (exclusive) of the queries that may see each key; None: no limit."""
     key_mask: Any = None
-    """bool [rows, keys]: False for a key that no query sees; None: no such limit."""
+    """bool [rows, keys]: False for a key that no query sees; None: True for all keys."""
 
 
 class Hulls:

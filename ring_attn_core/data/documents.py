@@ -25,7 +25,7 @@ class File(NamedTuple):
     modified: int
     """Time of the last write, in nanoseconds."""
     changed: int
-    """Time of the last change of content or attributes (ctime), on Windows of creation; in nanoseconds."""
+    """Time of the last change of content or attributes (ctime), or on Windows of the creation, in nanoseconds."""
 
 
 class Document(NamedTuple):

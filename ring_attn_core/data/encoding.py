@@ -20,7 +20,7 @@ from .settings import BYTES, DatasetSettings
 CODES = {1: "B", 2: "H", 4: "I"}
 """Type codes of the module ``array`` by the number of bytes of an id."""
 ROWS = 1000
-"""Largest number of rows that are encoded at a time; the tokenizer may use all cores."""
+"""Largest number of rows that are encoded in one call of the tokenizer, which may use all cores for them."""
 
 Encode = Callable[[File, int, Any], Iterator[tuple[int, Iterable[bytes]]]]
 """A function ``encode(file, width, content)`` that yields (row number, ids as pieces of bytes) for each document of a file.

@@ -32,7 +32,7 @@ class ShardSpan(NamedTuple):
     count: int
     stride: int
     labelled: int
-    """Number of these tokens that have a label, the next token of ``span``. The last token of ``span`` has none."""
+    """Number of these tokens that have a label. A label is the next token of ``span``, so the last token of ``span`` has none."""
 
 
 def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
@@ -60,22 +60,25 @@ class Index:
     """The batches of all epochs, each given as spans of documents."""
 
     def __init__(self, lengths: Sequence[int], settings: DatasetSettings) -> None:
-        """Count the batches. ``lengths``: tokens of each document. Raise ValueError if they give no batch."""
+        """Count the batches. ``lengths``: tokens of each document. Raise ValueError if there is not even one batch."""
         self._lengths, self._settings = lengths, settings
         self._epoch: tuple[int, PackedRows, Sequence[int]] | None = None
         tokens, batch = sum(lengths), settings.rows * settings.length
         self.batches = tokens // batch if settings.last == "drop" else -(-tokens // batch)
-        """Batches of an epoch."""
+        """Number of batches of an epoch."""
         if not self.batches:
             raise ValueError(
                 f"{settings.folder} holds {tokens} tokens, and one batch of {settings.rows} x {settings.length} needs {batch}: "
                 "pass last='pad', a shorter length, a smaller batch, or more text"
             )
         self.end = None if settings.epochs is None else settings.epochs * self.batches
-        """Batches of all epochs; None if epochs are unlimited."""
+        """Number of batches of all epochs; None if epochs are unlimited."""
 
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
-        """Return the document spans of each packed row of this replica in batch ``number``; none after the epoch's last row."""
+        """Return the document spans of each packed row of this replica in batch ``number``.
+
+        The tuple of a row is empty if the row lies after the epoch's last row.
+        """
         epoch, at = divmod(number, self.batches)
         packed_rows, order = self._packed_rows(epoch)
         first = at * self._settings.rows + self._settings.replica * self._settings.batch_size
@@ -102,7 +105,7 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``.
 
-    Raise ValueError if it is not a state of this format, or belongs to other documents or other settings in ``_decides``.
+    Raise ValueError if ``state`` is not a state of this format, or belongs to other documents or other settings in ``_decides``.
 
     ``data``: the digest of this dataset's documents, then the digest that an older release computed of them, or None if the two
     are equal. A state may hold either of them.
@@ -148,7 +151,7 @@ def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
 
 
 def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
-    """Return by name the documents' digest and the settings that, with the number of a batch, determine its tokens."""
+    """Return the documents' digest and some settings by name. Together with the number of a batch they determine its tokens."""
     of = settings
     same = {
         "length": int(of.length),

@@ -42,8 +42,9 @@ def shortest(digits: int = 5) -> int:
 def passkey(length: int, seed: int | str = 0, digits: int = 5) -> Passkey:
     """Return a text of ``length`` bytes that hides a number of ``digits`` digits at a uniformly random depth.
 
-    As in arXiv:2305.16300: filler, the number, filler, the question, and the number again. Equal arguments give equal texts on
-    any machine. Raise ValueError if ``digits`` is below 1, or ``length`` cannot hold number, question and answer.
+    As in arXiv:2305.16300, the text consists of filler, the number, filler, the question, and the number again. Equal arguments
+    give equal texts on any machine. Raise ValueError if ``digits`` is below 1, or ``length`` cannot hold number, question and
+    answer.
     """
     for name, value, least in (("digits", digits, 1), ("length", length, shortest(digits) if is_integer(digits) else 1)):
         if not is_integer(value) or value < least:

@@ -7,8 +7,8 @@ and 5 tokens, dealt to 2 ranks in a balanced layout, and taken for zigzag:
     extents begin     0  0  0  3         extents begin     3  3  3  3
     zigzag says       0  1  6  7         zigzag says       2  3  4  5        an extent begins at 3, its query would be at 2
 
-Positions that are exchanged within documents go unnoticed. In a prefix tree the key extent of a token begins at the token, so
-some rank notices every exchange.
+If tokens of one document have exchanged their positions, the check does not notice it. In a prefix tree the key extent of a token
+begins at the token, so some rank notices every exchange.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ AGAIN = (
 
 
 def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:
-    """Return a bool array [rows, tokens], True if a token at its position cannot have its extent. Empty extents give False.
+    """Return a bool array [rows, tokens], True if the extent of a token is impossible at its position; False for empty extents.
 
     ``extents`` [rows, tokens, 2], ``tokens`` (positions) [tokens] or [rows, tokens]: arrays of any framework. ``of_tree``: True
     for the key extents of a tree, each of which contains its token; False for the extents of causal queries, each of which begins

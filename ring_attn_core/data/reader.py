@@ -40,9 +40,9 @@ class _SharedFile:
 class Reader:
     """A reader of documents' tokens. An unpickled copy opens the files again.
 
-    After each read the file's ``stat`` is compared. Another size or modification time raises ValueError, except the time of a
-    cache file that was replaced by a new file. After any other difference (a rename, link or chmod, or a time that was reset) a
-    digest of sampled blocks is compared.
+    After each read the file's ``stat`` is checked. ValueError is raised if the size or the modification time has changed since
+    the dataset was made. A file of the cache may have another modification time if a new file has replaced it. After any
+    other change (a rename, link or chmod, or a time that was reset) a digest of sampled blocks is compared.
     """
 
     def __init__(self, documents: tuple[Document, ...]) -> None:

@@ -28,7 +28,7 @@ def is_records(file: File) -> bool:
 
 
 def without_descriptions(files: list[File]) -> list[File]:
-    """Return the files without the metadata files in ``BESIDE`` if one of them is an Arrow file, else all files."""
+    """Return ``files``. If any of them is an Arrow file, leave out the metadata files in ``BESIDE``."""
     if not any(file.name.endswith(ARROW) for file in files):
         return files
     return [file for file in files if file.name.rpartition("/")[2] not in BESIDE]
@@ -91,7 +91,7 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
 def _of_lines(file: File, columns: Sequence[str], content: Any) -> Iterator[tuple[int, Any]]:
     """Yield the number of each nonblank line, from 1, and the values of ``columns`` in its JSON object.
 
-    A column besides the first may be missing: its value is then None. Blank lines are counted. Update the hash ``content`` with
+    Every column but the first may be missing; its value is then None. Blank lines are counted. Update the hash ``content`` with
     the file.
     """
     try:
@@ -124,8 +124,8 @@ def _without(where: str, column: str, names: Any) -> ValueError:
 def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
     """Yield the number of each row of a Parquet or Arrow file, from 1, and its values in ``columns``.
 
-    A column besides the first may be missing: its value is then None. Update the hash ``content`` with the file. ``what``: the
-    first column's type in the error message; "texts" requires strings, anything else lists.
+    Every column but the first may be missing; its value is then None. Update the hash ``content`` with the file. ``what``: the
+    first column's type in the error message. The column must hold strings if ``what`` is "texts", else lists.
     """
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional

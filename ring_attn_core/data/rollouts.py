@@ -7,8 +7,8 @@ Two completions of the prompt a b c, in two rollouts "a b c d e" and "a b c f"; 
     weights    1 1 1 1 0    1 1 1 0           weights   2 2   1 1 0   1 0        the sum of both rollouts
 
 The label of c differs between the two. So c is stored as the first token of each completion instead of the last token of the
-prompt. Two tokens can share a slot if they, their prefixes and their labels are equal. The last token of a rollout has no label,
-so its label need not be equal. numpy is imported on first use.
+prompt. Two tokens can share a slot (a place in a row) if they, their prefixes and their labels are equal. The last token of a
+rollout has no label, so its label need not be equal. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Rollouts:
     ids: Any
     """int [rows, tokens]: token ids."""
     labels: Any
-    """int [rows, tokens]: the target of each token, already shifted; -100 if no rollout counts it in the loss."""
+    """int [rows, tokens]: the target of each token, already shifted; -100 if no rollout counts the target in the loss."""
     label_weights: Any
     """float32 [rows, tokens]: the sum of the weights that the rollouts give the label; 0 without a label."""
     positions: Any
     """int32 [rows, tokens]: the position of each token in its rollouts, for rotary embeddings."""
     predictors: Any
-    """int [sum of counts]: for each token of a rollout but its first, the flat slot (row * tokens + index) that predicts it."""
+    """int [sum of counts]: for each predicted token of each rollout, the flat slot (row * tokens + index) of the token before."""
     counts: tuple[int, ...]
-    """Number of predicted tokens of each rollout: its tokens but the first."""
+    """Number of predicted tokens of each rollout: all its tokens but the first."""
     parents: tuple[tuple[int, ...], ...]
     """The parent of each segment of each row; -1 for a root."""
     lengths: tuple[tuple[int, ...], ...]
@@ -71,7 +71,8 @@ class Rollouts:
 class _Row:
     """A row to which rollouts are added in lexicographic order.
 
-    In this order no earlier rollout shares a longer prefix with a rollout than the one just before it.
+    In this order, no earlier rollout shares a longer prefix with a new rollout than the last added rollout does. So a new rollout
+    is compared with the last added rollout only.
     """
 
     def __init__(self) -> None:
@@ -174,8 +175,8 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int)
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
     """Assign each rollout to a row. Return the row and the slots of each rollout, and all rows.
 
-    Among the rows that it fits into, a rollout goes to the one to which it adds the fewest tokens. If it fits into no row, it
-    goes to a new one. The first row wins a tie.
+    A rollout goes to the row to which it adds the fewest tokens, among the rows that have room for these. In a tie it goes to the
+    first of these rows. If no row has room, it goes to a new row.
     """
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)

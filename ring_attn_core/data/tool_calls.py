@@ -15,7 +15,7 @@ CALLS = "tool_calls"
 
 
 class ChatRow(NamedTuple):
-    """A chat: its messages, and its tools or None. As :func:`records.chats` reads it from a row, neither is checked."""
+    """A chat: its messages, and its tools or None. :func:`records.chats` reads both from a row without checks."""
 
     messages: Any
     tools: Any

@@ -58,8 +58,8 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
 def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool) -> None:
     """Raise ValueError if the spans of all ranks do not form rows of trees whose paths have at most ``longest`` tokens.
 
-    ``spans``: for each rank the spans of its shard. ``counted``: True if their positions count along the path. The error is the
-    same on every rank that passes the same spans.
+    ``spans``: for each rank the spans of its shard. ``counted``: True if the positions in the spans count along the path; else
+    positions are not checked. The error is the same on every rank that passes the same spans.
     """
     import numpy as np
 

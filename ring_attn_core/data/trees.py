@@ -113,15 +113,18 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
 
 
 def longest_path(trees: Iterable[Tree]) -> int:
-    """Return the number of tokens on the longest path from a root. A window of that many tokens of the path hides no ancestor."""
+    """Return the number of tokens on the longest path from a root.
+
+    A window of this many tokens, counted along the path, hides no ancestor.
+    """
     return max(depth + length for tree in trees for depth, length in zip(tree.depths(), tree.lengths, strict=True))
 
 
 def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_path: bool) -> str | None:
     """Return the reason why a layer cannot attend over the key extents of a tree, or None if it can.
 
-    ``mask``: the band of the layer; on a tree the layer takes :func:`causal` instead. ``key_extents``: True if the call has them.
-    ``longest``: the number of tokens of the longest path, None if it was not passed. ``alibi``: True if the layer has slopes.
+    ``mask``: the band of the layer; on a tree the layer takes :func:`causal` instead. ``key_extents``: True if the call has key
+    extents. ``longest``: number of tokens of the longest path, None if not passed. ``alibi``: True if the layer has slopes.
     ``of_path``: False if the caller passed no positions to a rotary layer.
     """
     if longest is None:
