@@ -1,9 +1,9 @@
 """The folder of a run's checkpoints: find complete checkpoints, complete a new one, and delete old ones.
 
 A save writes into ``.step-000000100.<random>.saving`` (``CheckpointFolder.begin``). ``commit`` renames this folder to
-``step-000000100`` and then writes ``run.json`` into it. A checkpoint without ``run.json``, or another of its marks, is
-incomplete: readers ignore it, and the next save deletes it. So a process killed during a rename leaves no checkpoint that looks
-complete, even if renames are not atomic, as on an object store.
+``step-000000100`` and then writes ``run.json`` into it. This file marks the checkpoint as complete; a caller may name other files
+as marks. Readers ignore a checkpoint without a mark, and the next save deletes it. So a process killed during a rename leaves no
+checkpoint that looks complete, even if renames are not atomic, as on an object store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAG = 10.0
 """Seconds to wait for a file that another machine has written, because NFS may show it late."""
 
 NO_FSYNC = errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM, errno.EACCES, errno.EISDIR
-"""Errors of fsync on a folder that mean that the file system does not support it."""
+"""Error codes of fsync on a folder which mean that the file system does not support fsync on folders."""
 
 
 class CheckpointFolder:

@@ -84,12 +84,12 @@ class SparseConfig(AttentionConfig):
 class TransformerConfig(AttentionFields):
     """The config of a RingTransformer, the same in both frameworks and in JSON.
 
-    It holds all arguments except ``rngs``, ``auto_shard``, ``activations``, and those that choose the ring and how attention runs
-    on it. If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are as in :class:`AttentionConfig`. ``windows``
-    and ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names of dtypes; a ``compute_dtype`` of None means
-    ``param_dtype``. ``mlp_chunk``: number of a rank's tokens that the MLP processes at a time, None for all. ``published``:
-    metadata of a published model; it affects neither the computation nor comparisons of configs. Raise ValueError if sizes do
-    not fit or a value is invalid.
+    It holds all arguments of a RingTransformer except ``rngs``, ``auto_shard``, ``activations``, and those that choose the ring
+    and how attention runs on it. If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are as in
+    :class:`AttentionConfig`. ``windows`` and ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names
+    of dtypes; a ``compute_dtype`` of None means ``param_dtype``. ``mlp_chunk``: number of a rank's tokens that the MLP processes
+    at a time, None for all. ``published``: metadata of a published model; it affects neither the computation nor comparisons of
+    configs. Raise ValueError if sizes do not fit or a value is invalid.
     """
 
     vocab: int
@@ -165,7 +165,7 @@ class TransformerConfig(AttentionFields):
 def hidden_size(dim: int) -> int:
     """Return 8/3 of ``dim``, rounded up to a multiple of 64: the default hidden size of a gated MLP.
 
-    Before rounding, the three matrices of such an MLP have as many weights as the two of an MLP of hidden size 4 ``dim`` without
-    a gate.
+    Before rounding, the three matrices of such an MLP have as many weights as the two matrices of an MLP without a gate whose
+    hidden size is 4 ``dim``.
     """
     return -(-8 * dim // (3 * 64)) * 64

@@ -55,7 +55,7 @@ class FolderLock:
 
 
 _held: WeakValueDictionary[tuple[int, Path], FolderLock] = WeakValueDictionary()
-"""The locks of this process, by process id and folder, since a forked process does not hold them."""
+"""The locks by (process id, folder). The id is part of the key, because a forked process does not hold its parent's locks."""
 
 
 def _forget() -> None:

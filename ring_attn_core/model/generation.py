@@ -102,9 +102,9 @@ class Generation:
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
         """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk, padding included. Let n be the widest window plus the largest chunk. If every
-        layer has a window, and a rank may hold more than n tokens of a request, each rank caches only the n newest of them.
-        ``capacity`` is rounded up to a multiple of ``SLOTS`` per rank.
+        ``shards``: tokens of a rank in each chunk, padding included. Let n be the widest window plus the largest chunk. The cache
+        has a window, and n slots per rank, if every layer has a window and a rank may otherwise hold more than n tokens of a
+        request. The number of slots per rank is rounded up to a multiple of ``SLOTS``.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)

@@ -26,7 +26,7 @@ class Family(NamedTuple):
     qk_norm: bool
     qkv_bias: bool
     biased: tuple[str, ...]
-    """The subset of attention_bias (of q, k, v and o) and mlp_bias that the architecture reads."""
+    """The keys that the architecture reads: none, one or both of attention_bias (for q, k, v and o) and mlp_bias."""
     defaults: Theirs
 
 

@@ -31,7 +31,7 @@ FILES = ADAPTERS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class LoRA:
-    """The adapters of a model: their rank, their scale ``alpha / rank``, and the projections that have one in every block.
+    """The adapters of a model: their rank, their scale ``alpha / rank``, and the projections that have an adapter in every block.
 
     If ``alpha`` is None, it becomes ``rank``, so that the scale is 1. ``targets`` become unique, in the order of ``TARGETS``.
     Raise ValueError if a number is of another type or out of its range, a target is unknown, or ``targets`` is empty.

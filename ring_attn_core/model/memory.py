@@ -1,4 +1,4 @@
-"""Peak memory of training per GPU, and host memory per GPU: a sum of terms, each explained by its formula.
+"""Peak memory of training per GPU, and host memory per GPU. Each is a sum of terms, and each term has its formula.
 
 Weights, their gradients and AdamW's two moments, all in ``param_dtype``, are sharded over all GPUs (FSDP). A block computes in
 ``compute_dtype`` with gathered weights in that dtype. The peak is the memory in use for the whole step plus the largest temporary
@@ -103,9 +103,9 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the activations that a block stores until its backward, whichever of ``ACTIVATIONS`` is set.
+    """Return the activations that a block stores until its backward, under each choice in ``ACTIVATIONS``.
 
-    With "recompute" and "offload" a block stores only these; with "keep" it also stores those of ``block_saved``.
+    With "recompute" and "offload" a block stores only these activations. With "keep" it also stores those of ``block_saved``.
     """
     c = compute_bytes(config)
     return (

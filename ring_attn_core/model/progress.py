@@ -16,7 +16,7 @@ MAY_CHANGE = "compute_dtype", "dropout_rate", "published"
 
 
 ITEMS = "(keys and values)"
-"""The JSON key that holds the items of a dict whose own keys are not all texts, such as MultiStepLR's milestones."""
+"""The JSON key of a dict's items, for a dict with keys that are not texts, such as MultiStepLR's milestones."""
 
 
 Kinds = dict[str, tuple[str, tuple[int, ...]]]

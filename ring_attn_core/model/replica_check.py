@@ -15,7 +15,7 @@ from ..runs import Band, Run
 from ..validation import in_words
 
 MOST_ENTRIES, MOST_CONTENTS, MOST_OWNERS = 8, 4, 8
-"""The most named values in a message, contents of each value, and owners (ranks) of each content; the message counts the rest."""
+"""The most items that a message lists: named values, contents of a value, and owners of a content. It counts the other items."""
 
 LONGEST = 48
 """The most characters of a value that a message quotes."""
@@ -42,7 +42,7 @@ Table = Mapping[str, Sequence[Replica]]
 
 
 def tables_from_json(tables: Iterable[Any]) -> list[Table]:
-    """Convert the lists in tables received as JSON back to ``Replica`` records."""
+    """Convert tables that were received as JSON, where each replica is a list, back to tables of ``Replica`` records."""
     replica = lambda owner, *rest: Replica((owner[0], owner[1]), *rest)
     return [{name: [replica(*each) for each in replicas] for name, replicas in table.items()} for table in tables]
 
@@ -57,7 +57,7 @@ class RankDifference(ValueError):
 def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
     """Raise RankDifference if the texts in ``found``, one per ``unit`` (such as "rank"), differ.
 
-    ``what``: words for the files that the texts describe, the subject of the message.
+    ``what``: the subject of the message, which names the files that the texts describe.
     """
     if len(set(found)) > 1:
         others = [f"{unit} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
@@ -137,7 +137,7 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Return a text for each named value whose replicas differ: its name, and contents that differ, with their owners.
+    """Return a text for each named value whose replicas differ: the name, and each different content with its owners.
 
     If replicas differ in kind, or a table lacks the value, the text lists kinds instead of contents.
     """

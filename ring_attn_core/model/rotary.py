@@ -10,13 +10,15 @@ and divides the rest by ``factor``:
     Linear   kept_i = 0                                                             arXiv:2306.15595, equation 4
     NTK      kept_i = 1, with base * factor ** (head_dim / (head_dim - 2)) for base    arXiv:2309.00071, definition 1
     YaRN     kept_i = 1 - clamp((i - low) / (high - low)),                          arXiv:2309.00071, section 3.2
-             low and high the i that rotate fast and slow times in original tokens  (the authors' code rounds them outwards)
+             low, high: indices of the pairs that rotate ``fast`` and ``slow`` times within ``original`` tokens
+             (the authors' code rounds them outwards)
     Llama3   kept_i = clamp((original f_i / 2 pi - low) / (high - low))             the released code of Llama 3.1
 
 with clamp(x) = min(max(x, 0), 1). Positions are unchanged, so a shard of a sequence rotates as in the global sequence.
 
-To add a scaling, write its record here, name it in ``Scaling``, and compute it in ``inverse_frequencies`` and, if it multiplies
-cosines and sines, in ``attention_factor``. The section "Add a rotary scaling" of CONTRIBUTING.md lists the other files.
+To add a scaling, write its record here, name it in ``Scaling``, and compute it in ``inverse_frequencies``. If it also multiplies
+cosines and sines, compute that factor in ``attention_factor``. The section "Add a rotary scaling" of CONTRIBUTING.md lists the
+other files.
 """
 
 from __future__ import annotations
@@ -72,8 +74,8 @@ class YaRN:
     tokens keep their frequency. The frequency of pairs that rotate at most ``slow`` times is divided by ``factor``. Between these
     limits, the kept fraction kept_i (see the module) falls linearly in the pair index i. ``truncate``: round the indices of the
     two limits outwards to integers, as in the authors' code. ``attention_factor`` multiplies cosines and sines, so its square
-    multiplies each score; None: ``0.1 ln(factor) + 1`` (equation 22). With ``mscale`` and ``mscale_all``, as in DeepSeek's
-    models, None means ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)``.
+    multiplies each score. If ``attention_factor`` is None, it is ``0.1 ln(factor) + 1`` (equation 22), or with ``mscale`` and
+    ``mscale_all``, as in DeepSeek's models, ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)``.
     """
 
     factor: float
@@ -153,7 +155,8 @@ def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
 
     ``rotary_base=b`` is short for ``rotary=Rotary(b)``.
 
-    Raise ValueError if ``rotary`` is not a Rotary, or ``base`` is invalid or contradicts it. The default base contradicts none.
+    Raise ValueError if ``rotary`` is neither None nor a Rotary, or ``base`` is invalid. Raise it also if ``rotary`` is a
+    Rotary and ``base`` is neither the default base nor that of ``rotary``.
     """
     if rotary is None:
         return None if base is None else Rotary(base)
@@ -232,7 +235,8 @@ def attention_factor(rotary: Rotary) -> float:
 def _ramp(scaling: YaRN, head_dim: int, base: float) -> tuple[float, float]:
     """Return (low, high): the pair indices i at which a pair rotates ``fast`` and ``slow`` times in the original context.
 
-    They are rounded outwards with ``truncate``, and fractional otherwise; low is at least 0, and high at most head_dim - 1.
+    With ``truncate``, low is rounded down and high is rounded up; otherwise both may be fractional. low is at least 0, and high
+    at most head_dim - 1.
     """
     turning = lambda times: head_dim * log(scaling.original / (times * 2 * pi)) / (2 * log(base))
     low, high = turning(scaling.fast), turning(scaling.slow)

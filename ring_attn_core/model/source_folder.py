@@ -37,10 +37,10 @@ def files_of(config: TransformerConfig, length: int | None, source: str | Path |
     """Return the content of each file that ``save_llama`` writes beside the weights, by name.
 
     ``length``: the longest sequence that transformers should allow, in tokens; None: the config's value, or 131072. ``source``: a
-    Hugging Face folder, or None. Its files in BESIDE are copied. If its model_type is the saved model's, so are the keys of its
-    config.json that the saved config does not set, except WRITTEN and DROPPED. Raise ValueError if no Hugging Face architecture
-    fits ``config``, or ``length`` is invalid. Raise it also if the source has no config.json or tokenizer, cannot be read, or has
-    more token ids than the model.
+    Hugging Face folder, or None. Its files in BESIDE are copied. If its model_type is that of the saved model, the keys of its
+    config.json are copied too, except those that the saved config sets and those in WRITTEN and DROPPED. Raise ValueError if no
+    Hugging Face architecture fits ``config``, or ``length`` is invalid. Raise it also if the source has no config.json or
+    tokenizer, cannot be read, or has more token ids than the model.
     """
     ours = their_config(config, length)
     if source is None:

@@ -23,7 +23,7 @@ from .weight_names import check_state
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 SAVING, REPLACED = ".{}.saving", ".{}.replaced"
-"""Names of the folder ``{}`` while it is written, and of the old folder while a new one replaces it."""
+"""Names of two folders beside the folder ``{}`` during a save: the new one until it is complete, and the old one."""
 
 DTYPES = "F32", "BF16", "F16", "F64"
 """safetensors' names of the dtypes that weights may be stored in."""
@@ -112,7 +112,7 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 def current(folder: str | Path) -> Path:
     """Return the path of the complete weights: ``folder``, or its predecessor if a save was killed between its two renames.
 
-    If neither exists, look again for a moment, because two saves in quick succession may hide both from one look. Raise
+    If this function finds neither, it looks again for a moment, because a save may have renamed the folders meanwhile. Raise
     ValueError if neither appears, or as ``resolved`` does.
     """
     folder = resolved(folder)
@@ -262,8 +262,8 @@ def _is_at(place: Path, number: int) -> bool:
 def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
     """Raise ValueError if a file was written to since it was opened.
 
-    ``was``: the identity of the file when it was opened. ``where``: its file descriptor, or its path. With a path, raise
-    ValueError also if the file vanished or was replaced. A chmod does not count.
+    ``was``: the identity of the file when it was opened. ``where``: the file descriptor or the path of the file. If it is a path,
+    raise ValueError also if the file vanished or was replaced. A chmod does not count as a write.
     """
     try:
         now = identity(where)

@@ -41,7 +41,7 @@ def llama_name(name: str) -> str:
 
 
 def check_state(expected: Shapes, got: Shapes, what: str = "the state", remedy: str = MADE, most: int | None = None) -> None:
-    """Raise ValueError if a parameter is missing, unexpected or of another shape; the message lists them.
+    """Raise ValueError if a parameter is missing, unexpected or of another shape; the message lists these problems.
 
     ``what``: the name of the state in the message. ``remedy``: the end of the message. ``most``: number of problems that the
     message lists; it counts the rest.

@@ -18,10 +18,10 @@ from typing import Any
 from .weight_files import CONFIG, INDEX, REPLACED, SAVING, WEIGHTS, resolved, to_disk
 
 LOCK = ".{}.lock"
-"""Name of the lock file beside the folder ``{}``: a process locks it while it saves there, and then deletes it."""
+"""Name of the lock file beside the folder ``{}``. A process locks this file while it saves the folder, and then deletes it."""
 
 MOST_BYTES = 5 * 10**9
-"""The most bytes of weights in a file with several; the saving process holds all weights of a file in host memory."""
+"""The most bytes of a file that holds several weights. The saving process holds all weights of a file in host memory."""
 
 SAVED = "float32", "bfloat16", "float16", "float64"
 """The dtypes in which weights may be saved."""
