@@ -5,17 +5,18 @@ Documents of 4, 12, 3, 8 and 5 tokens over 4 ranks of 8 tokens, under a causal m
     document   A A A A B B B B B B B B B B B B C C C D D D D D D D D E E E E E
     rank       0 0 0 1 2 2 2 2 2 2 2 2 1 1 0 0 0 0 0 3 3 3 3 3 3 3 3 1 1 1 1 1
 
-                             rank 0   1   2   3           rank 0   1   2   3
-    balanced     pairs           35  38  36  36     keys of   10  11   0   0
-    zigzag       of each         24  32  40  49     other      1   5   5   8
-    contiguous   rank            20  68  21  36     ranks      0   4   0   5
+                 visible pairs of a rank's queries     keys that a rank receives from other ranks
+                     rank 0   1   2   3                    rank 0   1   2   3
+    balanced             35  38  36  36                        10  11   0   0
+    zigzag               24  32  40  49                         1   5   5   8
+    contiguous           20  68  21  36                         0   4   0   5
 
 A causal query costs one pair for each token of its document up to and including the query. The documents, sorted by the mean
 cost of their queries, form one sequence of tokens. Each rank in turn takes its tokens from both ends of the sequence, in the
 proportion that gives it an equal share of the remaining cost. This follows the alias method for sampling a distribution (Walker
-1974). Most short documents stay whole, and a document on one rank costs no traffic (D). Under a causal mask a long document is
-cut into parts for several ranks, from its end to its beginning: the first of these ranks holds the last queries, which see the
-most keys.
+1974). Most short documents stay whole. A document on one rank, such as D, costs no traffic. Under a causal mask a long document
+is cut into parts for several ranks, from its end to its beginning: the first of these ranks holds the last queries, which see
+the most keys.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ def balanced_layout(
 
     Neighbouring short documents are assigned as one if together they have at most as many tokens as a chunk. A chunk is an eighth
     of a shard, but at least 512 tokens (or a whole shard, if that is shorter) and at most 2,048. From some 2,000 tokens per
-    rank on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Else they are equal within 3 %: a rank with
-    more or later parts of documents gets fewer pairs, because tiles at the ends of a part are visible in part only. With fewer
-    tokens the costs may differ by more than 10 %.
+    rank on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Without it they are equal within 3 %: a rank
+    with more or later parts of documents then gets fewer pairs, because tiles at the ends of a part are visible in part only.
+    With fewer tokens per rank the costs may differ by more than 10 %.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes milliseconds for dozens of
     documents, and longer for thousands. Raise ValueError if ``ranks``, ``seq_local``, a length, a mask or a cost is invalid, or

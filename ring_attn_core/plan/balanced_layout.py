@@ -17,7 +17,7 @@ from ..validation import in_words
 @hashed_once
 @dataclass(frozen=True)
 class BalancedLayout:
-    """The token positions of each rank, as computed by :func:`balanced_layout`, as plain data.
+    """The token positions of each rank as plain data. :func:`balanced_layout` computes them.
 
     ``runs``: for each rank the (start, length) of its runs of consecutive positions, in shard order; the lengths of each rank add
     up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
@@ -94,9 +94,9 @@ class BalancedLayout:
         return BalancedLayout(tuple(groups), self.length)
 
     def stretches(self, shards: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return, for each group of ``shards`` consecutive ranks, the order that sorts its concatenated shards by position.
+        """Return, for each group of ``shards`` consecutive ranks, the order that sorts the tokens of its shards by position.
 
-        The order is a tuple of stretches (index of the first token in the concatenated shards, length).
+        The order is a tuple of stretches of the group's concatenated shards, each as (index of the first token, length).
         """
         groups = []
         for first in range(0, self.ranks, shards):

@@ -13,26 +13,26 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 LEAST_CHUNK, MOST_CHUNK = 512, 2048
-"""Bounds, in tokens, of the largest chunk: neighbouring short documents that are assigned together, to give ranks fewer runs."""
+"""Bounds, in tokens, of the largest chunk: neighbouring short documents that are one item, so that ranks get fewer runs."""
 
 SNAP = 64
-"""Largest distance, in tokens, at which a document's edge counts as near a cut; the cut may then move to this edge."""
+"""Largest distance, in tokens, by which a cut inside an item may move to the edge of a document."""
 
 MOST_WHOLE = 4
-"""Largest number of documents or groups, the costliest per query, that ``_Remaining.costly`` tries to give a rank uncut."""
+"""``_Remaining.costly`` also tries to give a rank exactly the last 1, 2, ... or MOST_WHOLE items, which then stay whole."""
 
 SLACK = 0.004
-"""Largest relative deviation of a rank's cost from an equal share that is accepted to move a cut."""
+"""A cut may move only if the rank's cost then deviates from an equal share by at most this fraction of the share."""
 
 AS_QUERIES = 300
-"""The cost of a run beside its queries, in queries like its first.
+"""The cost of a run besides its queries. The unit is the cost of the run's first query.
 
-Tiles at the ends of a run are visible in part only. The times of 60 ranks on an H200 (documents-direct-ring-h200.json) fit 250
-queries in the backward, 470 in the forward, and 297 in both.
+A run has this cost because tiles at its ends are visible in part only. The times of 60 ranks on an H200
+(documents-direct-ring-h200.json) fit 250 queries in the backward, 470 in the forward, and 297 in both.
 """
 
 MOST_UNEQUAL = 0.025
-"""Largest part of an equal share by which a rank's pairs may differ from it, to make up for the cost of its runs."""
+"""A rank with costlier runs gets fewer pairs. Their number differs from an equal share by at most this fraction of it."""
 
 
 class _Item(NamedTuple):
@@ -81,8 +81,8 @@ class _Remaining:
     def costly(self, local: int, share: float) -> int:
         """Return how many of a rank's ``local`` tokens come from the costly end; the rest come from the cheap end.
 
-        Bisection finds the number that gives the rank the cost ``share``. A number that moves a cut to an edge is preferred if
-        its cost deviates by at most ``SLACK``.
+        Bisection finds the number that gives the rank the cost ``share``. A number at which fewer items are cut is preferred if
+        the rank's cost then deviates from ``share`` by at most ``SLACK * share``.
         """
         total = self.tokens[-1]
         excess = lambda x: self.cost_of_first(local - x) + self.costs[-1] - self.cost_of_first(total - x) - share
@@ -98,9 +98,9 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return the distances, in tokens, from a cut before token ``cut`` back to the last edge (<= 0) and on to the next (> 0).
+        """Return two distances in tokens from a cut before token ``cut``: back to the last edge (<= 0), on to the next (> 0).
 
-        An edge is a position at which a document or item begins or ends. Return (0,) if the cut is at the edge of an item.
+        An edge is a position at which a document or an item begins or ends. Return (0,) if the cut is at the edge of an item.
         """
         index, offset = self.at(cut)
         if not offset:
@@ -145,8 +145,8 @@ def deal(
     ``cost_before``: a function from a position to the cost of all queries before it. The ranks get nearly equal costs if later
     queries of an item cost at least as much as earlier queries.
 
-    ``as_queries``: what a run costs beside its queries, see ``AS_QUERIES``. The runs of a first assignment decide the shares of a
-    second one.
+    ``as_queries``: the cost of a run besides its queries, as in ``AS_QUERIES``. If it is not 0, the tokens are assigned twice:
+    ranks with costlier runs in the first assignment get fewer pairs in the second.
     """
     items, local = sorted(_item(start, end, cost_before) for start, end in pairwise(cuts)), cuts[-1] // ranks
     first = _dealt(items, edges, cost_before, local, [0.0] * ranks)
@@ -161,7 +161,7 @@ def deal(
 def _dealt(
     items: list[_Item], edges: list[int], cost_before: Callable[[int], float], local: int, besides: list[float]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Assign ``local`` tokens to each rank; return each rank's runs. ``besides``: the cost of each rank beside its queries."""
+    """Assign ``local`` tokens to each rank; return each rank's runs. ``besides``: the cost of each rank besides its queries."""
     dealt = []
     for rank, own in enumerate(besides[:-1]):
         remaining, left = _Remaining(items, edges, cost_before), besides[rank:]

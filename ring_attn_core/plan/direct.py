@@ -7,7 +7,7 @@ a run that holds all keys visible to the reader's queries under the mask. Balanc
     causal, zigzag, 4 ranks     shift 1: rank 1 (tokens 2 3 12 13) sends 2 3 to rank 2, whose last query is at 11
     window of 2, contiguous     shift 1: each rank but the last sends its last 2 tokens to the next rank; no other shift
     full                        whole shards
-    causal, striped             whole shards, less the last key if the owner's number is above the reader's
+    causal, striped             whole shards, without the last key if the owner's rank is greater than the reader's
 """
 
 from __future__ import annotations

@@ -96,8 +96,8 @@ class Load:
     def _part(self, rank: int, shift: int) -> int:
         """Return an estimate of ``area`` in a balanced layout: a rank's visible pairs, split over the shifts by numbers of keys.
 
-        Shift 0 has the rank's own keys. The other shifts share the received keys equally; each rank counts as receiving as many
-        as ``needed.busiest()``.
+        Shift 0 has the rank's own keys. The other shifts have equal parts of the received keys. Each rank is assumed to
+        receive ``needed.busiest()`` keys.
         """
         assert self.needed is not None
         pairs, own = self.needed.pairs(rank), self.plan.kv_local / (self.plan.kv_local + self.needed.busiest())
@@ -105,7 +105,7 @@ class Load:
 
     @cached_property
     def needed_share(self) -> float:
-        """Return the keys that the busiest rank receives or sends under ``needed``, as a share of those it receives in a ring.
+        """Return the keys that the busiest rank receives or sends under ``needed``, divided by the keys it receives in a ring.
 
         In a ring, each rank receives one shard of keys at each of the plan's hops.
         """
@@ -133,13 +133,13 @@ class Load:
     def operations(self, pairs: float) -> tuple[float, float]:
         """Return the floating-point operations, as (forward, backward), in all batch rows and heads.
 
-        ``pairs``: number of (query, key) pairs under the mask in one batch row and head; ``share`` of them count.
+        ``pairs``: number of (query, key) pairs under the mask in one batch row and head; the fraction ``share`` is visible.
         """
         d, e, each = self.head_dim, self.v_dim, 2 * self.batch * self.heads * self.share * pairs
         return each * (d + e), each * (3 * d + 2 * e)
 
     def ideal(self, machine: Machine) -> Seconds:
-        """Return the time, in seconds, of a rank's mean work if a single launch computed it and nothing was sent."""
+        """Return the time, in seconds, that the mean work of a rank would take in a single launch without transfers."""
         mean = sum(self.area(rank, shift) for rank in self.sample for shift in self.plan.shifts) / len(self.sample)
         forward, backward = self.operations(mean)
         return Seconds(forward / self.forward_rate(machine), backward / self.backward_rate(machine))

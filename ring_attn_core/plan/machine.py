@@ -123,7 +123,7 @@ PEAKS = {"A100": 312e12, "H100": 990e12, "H200": 990e12}
 """Peak FLOP/s of GPUs (SXM) in bfloat16 without sparsity, from their data sheets."""
 
 RATES = ("forward_rate", "backward_rate", "links", "collective", "network", "copies", "memory", "peer")
-"""The fields whose larger values are better; in all other numeric fields smaller values are better."""
+"""The numeric fields in which a larger value is better. In all other numeric fields a smaller value is better."""
 
 OPTIONAL = frozenset(field.name for field in fields(Machine) if field.default == 0)
 """The fields that a record may lack; a field that was not measured is 0."""

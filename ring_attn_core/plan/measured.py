@@ -1,4 +1,4 @@
-"""Files that hold the records of measured machines, in the user's cache folder; and the number of ranks on each host.
+"""Files in the user's cache folder that hold the records of measured machines. Also counts the ranks on each host.
 
 ``ring-attn doctor --measure`` writes a file for each framework and kind of device; ``strategy="auto"`` on GPUs reads this file.
 """
@@ -75,7 +75,10 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
 
 
 def stored(framework: str, device: str) -> Machine | None:
-    """Return the record of a kind of device, or None if it has no file. Raise ValueError, naming the file, if it is damaged."""
+    """Return the record of a kind of device, or None if its file does not exist.
+
+    Raise ValueError, naming the file, if the file is damaged.
+    """
     try:
         path = path_of(framework, device)
     except RuntimeError:  # the user has no home folder

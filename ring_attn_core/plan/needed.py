@@ -1,7 +1,7 @@
-"""The plan of the strategy "direct" in a balanced layout: in one exchange each rank receives the other ranks' keys that it sees.
+"""The plan of the strategy "direct" in a balanced layout: one exchange brings each rank the keys of others that its queries see.
 
-Then a rank attends to its own and the received keys in one step, sorted by position, as one shard. Documents of 4, 12 and 8
-tokens over 4 ranks of 6 tokens, under a causal mask:
+Then a rank attends to its own and the received keys in one step, sorted by position, as one shard. For example, documents of 4,
+12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
 
     document    A A A A B B B B B B B B B B B B C C C C C C C C
     rank        0 0 0 0 2 2 3 3 3 3 3 3 1 1 0 0 1 1 1 1 2 2 2 2
@@ -49,8 +49,9 @@ class Stretch(NamedTuple):
 class NeededPlan(RingPlan):
     """The plan of the strategy "direct" in a balanced layout.
 
-    Its only step, at shift 0, has the keys that a rank *attends to*: its own keys and those that it receives. A state of partial
-    results, which a second step would read and write in float32, costs more time than the transfer that it would hide.
+    Its only step, at shift 0, has the keys that a rank *attends to*: its own keys and those that it receives. With two steps
+    the transfer could overlap with the first. But then partial results must be written and read in float32, which takes longer
+    than the transfer.
     """
 
     by_documents: bool = False
@@ -185,9 +186,9 @@ def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
 
 
 def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
-    """Return in words which query of ``rank`` may see a key that the rank neither holds nor receives, or None.
+    """Return a description of the first query of ``rank`` that may see a key that the rank neither holds nor receives, or None.
 
-    That happens if the extents belong to other documents than those that the layout was made for. ``extents``: int
+    Such a query exists if the extents belong to other documents than those that the layout was made for. ``extents``: int
     [batch, seq_local, 2] on the host, the first and end (exclusive) of the key positions that each query may see.
     """
     import numpy as np

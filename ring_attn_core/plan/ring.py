@@ -1,9 +1,9 @@
 """The plan of one ring: each rank's positions, each step's visible keys, and how far keys and gradients travel.
 
 The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on rank
-``r - s``. The plan leaves out each shift, except 0, at which no rank sees a key. So with a window, keys travel only as far as
-some query sees. A query that sees no key is *blank* (``blanks``): out 0, and lse -inf or the sink. A *blank key* is seen by no
-query (``blank_keys``).
+``r - s``. The plan leaves out each shift, except 0, at which no rank sees a key. So with a window, keys travel no farther
+than the largest shift at which a rank sees some of them. A query that sees no key is *blank* (``blanks``): out 0, and lse -inf or
+the sink. A *blank key* is seen by no query (``blank_keys``).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_steps(steps: Any) -> None:
 
 @dataclass(frozen=True)
 class RingPlan:
-    """The plan of one ring, frozen and hashable.
+    """The plan of one ring as a frozen and hashable record.
 
     ``layout``: a name in LAYOUTS, or a BalancedLayout. ``mask``: a Band in global positions. ``ranks``: members of the ring.
     ``seq_local``, ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true
@@ -44,8 +44,8 @@ class RingPlan:
     leaves out such a shift must hide the keys of that shift by extents or a key mask.
 
     Defaults: ``kv_local = seq_local``. In a balanced layout both lengths are the layout's. Otherwise ``length = seq_local *
-    ranks``, and ``kv_length = length`` if both shards are equally long, else ``kv_local * ranks``. Raise ValueError if these do
-    not fit together.
+    ranks``, and ``kv_length = length`` if both shards are equally long, else ``kv_local * ranks``. Raise ValueError if a field is
+    invalid, or fields do not fit together.
     """
 
     layout: str | BalancedLayout

@@ -15,7 +15,7 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
 
     ``shift``: how many ranks the keys have travelled. ``size``: bytes of the step's keys and of the arrays that travel with them.
     For a DirectPlan ``size`` counts whole shards, and the name states the bytes of the slices. ``rank``: this rank, or None if it
-    is traced: then the name states the distance instead of the owner. With "two_level" the shift of a traced rank is
+    is traced. For None the name states the distance to the owner instead of the owner, and with "two_level" ``shift`` must be
     ``outer * host_ranks + inner``.
     """
     steps = place_name(plan, number)

@@ -59,5 +59,5 @@ class HeadSplit(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Return the number of copies of each key head that are sent in the group."""
+        """Return the number of copies of each key head, summed over all ranks of the group."""
         return self.k_local * self.ranks // self.kv_heads
