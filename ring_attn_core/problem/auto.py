@@ -17,12 +17,12 @@ from ..plan.ulysses import Ulysses
 from .strategies import Strategy, group_of, name_of, objection
 
 GAIN = 1.02
-"""The least predicted ratio of the ring's time to another strategy's time for which "auto" takes that strategy."""
+"""The least predicted speedup over the ring (the ring's time / the strategy's time) at which "auto" takes another strategy."""
 
 MARGIN = 1.005
-"""The least predicted ratio of the best time so far to the next candidate's time for which "auto" takes that candidate.
+"""The least predicted speedup over the best strategy so far at which "auto" takes the next candidate.
 
-GAIN replaces it if the best strategy so far is the ring.
+If the best strategy so far is the ring, the limit is GAIN.
 """
 
 ROOM = 1 / 16
@@ -37,7 +37,10 @@ a constant of the model, which ``ring-attn doctor`` does not measure."""
 
 
 HALF = 0.5
-"""The largest share of a ring's keys that the busiest rank may receive or send if "auto" takes "direct" in a balanced layout."""
+"""The largest share of keys at which "auto" takes "direct" in a balanced layout.
+
+The share is ``Load.needed_share``: the keys that the busiest rank receives or sends, divided by those it receives in a ring.
+"""
 
 
 class Choice(NamedTuple):
@@ -55,9 +58,11 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
     """Choose the strategy that "auto" takes for a call of the sizes ``load``.
 
     The choice is "ring" if no keys travel. Otherwise it is the fastest candidate within the limits ROOM (memory), GAIN,
-    JOINED_GAIN and MARGIN (time), or "ring" if no times are predicted (``_unpredictable``). In a balanced layout the only
-    candidate besides "ring" is "direct", if ``load.needed`` is set and within the limit HALF; without predicted times "direct" is
-    then the choice.
+    JOINED_GAIN and MARGIN (time). If no times can be predicted (``_unpredictable``), the choice is "ring".
+
+    In a balanced layout "direct" is the only candidate besides "ring", and only if ``load.needed`` is set and
+    ``load.needed_share`` is at most HALF. If "direct" is then a candidate and no times can be predicted, the choice is "direct".
+
     ``machine``: the measured speed of the machine, None if not measured. ``backend``: the option of the call. ``device``: kind of
     the device.
     """
@@ -89,7 +94,8 @@ def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
     """Yield the strategies that "auto" compares for a call, "ring" first. In a balanced layout only "direct" follows.
 
     Strategies that cannot run the call are left out, and so are those in JOINED if the call has extents. "push" and "pull" are
-    left out if ``without_peers`` gives a reason. The records Ulysses and TwoLevel group the ranks of each host.
+    left out if ``without_peers`` gives a reason. If there are several hosts, the records Ulysses and TwoLevel with the ranks of a
+    host as a group are candidates too.
     """
     if load.needed is not None:
         yield from ("ring", "direct")

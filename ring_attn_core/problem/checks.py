@@ -37,7 +37,8 @@ def check_softcap(softcap: Any) -> None:
 def check_v_dim(v_dim: Any, k_shape: Sequence[int], v_shape: Sequence[int] | None) -> int | None:
     """Return ``v_dim`` as an int if v is None (``v_shape`` None), else None.
 
-    Raise ValueError if ``v_dim`` contradicts v, or does not count first columns of k, which are the values without v.
+    If v is passed, ``v_dim`` must be None or the size of v's last dimension. Without v, the values are the first ``v_dim``
+    columns of k, and ``v_dim`` must be an int from 1 to k's head_dim. Raise ValueError otherwise.
     """
     v_dim, traced = as_number(v_dim), STATIC if is_traced(v_dim) else ""
     if v_shape is not None:
@@ -169,11 +170,10 @@ def _check_intervals(
 def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
     """Return the position runs of a query block and a key block, each of shape [batch, tokens, heads, head_dim].
 
-    A run of None means the whole block, from position 0.
-
-    Raise ValueError if an argument is neither None nor a Run, a stride is not an int of at least 1, or the strides differ. Raise
-    it also if a start or length is not an integer. If untraced, a start must not be negative, a length must fit the block, and
-    positions must be below 2^30.
+    A run of None means the whole block, from position 0. Raise ValueError if an argument is neither None nor a Run, a stride is
+    not an int of at least 1, or the strides differ. Raise it also if a start or length is not an integer. Starts and
+    lengths that are not traced are checked further: starts must not be negative, lengths must fit the blocks, and positions must
+    be below 2^30.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):

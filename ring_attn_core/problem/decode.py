@@ -1,8 +1,9 @@
 """A call of ``tree_attention_decode`` as a record of plain data, with its checks.
 
-This rank's part of one layer's cache has batch * slots * (kv_heads * (head_dim + v_dim) * bytes of an element + 4) bytes, the 4
-for the position. A kv head has queries * heads / kv_heads query rows. The kernels (kernels/portable/decode.py) read the part once
-for each tile of up to 64 of these rows (32 in float32), except k and v of slots outside the positions that these rows may see.
+A rank's part of one layer's cache has batch * slots * (kv_heads * (head_dim + v_dim) * bytes of an element + 4) bytes. The 4 are
+the bytes of a position. A kv head has queries * heads / kv_heads query rows. The kernels (kernels/portable/decode.py) read the
+part once for each tile of up to 64 of these rows (32 in float32), except k and v of slots outside the positions that the rows of
+the tile may see.
 ``Case.bytes`` in benchmarks/decode/candidates.py counts one read, for v_dim = head_dim.
 """
 

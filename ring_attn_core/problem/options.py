@@ -28,7 +28,8 @@ class Options:
     ``return_lse`` is not among them either, because each call computes lse.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
-    ``v_dim``: v was None, and the values are the first ``v_dim`` columns of k, which travels alone. None: v is an array.
+    ``v_dim``: None if v is an array. Otherwise v was not passed: the values are the first ``v_dim`` columns of k, and only k
+    travels.
     ``dropout_offset``: global index of the first batch row and of the first head; -1 stands for an index that is an array on a
     device. Only PyTorch compares this offset between ranks.
     Raise ValueError if a value has the wrong type or is out of range. Not checked here: ``dropout_offset``, the names of layout
@@ -94,7 +95,7 @@ class Options:
     def text(self) -> str:
         """Return all options except ``counts`` as text, because the schema of a PyTorch op cannot hold records.
 
-        ``read`` builds the record from ``text`` and ``counts`` again. torch.compile must be able to trace each line of this
+        ``read`` makes an equal record from ``text`` and ``counts``. torch.compile must be able to trace each line of this
         property.
         """
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]

@@ -24,13 +24,14 @@ class Problem:
     """One call of ``ring_attention`` on one rank, as hashable data without arrays.
 
     Shapes describe the rank's shards: q ``[batch, seq_local, heads, head_dim]``, k ``[batch, kv_local, kv_heads, head_dim]``, v
-    ``[batch, kv_local, kv_heads, v_dim]``, also if the values are columns of k. ``dtypes``: names of the dtypes of q, k and v.
-    ``device``: kind of the device. ``arrays``: the optional arrays of the call. ``capability``: compute capability of the NVIDIA
-    GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``: whether the framework can launch kernels with TMA
-    descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX. ``machine``: the machine's record for the cost
-    model, None if it was not measured. ``host_ranks``: number of consecutive ranks on each host, 0 if unknown. ``peer_access``:
-    whether the ranks can copy from and to the memory of each other's GPUs in this call, so that "auto" may take "pull" or "push".
-    ``within_documents``: whether it is known that the extents of all ranks stay within the documents of a balanced layout.
+    ``[batch, kv_local, kv_heads, v_dim]``. If the values are columns of k, ``v_shape`` is the shape of these columns. ``dtypes``:
+    names of the dtypes of q, k and v. ``device``: kind of the device. ``arrays``: the optional arrays of the call.
+    ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``:
+    whether the framework can launch kernels with TMA descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX.
+    ``machine``: the machine's record for the cost model, None if it was not measured. ``host_ranks``: number of consecutive ranks
+    on each host, 0 if unknown. ``peer_access``: whether the ranks can copy from and to the memory of each other's GPUs in this
+    call, so that "auto" may take "pull" or "push". ``within_documents``: whether it is known that the extents of all ranks stay
+    within the documents of a balanced layout.
     """
 
     q_shape: tuple[int, ...]
@@ -52,7 +53,7 @@ class Problem:
 
     @cached_property
     def plan(self) -> RingPlan:
-        """Return the plan of this problem. Raise ValueError as ``RingPlan`` does, as if the lengths do not fit the layout."""
+        """Return the plan of this problem. Raise ValueError as ``RingPlan`` does, such as if lengths do not fit the layout."""
         options = self.options
         lengths: Any = {"length": options.length, "kv_length": options.kv_length}  # None asks for the default
         tokens = self.q_shape[1], self.k_shape[1]
@@ -77,7 +78,10 @@ class Problem:
 
     @cached_property
     def ordinary(self) -> Problem:
-        """Return this problem with v as an array of its own, as every backward reads it; itself if v is one."""
+        """Return this problem with the values as a separate array v, because every backward reads such an array.
+
+        Return the problem itself if it already has the array v.
+        """
         options = self.options
         return replace(self, options=replace(options, v_dim=None)) if options.values_in_keys else self
 
@@ -100,8 +104,8 @@ class Problem:
     def load(self) -> Load:
         """Return the sizes that determine the time of the call.
 
-        Visible pairs are counted without the extents, because ranks do not know each other's. They are counted from the mask, or
-        from the documents of a balanced layout if ``within_documents`` is True.
+        Visible pairs are counted without the extents, because a rank does not know the extents of the other ranks. They are
+        counted from the mask, or from the documents of a balanced layout if ``within_documents`` is True.
         """
         (b, _, heads, d), (_, _, kv_heads, e) = self.q_shape, self.v_shape
         extents = self._has("extents", "key_extents")
@@ -133,7 +137,7 @@ class Problem:
     def check(self) -> RingPlan:
         """Check shapes, dtypes, optional arrays, dropout and strategy, and return the plan.
 
-        Raise ValueError if one is invalid or they do not fit together.
+        Raise ValueError if any of these is invalid, or if they do not fit together.
         """
         self._check_shapes()
         self._check_dtypes()

@@ -1,7 +1,7 @@
-"""The messages and bytes that a rank sends (with "pull" reads) in a call, by strategy, computed from the plan.
+"""The messages and bytes that a rank sends in a call, by strategy, computed from the plan. With "pull" it reads them instead.
 
-Tests compare them with real sends. ``data/reader.py`` counts the bytes that a rank reads from the files of a dataset;
-``problem/decode.py`` states how many bytes of one layer's cache a decoding step reads.
+Tests compare these numbers with real transfers. ``data/reader.py`` counts the bytes that a rank reads from the files of a
+dataset; ``problem/decode.py`` states how many bytes of one layer's cache a decoding step reads.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class SentSizes:
 
     @property
     def kv(self) -> int:
-        """Return the number of elements of k and v together, or of k alone if the values are columns of it."""
+        """Return the number of elements of k and v together, or of k alone if the values are columns of k."""
         (b, _, _, d), e = self.problem.k_shape, self.problem.v_shape[-1]
         return b * self.keys * self.kv_heads * (d if self.problem.options.values_in_keys else d + e)
 
@@ -125,9 +125,9 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Traffic]:
     """Return the traffic of the strategy "direct" in a balanced layout that ``rank`` sends, as (forward, backward).
 
-    The forward sends to each other rank the keys that its queries see. The backward sends these keys again, and the gradients of
-    received keys to their owners. A key mask travels as 1 byte a key. In JAX each rank sends ``most_tokens`` keys to each other
-    rank, some of them padding.
+    The forward sends to each other rank the keys that the queries of that rank see. The backward sends these keys again, and the
+    gradients of received keys to their owners. A key mask travels as 1 byte a key. In JAX each rank sends ``most_tokens`` keys to
+    each other rank, some of them padding.
     """
     others = [other for other in range(plan.ranks) if other != rank % plan.ranks]
     padded = problem.framework == "jax"
