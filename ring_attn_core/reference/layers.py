@@ -6,7 +6,7 @@
 
 Arrays are global, in the natural order of tokens; weights have the names that ``to_numpy`` of both packages uses. A computation
 in a dtype rounds the weights and x, and the result of each linear layer, norm, rotary embedding and activation. Attention rounds
-as ``plain`` of ``oracle.py``.
+like ``plain`` of ``oracle.py``.
 """
 
 from __future__ import annotations

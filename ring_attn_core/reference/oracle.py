@@ -1,8 +1,8 @@
 """Reference attention in numpy: ``exact`` in float64, ``plain`` with the rounding of a single device in a given dtype.
 
-Both take global arrays in the natural order of tokens, without rings or layouts. ``plain`` computes in float32 (float64 for
-float64) and rounds to the dtype, once each: probabilities, score gradients, out, dq, dk and dv. ``exact`` is in ``np.longdouble``
-if q is float64.
+Both take global arrays in the natural order of tokens, without rings or layouts. ``plain`` computes in float32, or in float64 if
+that is the dtype. It rounds probabilities, score gradients, out, dq, dk and dv once each to the dtype. ``exact`` is in
+``np.longdouble`` if q is float64.
 """
 
 from __future__ import annotations

@@ -58,8 +58,8 @@ def plain_summary(
 ) -> SummaryAttended:
     """Compute the results of ``exact_summary`` with the rounding of a single device that computes in ``dtype``.
 
-    Sums and softmax are in float32 (in float64 for "float64"). Probabilities, summaries, out, their gradients and those of q, k
-    and v are rounded; lse and the gradient of pool are not.
+    Sums and softmax are in float32 (in float64 for "float64"). Probabilities, summaries and out are rounded, and so are the
+    gradients of attention scores, pooling scores, summaries, q, k and v. lse and the gradient of pool are not rounded.
     """
     working = np.float64 if dtype == "float64" else np.float32
     return _attention((q, k, v, dout, dlse), features, working, rounding(dtype))

@@ -19,8 +19,8 @@ def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
     """Return ||got - exact|| / ||exact|| over finite entries.
 
     Return inf if the arrays differ at an entry where one of them is NaN or infinite. The divisor is at least the norm of an array
-    whose entries are all 0.01. Exact values may be (nearly) zero, as in the gradient of a query that sees one key.
-    Raise ValueError if the shapes differ.
+    whose entries are all 0.01, because exact values may be (nearly) zero, as in the gradient of a query that sees one key. Raise
+    ValueError if the shapes differ.
     """
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     if got.shape != exact.shape:
@@ -43,8 +43,9 @@ def bound_of_sinks(plain: Attention, exact: Attention, arrays: Mapping[str, np.n
     """Return the allowed relative error of the gradient of sinks. ``arrays``: the sinks [heads], and the gradients dout and dlse.
 
     The gradient has few numbers, so the plain computation may be accurate by chance and ``bound`` too strict. Each number is a
-    sum over queries. Assume that the errors of the terms are independent and as large as the plain computation's plus a rounding.
-    The standard deviation of the sum is then the norm of these errors; allow 5 standard deviations.
+    sum over queries. This function assumes that the errors of the terms are independent, and that each is the error of the plain
+    computation plus a rounding. The standard deviation of the sum is then the norm of these errors. The result allows 5 standard
+    deviations, or ``bound`` if that is larger.
     """
     assert plain.dsinks is not None and exact.dsinks is not None
 
