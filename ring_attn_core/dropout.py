@@ -33,7 +33,7 @@ from collections.abc import Callable
 from typing import Any
 
 SPAN = 16
-"""Length of the aligned spans of token positions: 0 to 15, 16 to 31, ... Positions with a common Philox counter lie in one."""
+"""Length of the aligned spans of token positions: 0 to 15, 16 to 31, ... Positions with one Philox counter lie in one span."""
 
 ROUNDS = 7
 KEY_ROUNDS = 10

@@ -1,4 +1,4 @@
-"""Readers of files that may be damaged, replaced or not regular. Their ValueErrors name the file, except in ``parse_json``.
+"""Readers of files that may be damaged, replaced or not regular. Each ValueError names the file, except that of ``parse_json``.
 
 Files are checked by ``stat``, opened without blocking, and checked again by ``fstat``.
 """

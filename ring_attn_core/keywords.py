@@ -1,4 +1,4 @@
-"""A decorator for public functions: the TypeError for an unknown keyword suggests a known one that is equivalent or close."""
+"""A decorator for public functions. An unknown keyword raises a TypeError that suggests a known keyword if one is close."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ ELSEWHERE = {
 
 
 def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
-    """Wrap ``function`` so that an unknown keyword raises a TypeError, which suggests an equivalent or close keyword if any."""
+    """Wrap ``function`` so that an unknown keyword raises a TypeError.
+
+    The message suggests the argument in ELSEWHERE, or else a known keyword of similar spelling, if there is one.
+    """
     known = list(inspect.signature(function).parameters)
 
     @wraps(function)
@@ -46,7 +49,7 @@ def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _instead(name: str, known: list[str]) -> str:
-    """Return the hint for an unknown keyword, or an empty string if no known keyword is close."""
+    """Return the hint for an unknown keyword, or an empty string if no known keyword is equivalent or close."""
     meant = ELSEWHERE.get(name, "")
     if meant and meant.partition("=")[0].split(",")[0] in known:
         return f": pass {meant}"

@@ -10,7 +10,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 HASH = "_hash"
 MOST_KNOWN = 1024
-"""Largest number of entries of a cache by problem. In a balanced layout each batch makes a problem, which may take 100 KB."""
+"""Largest number of entries of a cache whose keys are problems. In a balanced layout each batch makes one of up to 100 KB."""
 
 
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
@@ -31,7 +31,7 @@ def remembered(make: Callable[P, T]) -> Callable[P, T]:
 
 
 def add_newest(known: dict[T, Any], record: T, value: Any = None, most: int | None = None) -> None:
-    """Set ``known[record] = value``. Then, if ``known`` has more than ``most`` keys (None: MOST_KNOWN), remove the oldest."""
+    """Set ``known[record] = value``. Then remove the oldest entry if ``len(known) > most``; ``most=None`` means MOST_KNOWN."""
     known[record] = value
     if len(known) > (most or MOST_KNOWN):
         del known[next(iter(known))]

@@ -4,11 +4,11 @@
     kept    = the top_k highest scores, and of them the fewest, highest first, whose probabilities sum to at least top_p
     token   = argmax over kept of score_i + gumbel_i         so that P(token = i) = softmax over kept of score_i
 
-``drawn`` in ``inference/sampling.py`` of both packages computes it.
+``drawn`` in ``inference/sampling.py`` of both packages computes the token.
 The noise gumbel_i is a pure function of (seed, request, position, token), drawn by the counter-based generators of
-:mod:`ring_attn_core.dropout`. So all ranks draw the same token from equal logits, and so do both frameworks unless two tokens'
-sums are equal up to rounding. The tokens of a request do not depend on the rest of the batch. Among equal logits the lower token
-id comes first.
+:mod:`ring_attn_core.dropout`. So all ranks draw the same token from equal logits. Both frameworks draw the same token too, unless
+the two largest ``score_i + gumbel_i`` are equal up to rounding. The tokens of a request do not depend on the rest of the batch.
+Among equal logits the lower token id comes first.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ LEAST = 2.0**-126
 class SamplingParameters(NamedTuple):
     """Sampling parameters, clamped to float32 and int32, and the seed as two words of 32 bits.
 
-    None means that one of the first three is not used; a ``temperature`` of None means greedy decoding. Each of the three may be
-    a list with a number for each request. In such a list, a ``temperature`` of 0 means greedy decoding, and ``ALL_TOKENS`` in
-    ``top_k`` or ``ALL`` in ``top_p`` means that the request draws from all tokens.
+    ``temperature``, ``top_k`` and ``top_p`` are each None, a number, or a list with a number for each request. A ``temperature``
+    of None means greedy decoding; a ``top_k`` or ``top_p`` of None excludes no token. In a list, a ``temperature`` of 0 means
+    greedy decoding, and a ``top_k`` of ``ALL_TOKENS`` or a ``top_p`` of ``ALL`` excludes no token.
     """
 
     temperature: Any
@@ -85,9 +85,9 @@ class Sampling:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
 
     def _check_effects(self) -> None:
-        """Raise ValueError if ``top_k`` or ``top_p`` is set for a request that takes the most probable token.
+        """Raise ValueError if ``top_k`` or ``top_p`` is set for a request of temperature 0, which takes the most probable token.
 
-        A ``top_k`` or ``top_p`` that is one number for all requests is refused only if every temperature is 0.
+        A ``top_k`` or ``top_p`` that is one number for all requests raises ValueError only if every temperature is 0.
         """
         counts = {len(x) for name in PER_REQUEST if isinstance(x := getattr(self, name), tuple)}
         for i in range(*counts) if len(counts) == 1 else range(not counts):
@@ -145,7 +145,7 @@ def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
 def check_drawn(logits: Any, sampling: Sampling, requests: Any, positions: Any) -> None:
     """Raise ValueError if ``logits`` are not floats [batch, vocab], or ``requests`` or ``positions`` not integers [batch].
 
-    ``requests`` may be None, and so may ``positions`` if no temperature is above 0. Raise ValueError also if a list in
+    ``requests`` may be None. ``positions`` may be None if no temperature is above 0. Raise ValueError also if a list in
     ``sampling`` does not have one value for each row.
     """
     shape, dtype = tuple(getattr(logits, "shape", ())), str(getattr(logits, "dtype", type(logits).__name__))

@@ -14,7 +14,7 @@ STATIC = (
 
 
 def is_integer(x: Any) -> bool:
-    """Return whether ``x`` is a single integer: an int or a 0-d integer array, traced or not. A bool is not one."""
+    """Return whether ``x`` is a single integer: an int or a 0-d integer array, traced or not. A bool does not count."""
     if isinstance(x, bool | int):
         return not isinstance(x, bool)
     return hasattr(x, "__index__") and not getattr(x, "shape", ()) and "int" in str(getattr(x, "dtype", "int")).lower()
@@ -78,9 +78,9 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
 
 
 def check_mixin_first(kind: type, mixin: type, is_base: Callable[[type], bool]) -> None:
-    """Raise ValueError if a class that ``mixin`` is to extend comes before it in the method resolution order of ``kind``.
+    """Raise ValueError if, in the method resolution order of ``kind``, a class that ``mixin`` extends comes before ``mixin``.
 
-    ``is_base``: whether a class is one that the mixin extends.
+    ``is_base``: a function that tells whether ``mixin`` extends a class.
     """
     order = kind.__mro__
     first = next((each for each in order[: order.index(mixin)] if is_base(each)), None)
