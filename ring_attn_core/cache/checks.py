@@ -56,7 +56,7 @@ def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], ro
 def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
     """Return ``lengths`` as ints. Raise ValueError if they are not one int in 0 .. ``most`` for each request.
 
-    ``what``: the end of the message, which explains ``most``.
+    ``what``: the words that end the message and explain ``most``.
     """
     values = list(lengths) if isinstance(lengths, Sequence) else [lengths]
     if len(values) != batch or not all(is_integer(x) for x in values):
@@ -120,8 +120,8 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
     """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
 
-    A float8 cache takes every other dtype of a cache. ``tokens``: (number of requests, number of new tokens of each request).
-    ``shapes``, ``dtypes``: those of k, then of v.
+    A float8 cache takes k and v in every other dtype that a cache may have. ``tokens``: (number of requests, number of new tokens
+    of each request). ``shapes``, ``dtypes``: those of k, then of v.
     """
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
@@ -161,19 +161,19 @@ def check_scales(name: str, scales: Sequence[Sequence[float]]) -> None:
 
 
 def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
-    """Raise ValueError if the array of lengths of a rollback is neither one integer nor integers [batch].
+    """Raise ValueError if the lengths to roll back to are neither one integer for all requests nor integers [batch].
 
-    ``shape``, ``dtype``: those of the array, whose values are not read.
+    ``shape``, ``dtype``: those of the array of lengths. Its values are not read.
     """
     if shape not in ((), (batch,)) or "int" not in dtype:
         raise ValueError(f"lengths must be integers [{batch}], one for every request, or one for all, got {dtype} {list(shape)}")
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
-    """Return the number of earlier positions that a query of a call sees: ``window``, or if None, the cache's window.
+    """Return the number of earlier positions that a query of a call sees: ``window``, or if that is None, the cache's window.
 
-    The result is None if both are None: a query then sees all earlier positions. Raise ValueError if ``window`` is not an int of
-    at least 0, or exceeds the cache's window: keys beyond it may be overwritten.
+    The result is None if both windows are None: a query then sees all earlier positions. Raise ValueError if ``window`` is not an
+    int of at least 0, or exceeds the cache's window, because older keys may be overwritten.
     """
     if window is None:
         return spec.window
@@ -202,8 +202,9 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
     """Return the spec with pages added for ``tokens`` more tokens of each request, shared evenly by the ranks.
 
-    Each rank gets slots for the largest of ``counts`` [requests][ranks] plus ``tokens / ranks``, rounded up to pages. Raise
-    ValueError if the cache has no page, or ``tokens`` is not an int of at least 0.
+    ``counts`` [requests][ranks]: cached tokens. All ranks get equally many slots: the largest count plus ``tokens / ranks``,
+    rounded up to whole pages, but never fewer slots than before. Raise ValueError if the cache has no page, or if ``tokens`` is
+    not an int of at least 0.
     """
     if spec.page is None:
         raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")

@@ -2,7 +2,7 @@
 
 Prefilled tokens stay where the layout puts them. Each later token goes to the rank with the fewest tokens of its request; the
 lowest rank wins a tie. A rank fills its slots in order of position, so truncating a sequence removes the last tokens of each
-rank. With counts (5, 3, 4) the next tokens go to
+rank. With 5, 3 and 4 tokens on the ranks, ``counts = (5, 3, 4)``, the next tokens go to
 
     slot      3    4    5    6
     rank 0              4th  7th      new tokens come in order of slot index, then of rank
@@ -43,7 +43,7 @@ def earlier(ranks: int) -> list[list[int]]:
 
 
 def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
-    """Return, for each empty slot, how many new tokens are placed before the token that takes it: [batch, ranks, slots].
+    """Return the append index of each empty slot, [batch, ranks, slots]: the number of tokens appended before the slot is taken.
 
     ``counts`` [batch, ranks]: number of tokens that each rank holds. ``slot_indices`` [batch, ranks, slots]: indices of empty
     slots, not less than the rank's count. ``earlier`` [ranks, ranks]: the result of :func:`earlier`. All are integer arrays of
@@ -53,7 +53,7 @@ def append_indices(counts: Any, slot_indices: Any, earlier: Any) -> Any:
 
 
 def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
-    """Return the positions, [ranks][local], that each rank holds of a chunk of ``ranks * local`` tokens, in increasing order.
+    """Return the positions of each rank's tokens in a chunk of ``ranks * local`` tokens, [ranks][local], in increasing order.
 
     Raise ValueError if the layout has no shards of ``local`` tokens.
     """

@@ -73,7 +73,7 @@ class CacheSpec:
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
         """Return the spec of a cache. ``capacity``: largest number of tokens of a request; with a window, slots of a rank.
 
-        Without a window ``capacity`` is rounded up to equally many slots on all ranks, and with ``page`` to whole pages.
+        Without a window ``capacity`` is rounded up, so that all ranks have equally many slots, with ``page`` in whole pages.
         ``options``: the other fields of the spec. With a window, the default of ``room`` is ``window`` and that of ``capacity``
         is ``window + room``. A ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes.
         Raise ValueError if a value is invalid.
@@ -120,7 +120,7 @@ class CacheSpec:
 
     @property
     def capacity(self) -> int | None:
-        """The largest number of tokens of a request, if shared evenly by the ranks; None with a window, which sets no limit."""
+        """The largest number of tokens of a request whose tokens are shared evenly by the ranks. None with a window: no limit."""
         return None if self.window is not None else self.ranks * self.slots
 
     @property
@@ -129,7 +129,7 @@ class CacheSpec:
         return self.ranks * self.slots if self.room is None else self.room
 
     def fingerprint(self) -> tuple[tuple[str, Any], ...]:
-        """Return by name the values that must be equal on all ranks."""
+        """Return (name, value) of each field of the sizes and of this record. They must be equal on all ranks."""
         own = asdict(self)
         return tuple((own.pop("sizes") | own).items())
 
