@@ -74,7 +74,7 @@ class Patterns(NamedTuple):
         return Patterns(*zip(*pairs, strict=True), self.mixing)  # type: ignore[call-arg]
 
     def keywords(self, options: Options) -> dict[str, Any]:
-        """Return the keywords of ``dilated_attention`` for these patterns and ``options``, except ``length``."""
+        """Return the keyword arguments of ``dilated_attention``, except ``length``: these patterns, and values of ``options``."""
         names = "mask", "scale", "softcap", "strategy", "backend", "deterministic"
         return self._asdict() | {name: getattr(options, name) for name in names}
 
@@ -128,8 +128,8 @@ class HeadSelection(NamedTuple):
     """The heads of an array that a pattern uses (kept heads), and the head groups that hold them.
 
     Take heads ``first`` to ``end`` (exclusive), and repeat each ``repeat`` times in place. Drop the first ``skip`` of the result;
-    the next ``selected`` are the kept heads. The groups form ``spread`` sets of ``together`` consecutive groups. Each group of
-    set ``j % spread`` has kept head j as its head ``j // spread``: with 2 sets, the groups of set 0 have kept heads 0, 2, 4 ...
+    the next ``selected`` are the kept heads. The groups form ``spread`` sets of ``together`` consecutive groups. Kept head j is
+    head ``j // spread`` of each group in set ``j % spread``: with 2 sets, each group of set 0 has the kept heads 0, 2, 4 ...
     """
 
     first: int
@@ -176,7 +176,7 @@ class FoldedBatches:
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
-        """Return the number of positions (0 to dilation - 1) that a rank's first slot spans before the rank's shard."""
+        """Return how many positions of a rank's first slot, 0 to ``dilation - 1``, lie before the rank's shard."""
         return (rank * self.local - self.shift) % self.dilation
 
     @cached_property
@@ -239,10 +239,10 @@ class FoldedBatches:
         return causal() if lo == 0 else full()
 
     def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
-        """Return (holds, first, end): whether a slot holds a token, not padding, and the slots ``first .. end - 1`` it sees.
+        """Return (holds, first, end): whether a slot holds a token, not padding, and its extent, the slots ``first .. end - 1``.
 
-        ``first`` and ``end`` count slots over all ranks (``slots`` per rank). The interval may include slots that ``band`` masks.
-        An empty interval is (0, 0).
+        The query in the slot may see the slots of its extent that ``band`` does not mask. ``first`` and ``end`` count slots over
+        all ranks (``slots`` per rank). An empty extent is (0, 0).
         """
         p = self.position(rank, slot, of_group)
         start = rank * self.local
@@ -260,7 +260,7 @@ class FoldedBatches:
         return holds, only_where(some, self.slot_of(first)), only_where(some, self.slot_of(last) + 1)
 
     def position(self, rank: Any, slot: Any, of_group: Any) -> Any:
-        """Return the position of a slot of group ``of_group``. If it is outside of the rank's shard, the slot holds no token."""
+        """Return the position of a slot of group ``of_group``. A slot whose position is outside of the shard holds no token."""
         return rank * self.local - self.front(rank) + slot * self.dilation + of_group
 
     def slot_of(self, position: Any) -> Any:
@@ -286,7 +286,7 @@ class FoldedBatches:
         return tuple(sorted(shifts))
 
     def options(self, options: Options) -> Options:
-        """Return the options of the pattern's ring attention over folded batches, made from those of the whole call."""
+        """Return the options of the pattern's ring attention over folded batches. ``options``: those of the whole call."""
         length = self.length // self.dilation if self.aligned and self.length % self.dilation == 0 else None
         steps = self.steps if self.needs_extents else None
         return replace(options, mask=self.band, length=length, kv_length=None, steps=steps)

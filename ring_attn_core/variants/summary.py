@@ -160,8 +160,8 @@ class SummaryPlan:
     def exact_options(self) -> Options:
         """The options of attention to the tokens that are seen exactly.
 
-        The mask is a window as wide as any query needs; extents, which start at a block, narrow it for each query. The mask is
-        causal if no block is summarized.
+        The mask is a window wide enough for every query. Each query also has an extent, which starts at a block's first token and
+        narrows the window. If no block is summarized, the mask is causal.
         """
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
@@ -227,7 +227,7 @@ class SummaryPlan:
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
     """Return the plan of a call. ``shapes``: shapes of q, k and v. ``pool``: shape and dtype of the pooling's queries, or None.
 
-    Raise ValueError if an array is not 4-D, the numbers of tokens differ, or ``pool`` or the length does not fit.
+    Raise ValueError if an array is not 4-D, if the numbers of tokens differ, or if ``pool`` or the length does not fit.
     """
     for name, shape in shapes.items():
         if len(shape) != 4:
