@@ -40,7 +40,7 @@ class Candidate:
 
 
 def _balanced(problem: Problem) -> str | None:
-    """Return the reason in a problem's balanced layout why the Triton kernels cannot run it; None without such a reason.
+    """Return why a balanced layout keeps the Triton kernels from running a problem; None in every other case.
 
     The kernels take each shard of a balanced layout as one run of tokens.
     """
@@ -130,7 +130,7 @@ def _slower_than_portable(problem: Problem) -> str | None:
 
 
 def _vendor(problem: Problem, widest: int) -> str | None:
-    """Return why FlashAttention-2, FlashAttention-4 and cuDNN cannot run a problem, by the limits that they share, or None.
+    """Return why a problem exceeds a limit that FlashAttention-2, FlashAttention-4 and cuDNN share, or None.
 
     ``widest``: the largest head_dim of the backend. The caller checks the backend's other limits.
     """
@@ -272,7 +272,7 @@ def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dic
 
 
 def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
-    """Return the launches of the pass ``name``, "forward" or "backward"; the list of the backward has none of the forward."""
+    """Return the launches of the pass ``name``, "forward" or "backward". The backward also uses results of the forward."""
     from . import steps
 
     return list({"forward": steps.of_forward, "backward": steps.of_backward}[name](call, len(problem.steps.shifts)))
@@ -296,10 +296,11 @@ def check_backend(backend: str, framework: str = "torch") -> None:
 
 
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
-    """Return ``backend`` if it can run the problem; for "auto", the first backend not in ``failed`` without a reason against it.
+    """Return ``backend`` if it can run the problem; for "auto", the first backend that has no objection and no drawback.
 
-    An objection says why a backend cannot run the problem, and a drawback why "auto" does not take a backend that can. Raise
-    ValueError if the name is unknown, if the named backend has an objection, or if "auto" finds no backend.
+    An objection says why a backend cannot run the problem, and a drawback why "auto" does not take a backend that can.
+    ``failed``: names of backends that "auto" skips. Raise ValueError if the name is unknown, if the named backend has an
+    objection, or if "auto" finds no backend.
     """
     check_backend(backend, problem.framework)
     objections = []

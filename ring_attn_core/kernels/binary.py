@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterator
 
 FRAME_SIZE = 0x11
-"""Number of the attribute in section `.nv.info` that holds a kernel's index and stack bytes (name as in `cuobjdump -elf`)."""
+"""The code of the attribute in section `.nv.info` that holds a kernel's index and stack bytes (name as in `cuobjdump -elf`)."""
 WITH_SIZE = 0x04
 """The format code of attributes whose third field is the number of bytes that follow it."""
 

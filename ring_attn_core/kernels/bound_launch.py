@@ -20,7 +20,7 @@ MOST_ADDRESSES = 1024
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 PTX_TYPES = {"u64": ("Q", 8), "u32": ("I", 4), "f32": ("f", 4), "b64": ("Q", 8), "b32": ("I", 4)}
-"""The ``struct`` code of each parameter type, and its size in bytes, which is also its alignment."""
+"""The ``struct`` code and the size in bytes of each parameter type. The alignment equals the size."""
 
 _PARAMETER = re.compile(r"^\s*\.param (?:\.align (\d+) )?\.(\w+)[^,\[\n]*(?:\[(\d+)\])?", re.MULTILINE)
 

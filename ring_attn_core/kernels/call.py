@@ -29,7 +29,7 @@ class RingCall:
     into one. A shard consists of ``q_runs`` or ``k_runs`` equally long runs: arithmetic progressions of token positions, or in a
     balanced layout one run of indices. ``packed``: keys travel, and k and v are one array [batch, tokens, kv_heads,
     head_dim + v_dim] with float32 gradients; else k and v are two arrays. ``values_in_keys``: the values are the first ``v_dim``
-    columns of k, and the one array is k alone; forward only.
+    columns of k, so there is one array, which is k; forward only. Then ``packed`` is True even if keys do not travel.
 
     ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
     ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,
@@ -66,7 +66,7 @@ class RingCall:
 
     @property
     def key_columns(self) -> tuple[int, int, int]:
-        """Return (columns of a head in the array that holds k, the same for v, first column of v in its array)."""
+        """Return (columns of a head in k's array, columns of a head in v's array, first column of v in v's array)."""
         if self.values_in_keys:
             return self.head_dim, self.head_dim, 0
         together = self.head_dim + self.v_dim
@@ -74,15 +74,15 @@ class RingCall:
 
     @property
     def tail(self) -> int | None:
-        """Return the columns of k after those of the values, if a key tile holds the values too; else None.
+        """Return ``tail_of`` of the head dimensions, the width of k's second tile, if the values are in the keys; else None.
 
-        The portable forward reads these ``tail`` columns as a tile of their own. 0: a key tile needs no other.
+        0: the first tile holds all columns of k. None also if the second tile would be too wide.
         """
         return tail_of(self.head_dim, self.v_dim) if self.values_in_keys else None
 
     @property
     def carries_rest(self) -> bool:
-        """Return whether the state also has a ``rest``, the rounding error of lse; only float32 inputs have one."""
+        """Return whether the state also has a ``rest``, the rounding error of lse. It has one if the inputs are float32."""
         return self.dtype == "float32"
 
     @property
@@ -96,7 +96,8 @@ class RingCall:
         return not self.array_names.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:
-        """Return a kernel's tiles: ``tiles_override``, or ``latent_tiles`` in a forward with ``tail``, or ``choose_tiles``."""
+        """Return ``tiles_override`` if set; else a kernel's tiles by ``latent_tiles`` (a forward with ``tail``) or
+        ``choose_tiles``."""
         if self.tiles_override is not None:
             return self.tiles_override
         if self.tail is not None and kernel == "forward":
@@ -105,10 +106,10 @@ class RingCall:
 
     @property
     def numbers(self) -> dict[str, Argument | None]:
-        """Return the scalar arguments of the kernels that compute scores, by parameter.
+        """Return the scalar arguments of the kernels that compute scores, by parameter name.
 
-        ``softcap`` is None without softcap, ``threshold`` without dropout. ``inner`` multiplies q . k. The product is the score
-        in base 2, or with softcap the argument of tanh.
+        ``softcap`` is None without softcap, ``threshold`` without dropout. ``inner`` times q . k is the score in base 2, or with
+        softcap the argument of tanh.
         """
         cap, log2e = self.softcap, math.log2(math.e)
         return {

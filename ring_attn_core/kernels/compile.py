@@ -117,7 +117,7 @@ def _compiled(
     stages: int,
     capability: int,
 ) -> Any:
-    """Compile a kernel, and return it or the error that Triton raised; cached. OSError and MemoryError are raised instead."""
+    """Compile a kernel; cache and return it, or the error that Triton raised. OSError and MemoryError are raised, not cached."""
     try:
         source = _source(kernel, dict(signature), dict(constants), divisible)
         options = {
@@ -214,7 +214,7 @@ def broken_triton() -> str | None:
 
 
 def triton_release() -> tuple[int, ...]:
-    """Return (major, minor) of Triton's version: (0, 0) without Triton, (sys.maxsize, 0) if no such numbers begin the version."""
+    """Return (major, minor) of Triton's version: (0, 0) without Triton, (sys.maxsize, 0) if the version has no such numbers."""
     version = triton_version()
     number = re.match(r"(\d+)\.(\d+)", version)
     return (int(number[1]), int(number[2])) if number else (sys.maxsize, 0) if version else (0, 0)

@@ -108,7 +108,7 @@ def residents(call: DecodeCall) -> int:
 
 
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
-    """Return the number of splits of a cache of ``tiles`` key tiles that takes the least time.
+    """Return the number of splits at which decoding a cache of ``tiles`` key tiles takes the least time.
 
     There are at most ``tiles / least`` splits, but at least one. ``programs``: programs per split; ``at_once``: programs that
     the GPU runs at the same time. All programs read equally much at the same rate, so they run in waves. A wave takes about 3 us

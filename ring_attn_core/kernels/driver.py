@@ -129,7 +129,7 @@ def write_value(stream: int, address: int, value: int) -> None:
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
-    """Let the stream wait until the 32-bit number at ``address`` minus ``value`` is at least 0, as a signed 32-bit number."""
+    """Let the stream wait until the 32-bit difference ``*address - value``, taken as a signed number, is at least 0."""
     check(_driver().cuStreamWaitValue32_v2(stream, address, value, WAIT_GEQ), "cuStreamWaitValue32")
 
 

@@ -35,7 +35,7 @@ class Descriptor:
     """A host TMA descriptor of an array that kernels access in blocks of shape ``block``; TMA reads 0 outside of the array.
 
     ``pitch``: elements per row of the array, if the array has more columns than ``shape`` says. ``gluon``: the kernel is in
-    Gluon, whose descriptor type includes the shared-memory layout: ``swizzled`` or row-major.
+    Gluon, whose descriptor type includes the shared-memory layout. ``swizzled``: this layout is swizzled; else it is row-major.
     """
 
     name: str
@@ -95,10 +95,10 @@ class Output:
 class Launch:
     """A launch of ``grid`` programs.
 
-    ``arguments`` and ``constants`` are named by kernel parameter; every other parameter of the kernel is None.
+    ``arguments`` and ``constants`` are pairs (kernel parameter, value); every other parameter of the kernel is None.
 
-    The kernel's last arrays are ``outputs``, in that order, followed by ``scratch``. The launcher allocates each scratch array,
-    fills it with zeros, passes it as an input and as an output, and drops it after the launch.
+    The last array parameters of the kernel are the ``outputs`` in their order, then the ``scratch`` arrays. The launcher
+    allocates each scratch array, fills it with zeros, passes it as an input and as an output, and drops it after the launch.
     """
 
     kernel: str
@@ -138,7 +138,7 @@ class Launch:
 
     @cached_property
     def divisible(self) -> frozenset[str]:
-        """Return the parameters that 16 divides: addresses of arrays (by contract), and such int32 values with ``divided``."""
+        """Return the parameters that 16 divides: array addresses (by contract), and int32 numbers if ``divided`` is set."""
         return frozenset(
             parameter
             for parameter, x in self.arguments

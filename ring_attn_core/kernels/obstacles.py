@@ -13,7 +13,7 @@ from .launch import Launch
 from .tile_sizes import shared_memory
 
 MOST_STACK = {"hopper_forward": 512, "hopper_backward": 600, "hopper_wide_dq": 600, "hopper_wide_dkv": 600}
-"""By kernel: the largest stack, in bytes of spilled registers per thread, at which "auto" takes it; other kernels have no limit.
+"""The largest stack, in bytes of spilled registers per thread, at which "auto" takes a kernel. Kernels not named have no limit.
 With Triton 3.6 and 3.9, heads of 64 and 128 need at most 352 bytes in the forward and 560 in the backward, with any features
 (parity_tests/core/hopper_launches.json)."""
 
@@ -38,7 +38,7 @@ def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True)
 
 
 def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> str | None:
-    """Return why a compiled kernel cannot run, or, unless ``spilling``, why it is slow; None without such a reason."""
+    """Return why a compiled kernel cannot run, or None. If not ``spilling``, also refuse a kernel whose spills make it slow."""
     its, triton, most = f"its kernel {launch.kernel}", f"Triton {triton_version()}", shared_memory(capability)
     if kernel.metadata.shared > most:
         return f"{its} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"

@@ -52,7 +52,7 @@ _WRITTEN = re.compile(r"(?:^|[;{}])\s*(?:@!?%\w+\s+)?[a-z][\w.:]*\s+(\{[^}]*\}|%
 _DEFINITION = re.compile(r"^\s*([a-z][\w.]*)\s+(%\w+), ([^;{}]*);$", re.MULTILINE)
 
 Definitions = dict[str, tuple[str, list[str]]]
-"""The operation and operands that define a register, for each register that is written once."""
+"""{register: (operation, operands)}: the instruction that defines the register, for each register that is written once."""
 
 _lock = threading.Lock()
 _threads: list[int] = []
@@ -84,7 +84,7 @@ def as_before(ptx: str) -> str:
 
 
 def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[str, str]:
-    """Return {copy: source} for each register that is a copy of another, ``source``, and that only wgmma instructions read."""
+    """Return {copy: source}: each register that only wgmma instructions read, and the register from which it is copied."""
     uses, in_products = Counter(_REGISTER.findall(ptx)), Counter(_REGISTER.findall("".join(_PRODUCT.findall(ptx))))
     moved = {register: operands[0] for register, (operation, operands) in definitions.items() if operation == "mov.b32"}
     return {

@@ -27,7 +27,10 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
 
 
 def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
-    """Yield the launches in the backward of a ring of ``steps`` steps, without those of the forward; some occur repeatedly."""
+    """Yield the launches in the backward of a ring of ``steps`` steps; some occur repeatedly.
+
+    The backward also uses results of the forward's launches, such as the unpacked key mask.
+    """
     yield portable.delta(call, call.dtype)
     if "extents" in call.array_names:
         yield extent_bounds(call)
@@ -50,7 +53,7 @@ def _ends(steps: int) -> list[tuple[bool, bool]]:
 
 @lru_cache(maxsize=4096)
 def in_one_pass(call: RingCall) -> bool:
-    """Return whether one launch, ``hopper.backward``, computes all gradients of a step, instead of ``dq`` and ``dkv``."""
+    """Return whether one launch, ``hopper.backward``, computes all gradients of a step; else ``dq`` and ``dkv`` do."""
     widths = columns(call.head_dim), columns(call.v_dim)
     group = call.heads // call.kv_heads
     return _takes(call, "backward") and hopper_passes(*widths, group, call.kv_local, "extents" in call.array_names) == 1

@@ -30,7 +30,7 @@ MASK_SPAN = 64
 WIDEST = 512
 """Largest head dimension of the portable kernels."""
 WIDEST_TAIL = 128
-"""Largest number of columns that keys may have beyond those of values in keys, in the portable forward."""
+"""Largest width of k's second tile in the portable forward (``tail_of``)."""
 
 HOPPER_BACKWARD_KEYS = 128
 """Number of keys per program of the one-pass Hopper backward: 64 for each of its two warpgroups."""
@@ -62,7 +62,7 @@ def padded(width: int) -> int:
     """Return the padded head dimension of a tile for heads of ``width``: a power of two, of at least 64.
 
     A product needs only 16 columns. But Triton 3.6 computes wrong numbers on Hopper if a 16-bit tile with rows shorter than 128
-    bytes goes from registers to shared memory and is the right operand of a product there (v of a masked tile).
+    bytes goes from registers to shared memory and is the right operand of a product there. In a masked tile v is such an operand.
     """
     return max(64, 1 << (width - 1).bit_length())
 
@@ -149,10 +149,11 @@ def tail_of(head_dim: int, v_dim: int) -> int | None:
 
 
 def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: frozenset[str] = frozenset()) -> TileConfig:
-    """Return the tiles of the portable forward with values in keys: ``v_dim`` padded columns, and a tail beside them.
+    """Return the tiles of the portable forward if the values are the first columns of k, ``v_dim`` when padded.
 
-    A key tile is read once, for the scores and for the values, so it takes half the memory of k and v. TFLOP/s on one H200 with
-    bf16, a causal mask, 16,384 tokens, 16/1 heads of 576 and values of 512 are in the comments; slower choices are in brackets.
+    ``tail``: width of k's second tile (``tail_of``). A key tile is read once, for the scores and for the values, so it takes half
+    the memory of k and v. The comments give TFLOP/s on one H200 with bf16, a causal mask, 16,384 tokens, 16 query heads and one
+    key head of 576, and values of 512; slower choices are in brackets.
     """
     if dtype != "float32" and v_dim == 256 and tail and shared_memory(capability) < 128 * 1024:
         return TileConfig(64, 32, 4, 1)
