@@ -76,7 +76,7 @@ class RingCall:
     def tail(self) -> int | None:
         """Return ``tail_of`` of the head dimensions, the width of k's second tile, if the values are in the keys; else None.
 
-        0: the first tile holds all columns of k. None also if the second tile would be too wide.
+        If the result is 0, the first tile holds all columns of k. It is None also if the second tile would be too wide.
         """
         return tail_of(self.head_dim, self.v_dim) if self.values_in_keys else None
 

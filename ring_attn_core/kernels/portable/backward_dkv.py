@@ -7,11 +7,11 @@ One pass over the queries that see a tile of keys, for each query head of the gr
 2).
 
 Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32, bounds int32 [B, q tiles, 4] (backward_sums.py), the
-           other arrays as in forward.py -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD
+           dimensions' letters and the other arrays as in forward.py -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD
 Program    one (k tile, key head, batch row), tiles fastest; a k tile lies within one run
 Q tiles    those that the band, the extents (as ``bounds``) and the key extents all allow. Most q tiles that see the whole k tile
            need no mask (``tiles_in_bounds``)
-State      FIRST: dk and dv start at 0; else dk_in and dv_in f32, which dk and dv may overwrite in place
+State      FIRST: dk and dv start at 0; else at dk_in and dv_in (f32), which dk and dv may overwrite in place
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """
 
@@ -209,10 +209,11 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
 
 @triton.jit
 def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_last, Q_RUNS: tl.constexpr):
-    """Restrict query ``tiles`` to the range of those whose extents may contain a position from k_first to k_last.
+    """Return query ``tiles`` restricted to a range: from the first to the last tile with extents that may meet the key tile.
 
-    ``bounds_ptr`` points to the bounds of ``extent_bounds``. Tiles in which every query sees all these positions need no mask. If
-    the tiles without a mask are not consecutive, all tiles are masked.
+    ``k_first``, ``k_last``: positions of the key tile's first and last key. ``bounds_ptr``: the bounds of ``extent_bounds``.
+    Tiles in which the extent of every query holds all these positions need no mask, if they also need none by ``tiles``. If the
+    tiles without a mask are not consecutive, all tiles are masked.
     """
     first, last = tiles.first, tiles.last
     lowest, highest = last, first

@@ -72,7 +72,7 @@ def extent_bounds(
 ):  # fmt: skip
     """Store four bounds of a tile's extents (first, end): the least first, greatest end, greatest first, and least end.
 
-    A tile holds queries and their extents, or keys and their key extents. ROW: number of consecutive ``runs.Row`` of one run.
+    A tile holds queries and their extents, or keys and their key extents. ROW: distance in ``runs.Row`` from one run to the next.
     LENGTH: index of the ``runs.Row`` field with the run's length.
 
     An empty extent counts as first = NOTHING_BEGINS, end = 0. So it does not change the first two bounds, and the last two state

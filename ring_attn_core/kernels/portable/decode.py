@@ -56,9 +56,9 @@ class DecodeConstants(NamedTuple):
 class RowVisibility(NamedTuple):
     """The cache slots that a program's rows may see: positions ``lowest`` to ``highest``, limited by window and tree mask.
 
-    ``q_position``: position of each row's query; in a draft tree, its node's position in its sequence (first position + depth).
-    ``depths``: pointer to the nodes' positions in their sequences. ``first``: cache position of node 0. ``tree_rows``: pointers
-    to the rows of the tree mask. ``N``: number of queries.
+    ``q_position``: position of each row's query. In a draft tree each query is a node, with its position in the sequence that it
+    continues: first position + depth. ``depths``: pointer to these positions of all nodes. ``first``: position of node 0 in the
+    cache. ``tree_rows``: pointers to the rows of the tree mask. ``N``: number of queries.
     """
 
     q_position: Any
@@ -239,7 +239,7 @@ def who_sees_whom(position, read, valid, seen):
     """Return the visibility mask, bool [BLOCK_M, BLOCK_K], and the int32 lags q_pos - k_pos.
 
     ``position``: positions of the slots. ``read``: mask of the slots to read. ``valid``: mask of the rows that hold a query.
-    ``seen``: the ``RowVisibility``. The lags of the nodes of a draft tree are computed from its ``depths``.
+    ``seen``: the ``RowVisibility``. The lags between nodes of a draft tree are computed from ``seen.depths``.
     """
     if seen.tree_rows is None:
         lag = seen.q_position[:, None] - position[None, :]
@@ -258,9 +258,9 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return the range's ``first`` slot moved up past slots that no row sees; without FORWARD, its ``last`` moved down past them.
+    """Return ``first`` moved up past slots that no row may see. Without FORWARD, return ``last`` moved down past such slots.
 
-    The function moves by SCAN slots, so up to SCAN - 1 unseen slots may remain at that edge of first .. last - 1.
+    The range of slots is ``first .. last - 1``. Either end moves by SCAN slots, so up to SCAN - 1 unseen slots may remain there.
     """
     at = first if FORWARD else last
     unseen = first < last

@@ -9,7 +9,7 @@
 Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
            -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS
 Program    of ``philox_keys``: one for BLOCK pairs (batch row, head)
-Units      positions are token positions of the global sequence; ``threshold`` is in the upper half of a word
+Units      positions are token positions of the global sequence; a kernel gets ``threshold`` in the upper half of a word
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def keep_mask(
     """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] if BY_KEYS; True keeps a probability.
 
     ``stream``: the Philox key. Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``.
-    ALIGNED: the positions are consecutive and start at multiples of 16. One counter then serves a thread's adjacent
-    probabilities: eight, or with BY_KEYS four of the eight. Otherwise each probability takes a separate counter.
+    ALIGNED: the positions are consecutive and start at multiples of 16. Then one call of Philox serves adjacent probabilities of
+    a thread: all eight of a counter, or with BY_KEYS four of the eight. Otherwise each probability takes a separate call.
     """
     if ALIGNED and BY_KEYS:
         j = tl.arange(0, KEYS // 2)[:, None]
@@ -111,14 +111,14 @@ def turned(word, turn):
 
 @triton.jit
 def keep_halves(word, threshold):
-    """Return the mask, bool [..., 2], drawn by the upper 16 bits of each word and of the word rotated by 2 bytes."""
+    """Return the mask, bool [..., 2]: entry 0 drawn by the upper 16 bits of the word, entry 1 by its lower 16 bits."""
     return tl.join(word >= threshold, (word << 16) >= threshold)
 
 
 @triton.jit
 def keep_quarters(word, threshold):
-    """Return the mask, bool [..., 2, 2], drawn at [..., a, b] by each word rotated by 2 a + b bytes.
+    """Return the mask, bool [..., 2, 2]: entry [..., a, b] is drawn by the word rotated left by 2 a + b bytes.
 
-    This draw belongs to key k + 8 a + b, where k is the first key of the word's counter.
+    This entry is the mask of key k + 8 a + b, where k is the first key of the word's counter.
     """
     return tl.join(keep_halves(word, threshold), keep_halves((word << 8) | (word >> 24), threshold))

@@ -1,4 +1,4 @@
-"""The launches that compute inputs of kernels from extents or key extents, by extent_lists.py and backward_sums.py."""
+"""The launches that turn extents or key extents into inputs of other kernels, by extent_lists.py and backward_sums.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .launches import launch_of
 
 HEADER = 4
 INTERVALS = 14
-"""Sizes of a list of ``intervals``: HEADER numbers in int32 come first, then at most INTERVALS intervals (first, end)."""
+"""HEADER and INTERVALS: a list of ``intervals`` holds HEADER int32 numbers, then at most INTERVALS intervals (first, end)."""
 
 
 @lru_cache(maxsize=4096)
@@ -35,7 +35,7 @@ def extent_bounds(call: RingCall, block_q: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def key_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
-    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys that it visits.
+    """Return the launch that computes, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys to visit.
 
     The output ``key_tiles`` is int32 [batch, q tiles, k_runs, 4]: first, last, whole_first and whole_last of a ``rows.Tiles``.
     """
@@ -71,10 +71,11 @@ def key_bounds(call: RingCall, block_k: int) -> Launch:
 
 @lru_cache(maxsize=4096)
 def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch:
-    """Return the launch that lists, for each tile of ``block_q`` queries, the ``block_k``-key tiles to visit under key extents.
+    """Return the launch that lists, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys to visit.
 
-    The output ``intervals`` is int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]: counts, then first and end (exclusive) of
-    each interval of key tiles. ``whole``: list tiles that need no mask in intervals of their own; else all count as masked.
+    It serves calls with key extents. The output ``intervals`` is int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]: counts,
+    then first and end (exclusive) of each interval of key tiles. ``whole``: list the tiles that need no mask in separate
+    intervals; else list all tiles as masked.
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -151,7 +152,7 @@ def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
 def not_finite(call: RingCall, of_values: bool) -> Launch:
     """Return the launch that flags each span of MASK_SPAN keys that holds a non-finite value (infinity or NaN).
 
-    ``of_values``: True: examine v; False: k. The output ``not_finite`` is int32 [batch, kv_heads, spans], 1 for a flagged span.
+    ``of_values``: examine v; else k. The output ``not_finite`` is int32 [batch, kv_heads, spans], 1 for a flagged span.
     """
     k_stride, v_stride, v_column = call.key_columns
     width = call.v_dim if of_values else call.head_dim

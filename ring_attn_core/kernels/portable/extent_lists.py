@@ -64,7 +64,11 @@ def key_tiles(
 
 @triton.jit
 def tile_order(key_tiles_ptr, intervals_ptr, tile_order_ptr, Q_TILES, K_RUNS: tl.constexpr):
-    """Store a query tile at its place in the order: the number of tiles that visit more key tiles, or as many and come later."""
+    """Store a query tile at its place in the order.
+
+    The place is the number of query tiles before it: those that visit more key tiles, and those of higher index that visit as
+    many.
+    """
     program = tl.program_id(0)
     tile, first = program % Q_TILES, program // Q_TILES * Q_TILES
     own = visited(key_tiles_ptr, intervals_ptr, program + tl.zeros([1], tl.int32), K_RUNS)
@@ -114,7 +118,7 @@ def intervals(
 ):  # fmt: skip
     """Compute and store the key tiles of a run of keys that a query tile visits under key extents, as intervals of tiles.
 
-    WHOLE: list tiles that need no mask in intervals of their own; without WHOLE, all tiles count as masked.
+    WHOLE: list the tiles that need no mask in separate intervals; without WHOLE, list all tiles as masked.
     """
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
@@ -166,9 +170,10 @@ def intervals(
 
 @triton.jit
 def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
-    """Return whether each key tile may be visible to some query and belongs to ``part``: 0 needs a mask, 1 needs none.
+    """Return whether each key tile may be visible to some query of a query tile and belongs to ``part``.
 
-    ``first``, ``last``: positions of a tile's first and last query. Without WHOLE, all such tiles belong to part 0.
+    Part 0 are the key tiles that need a mask, part 1 those that need none. Without WHOLE, all are in part 0. ``first``, ``last``:
+    positions of the query tile's first and last query.
     """
     inside = (tile >= tiles.first) & (tile < tiles.last)
     at = bounds + tile * 4

@@ -17,10 +17,11 @@ Program    one (q tile, query head, batch row), tiles fastest and the last of a 
            heaviest; a q tile lies within one run
 K tiles    every query sees one interval of every run (rows.keys_seen); tiles before the first or after the last interval are not
            visited; tiles inside all intervals need no mask. Key extents are tested tile by tile (rows.some_query_sees)
-State      FIRST: no keys have been seen yet; else out_in f32, lse_in and rest_in, which out, lse and rest may overwrite in place.
-           A q tile without K tiles writes only at the first step and at the LAST, where out gets the input's dtype
+State      FIRST: no keys have been seen yet. Else the state of the keys seen so far is out_in (f32), lse_in and rest_in, which
+           out, lse and rest may overwrite in place. A q tile without K tiles writes only at the first step and at
+           the LAST, where out gets the input's dtype
 Precision  products in the input dtype, sums and softmax in f32, in base 2; probabilities are rounded once to the input dtype;
-           for inputs in f32 lse and rest of these keys in f64, their merge in f32
+           for inputs in f32, lse and rest of this shard are computed in f64 and merged in f32
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The launches of the portable kernels, made by pure functions; those under extents are in extent_launches.py."""
+"""The launches of the portable kernels, made by pure functions. extent_launches.py has more, for extents and key extents."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..launch import Argument, Array, Descriptor, Launch, Output, Scalar
 from ..tile_sizes import MASK_BLOCK, MASK_SPAN, TileConfig, padded
 
 LEAST_FOLDED = 1e-20
-"""Scales above this bound may be folded into the exponential's multiply-add: Hopper's kernels divide ALiBi slopes by them."""
+"""A scale is folded into the exponential's multiply-add only above this bound, because Hopper's kernels then divide ALiBi slopes
+by the scale."""
 
 SCAN = 2048
 """Number of slots of a cache that a program of ``decode`` tests at once when it skips slots that no query sees."""
@@ -102,7 +103,8 @@ def unpack_key_mask(batch: int, kv_local: int) -> Launch:
 
     Outputs: ``key_mask`` f32 [batch, tokens], +inf for a visible key, else -inf; ``key_mask_spans`` int32 [batch, spans].
 
-    A span is ``MASK_SPAN`` keys; its flag is 0 if all are visible: kernels then skip the mask. Keys beyond the shard are hidden.
+    A span is ``MASK_SPAN`` keys. Its entry of ``key_mask_spans`` is 0 if all these keys are visible, so that kernels skip the
+    mask, else 1. Keys beyond the shard count as hidden.
     """
     arguments = {
         "key_mask_bits_ptr": Array("key_mask_bits", "uint8"),
@@ -134,7 +136,8 @@ def philox_keys(batch: int, heads: int) -> Launch:
 def dq(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that adds the gradient from one shard of keys to ``dq``, which starts at 0 in the ``first`` step.
 
-    Later steps read the sum so far from ``dq_in``, and write a float32 ``dq`` into its memory. The ``last`` one writes q's dtype.
+    Later steps read the sum so far from ``dq_in``, and write a float32 ``dq`` into the memory of ``dq_in``. The ``last`` step
+    writes ``dq`` in q's dtype.
     """
     tiles = call.tiles("dq")
     out = Output("dq", (call.batch, call.seq_local, call.heads, call.head_dim), call.dtype if last else "float32")
@@ -192,9 +195,10 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 
 
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
-    """Return a kernel's arguments for k, for v and for the parameters ``of_queries``: pointers, or TMA descriptors of tiles.
+    """Return a kernel's arguments for q, k, v and, if ``of_queries`` names it, dout: pointers, or TMA descriptors of tiles.
 
-    ``of_queries``: "q_BSHD", "dout_BSHE". ``own``: the arrays of which a program loads one tile only, "q" (and dout) or "kv".
+    ``own``: "q" if a program loads only one tile of q and dout, "kv" if only one tile of k and v. With a ``tail``, the tiles of k
+    hold the values, and v has no argument.
     """
     k_stride, v_stride, _ = call.key_columns
     k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
@@ -308,7 +312,10 @@ def _count(value: int) -> Scalar:
 
 
 def tma_fits(call: RingCall) -> bool:
-    """Return whether the call may use TMA: supported, no padded columns, rows of a multiple of 16 bytes, no empty array."""
+    """Return whether the call may use TMA.
+
+    The launcher must support TMA. Tiles must have no padded columns, rows a multiple of 16 bytes, and arrays at least one token.
+    """
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
     if call.tail is not None:

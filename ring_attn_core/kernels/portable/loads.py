@@ -24,10 +24,10 @@ SPANS = tl.constexpr(tile_sizes.MASK_BLOCK // tile_sizes.MASK_SPAN)
 def load_tile(
     source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr, LIMITED: tl.constexpr
 ):  # fmt: skip
-    """Load the tile [ROWS, COLUMNS] of an array [batch, tokens, ...] that begins at a token. ``columns``: ``records.Columns``.
+    """Load a tile [ROWS, COLUMNS] of an array [batch, tokens, ...], from ``token`` on. ``columns``: a ``records.Columns``.
 
-    The tile is 0 beyond WIDTH columns, and with LIMITED from row ``limit`` on. With TMA, WIDTH is COLUMNS, and rows beyond the
-    limit hold the array's next rows, or 0.
+    The tile is 0 beyond WIDTH columns and, with LIMITED, from row ``limit`` on. With TMA, WIDTH is COLUMNS, and the rows from
+    ``limit`` on hold the array's next rows, or 0.
     """
     if columns.TMA:
         tile = source.load([batch, token, head, columns.COLUMN]).reshape([ROWS, columns.COLUMNS])
@@ -76,7 +76,7 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
 
 @triton.jit
 def keep_seen(tile, visible, BY_BITS: tl.constexpr):
-    """Return a k or v tile with 0 in the keys that no query sees by ``visible`` [queries, keys], because 0 times NaN is NaN.
+    """Return a k or v tile with 0 in the keys that no query sees, because 0 times NaN is NaN. ``visible``: bool [queries, keys].
 
     BY_BITS avoids a tensor of bools, for which Triton 3.9 finds no layout before a product on GPUs older than Hopper.
     """

@@ -86,14 +86,15 @@ class QueryTile(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The columns beyond those that are values too: loaded ``q`` of a query tile, and the pointer or TMA descriptor ``k``."""
+    """The second tiles of q and k (``tile_sizes.tail_of``): ``q`` is loaded, ``k`` is a pointer or TMA descriptor."""
 
     q: Any
     k: Any
 
 
 class KeyRun(NamedTuple):
-    """A run of keys with its ``runs.Row``. Band and extents let each query of a tile see its keys ``begin .. end - 1``."""
+    """A run of keys with its ``runs.Row``. By band and extents, each query of a tile sees keys ``begin .. end - 1`` of the
+    run."""
 
     row: Any
     begin: Any

@@ -124,7 +124,10 @@ def some_query_sees(n0, run, tile, args, sizes: tl.constexpr):
 
 @triton.jit
 def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
-    """Return whether key extents let all queries of a tile see all keys of the key tile at ``n0``; False for a partial tile."""
+    """Return whether key extents let all queries of a tile see all keys of the key tile at ``n0``.
+
+    The result is False if the query tile or the key tile reaches beyond the end of its run.
+    """
     begin, end = seen_from(n0 + tl.arange(0, sizes.BLOCK_K), args.key_extents, tile.batch, args.T, run.row)
     return tl.min(((begin <= tile.m0) & (end >= tile.m0 + sizes.BLOCK_Q)).to(tl.int32), 0) > 0
 
