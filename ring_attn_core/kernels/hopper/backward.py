@@ -20,7 +20,7 @@ Order      key tiles add to a query tile in ascending order, each when its turn 
 Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds), or with key extents by its intervals.
            With extents the scout stores a word per query with the keys that it sees; every score is masked
 ALiBi      the scout subtracts the queries' part of the bias from lse2; the keys' part is one number per key
-Dropout    the sign of p holds the mask for dv and ds, which costs 20 % (heads of 128); a mask of bools, which ptxas packs, 30 %
+Dropout    the sign of p holds the mask for dv and ds, which costs 20 % (heads of 128). A mask of bools costs 30 %: ptxas packs it
 Tiles      BLOCK_Q and the stages come from launches.backward
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 
@@ -118,7 +118,8 @@ class BackwardArguments(NamedTuple):
 
 
 class BackwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers of loads: the producer waits for ``own_full``, consumers for the others."""
+    """The tiles in shared memory, and mbarriers (``*_full``). The producer alone waits for ``own_full``, consumers for the
+    rest."""
 
     q: Any
     dout: Any
@@ -327,8 +328,9 @@ def visit_queries(
 ):  # fmt: skip
     """Visit one query tile: add to dk and dv, hand dq to the adder warp, and return the next tile's position, s, dk and dv.
 
-    ``at``: this tile's position (stage, mbarrier phase, step). ``s``: on entry k q^T of this tile, on return that of the next,
-    computed beside dq and dk. No product stays in flight at the end, because ptxas would serialize products across a loop's edge.
+    ``at``: this tile's position (stage, mbarrier phase, step). ``s``: k q^T, on entry of this tile, on return of the next tile.
+    The product for the next tile runs together with those for dq and dk. No product stays in flight at the end, because ptxas
+    would serialize products across a loop's edge.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K

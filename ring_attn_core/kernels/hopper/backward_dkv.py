@@ -3,7 +3,7 @@
     dk, dv = gradients of this step + dk_in, dv_in        without dk_in, dv_in at the first step
 
 Shapes     a tile of 128 keys in 8 warps, or of 64 in 4; dk_BTGD, dv_BTGE, or both packed in one array
-State      FIRST: dk and dv start at 0; else dk_in and dv_in in f32, which dk and dv may overwrite in place
+State      FIRST: dk and dv start at 0; else at dk_in and dv_in (f32), which dk and dv may overwrite in place
 Precision  f32; dk and dv are rounded to 16 bits if the keys do not travel, because their only step (FIRST) completes them
 """
 
@@ -54,9 +54,9 @@ def finish(
     x, before, to, COLUMN: gl.constexpr, tile, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr,
 ):  # fmt: skip
-    """Store the gradients ``x`` in WIDTH columns of ``to``, from COLUMN on; unless FIRST, add ``before``, those of earlier steps.
+    """Store the gradients ``x`` in WIDTH columns of ``to``, from COLUMN on.
 
-    Results in 16 bits pass through the shared-memory ``tile``.
+    If not FIRST, add ``before``, the gradients of earlier steps. Results in 16 bits pass through the shared-memory ``tile``.
     """
     COLUMNS: gl.constexpr = x.shape[1]
     WARPS: gl.constexpr = gl.num_warps()

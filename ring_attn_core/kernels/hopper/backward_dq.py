@@ -106,7 +106,10 @@ def wait_for_turn(at, turn):
 
 @gluon.jit
 def next_turn(at, by):
-    """Wait until this program's addition is complete, then add ``by`` to the turn counter at ``at``: 1, or -turn to reset it."""
+    """Wait until this program's addition is complete, then add ``by`` to the turn counter at ``at``.
+
+    ``by``: 1, or minus the counter's value to reset it to 0.
+    """
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
     increment = gl.full([32], 0, gl.int32, EACH) + by

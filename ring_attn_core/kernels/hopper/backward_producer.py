@@ -3,7 +3,8 @@
     scout       lse2, delta, visible keys of step 0 | of step 1 | ...                    ahead of the producer
     producer    k, v | q of step 0 | dout of step 0 | q of step 1 | ...                  by TMA, each as soon as its stage is free
 
-They serve backward.py, and wide_dkv.py of the backward in two passes, whose dq has a producer of its own, wide_dq_producer.py.
+Both warps serve backward.py and, in the two-pass backward, wide_dkv.py. The other pass, wide_dq.py, has a separate producer,
+wide_dq_producer.py.
 
 The scout finds the query tiles that the program visits. For each it stores lse2, delta and the index of the tile's first query;
 with extents it also stores the visible keys of each query in a word. It reads global memory, so it works ahead of the producer,
@@ -11,7 +12,7 @@ which then issues a load as soon as the consumers release a stage (barriers.py).
 not aligned to 16 bytes. The scout subtracts the ALiBi bias of queries from lse2.
 
 Fully masked queries have an infinite lse2 and may hold NaN, and 0 times NaN is NaN. TMA signals a tile with such queries to an
-mbarrier of the producer, which zeroes their rows before it signals the consumers.
+mbarrier of the producer. The producer zeroes their rows before it signals the consumers.
 
 Shapes     ``sources``: q_BSHD, dout_BSHE, k_BTGD, v_BTGE as ``Parts`` of TMA descriptors; lse2_BHS, delta_BHS f32;
            key_ranges int32 [B, k_runs, 2, S] (portable/extent_lists.py)

@@ -78,7 +78,8 @@ def keys_of_program(together, args, sizes: gl.constexpr):
 def survey(args, work, sizes: gl.constexpr):
     """Return ``work`` with the fields ``first``, ``last``, ``visited`` and ``steps`` filled in.
 
-    The first three follow from the band, or with extents come from ``query_tiles`` (extent_lists.py); ``steps`` is computed here.
+    Without extents, ``first``, ``last`` and ``visited`` follow from the band. With extents they are read from the array
+    ``query_tiles`` (extent_lists.py).
     """
     gl.static_assert(sizes.Q_RUNS <= 2)
     steps = 0

@@ -1,16 +1,17 @@
 """The barriers between the warps of Hopper's kernels, and the numbers that warps pass through shared memory.
 
-An mbarrier signals a full buffer; its phase flips at each use. TMA or the producer arrives. own_full (backward): TMA -> producer.
+An mbarrier signals a full buffer; its phase flips at each use. Left of an arrow are those that arrive, right those that wait.
 
     forward    q_full [groups]       a group's q                         producer, TMA -> that consumer
                k_full, v_full        a stage of keys, of values          producer, TMA -> consumers
                work_full [1]         the announced next query tile       producer      -> consumers
     backward   keys_full [1]         the program's k and v               producer, TMA -> consumers
                q_full, dout_full     a stage of q, of dout               producer, TMA -> consumers
+               own_full [1]          a tile with rows to be zeroed       TMA           -> producer
                full, free [4]        numbers of a step stored, read      scout -> producer -> scout
 
-Named barriers signal that a buffer is free, or order warps. ``arrive`` does not wait; ``sync`` waits until the number of threads
-in the table has arrived. ``groups``: consuming warpgroups, 2 or 3 in the forward, 2 in the backward.
+Named barriers signal that a buffer is free, or order warps. ``arrive`` does not wait; ``sync`` waits until as many threads have
+arrived as the last column says. ``groups``: consuming warpgroups, 2 or 3 in the forward, 2 in the backward.
 
     forward    K_FREE + stage        a stage of keys has been read       consumers arrive, producer syncs     128 groups + 32
                V_FREE + stage        a stage of values has been read     consumers arrive, producer syncs     128 groups + 32

@@ -31,7 +31,7 @@ def counters_of_tile(width):
 
 @constexpr_function
 def counters_of_keys(width, keys):
-    """Return the layout of Philox counters [keys / 4, width / 2], 16 keys to a warp: a thread also serves a neighbour lane.
+    """Return the layout of Philox counters [keys / 4, width / 2], 16 keys to a warp. Neighbour lanes work in pairs.
 
     A counter serves keys k and k + 1, which an ``accumulator`` holds in two lanes, four apart. The lane of key k computes the
     words of query q for both keys, and the lane of key k + 1 the words of query q + 1. Then the lanes exchange words
@@ -57,7 +57,7 @@ The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other
 def keep_mask_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
     """Return the dropout mask, bool [64, WIDTH keys]; True keeps a probability.
 
-    ``i``: local indices of the queries, from ``m0`` on. ``n0``: first key. For the others see ``keep_mask_of_keys``.
+    ``i``: local indices of the queries, from ``m0`` on. ``n0``: first key. Other parameters: see ``keep_mask_of_keys``.
     """
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
@@ -105,8 +105,9 @@ def keep_mask_of_keys(
 def keep_exchanged(word, even, threshold):
     """Exchange words with the neighbour lane; return the mask, bool [..., 2, 2], of keys k, k + 8 and queries q, q + 1.
 
-    ``word`` has the layout ``counters_of_keys``; k and k + 8 are this lane's keys. The lane of an even key holds the words of q,
-    and receives the words of q + 1 from the neighbour lane, which has the odd key. For an odd key words rotate by one byte.
+    ``word`` has the layout ``counters_of_keys``; k and k + 8 are this lane's keys. ``even``: these keys are even. The lane of an
+    even key holds the words of q, the lane of the next, odd key those of q + 1, and each lane gets the other's words. In the lane
+    of the odd key, words rotate by one byte.
     """
     first, second = gl.where(even, 0x3210, 0x6547), gl.where(even, 0x7654, 0x2103)
     first, second = gl.inline_asm_elementwise(

@@ -256,7 +256,7 @@ def hopper_forward(
 
 
 class WarpgroupQueries(NamedTuple):
-    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, indices ``i``, and ``end``, the step after the last."""
+    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, indices ``i``. ``end``: first step after their keys."""
 
     q: Any
     i: Any
@@ -364,7 +364,7 @@ def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Visit a run's key tiles, first those that need a mask, but skip the first ``done``. Return the new ``progress``."""
+    """Visit a run's key tiles except the first ``done``; those that need a mask come first. Return the new ``progress``."""
     masked = count_partly_seen(run.tiles)
     for t in range(done, masked):
         n0 = partly_seen(t, run.tiles) * sizes.BLOCK_K
@@ -424,7 +424,7 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args, sizes: gl.constexpr):
     """Wait for the products q k^T and return their scores, with -inf for keys hidden by the key mask.
 
-    At most LATER products, issued after these, stay in flight. The wait also keeps q in registers until these are complete.
+    At most LATER products, issued later, stay in flight. The wait also keeps q in registers until ``products`` are complete.
     """
     some_hidden = False
     if args.key_mask is not None:

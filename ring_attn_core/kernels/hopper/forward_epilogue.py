@@ -20,9 +20,9 @@ from .register_layouts import accumulator, by_eights, column, matrix, rows_and_c
 
 @gluon.jit
 def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Load out, in the layout ``by_eights``, and lse of the earlier shards.
+    """Load the out of the earlier shards, in the layout ``by_eights``, and their lse.
 
-    At the first step out is a placeholder, and lse is the sink, or a placeholder without sinks. ``finish`` does not read
+    At the first step out is a placeholder, and lse is the sink or, without sinks, a placeholder. ``finish`` does not read
     placeholders.
     """
     out, lse = 0.0, 0.0

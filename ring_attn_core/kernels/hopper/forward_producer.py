@@ -102,12 +102,12 @@ def take(args):
 
 @gluon.jit
 def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, n0=0):
-    """Load the keys of a step by TMA, and store the key mask, if it hides some, and with extents a flag for non-finite elements.
+    """Load the keys of a step by TMA. Store their key mask, if it hides some of them.
 
-    Mask and flag are loaded before the stage is free, to hide their latency. The flag concerns values in the forward, and keys in
-    the pass of dq. Consumers of the forward read a step's flag after they release the step's keys, but before they release those
-    of two steps later, so there are twice as many flags as stages. ``n0``: local index of the first key; with key extents it is
-    stored beside the flag.
+    With extents, also store a flag that says whether some elements are not finite: values in the forward, keys in the pass of dq.
+    Mask and flag are loaded before the stage is free, to hide their latency. Consumers of the forward read a step's flag after
+    they release the step's keys, but before they release the keys of two steps later, so there are twice as many flags as stages.
+    ``n0``: local index of the first key; with key extents it is stored beside the flag.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES

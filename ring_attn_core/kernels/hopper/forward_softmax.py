@@ -24,7 +24,7 @@ from .scheduler import visible, visible_by_key
 
 @gluon.jit
 def scores(products, args, sizes: gl.constexpr):
-    """Return the scores without ALiBi. ``softmax_step`` multiplies them by a constant, so that they are in base 2 in exp2."""
+    """Return the scores without ALiBi. They become scores in base 2 when ``softmax_step`` multiplies them by ``factor``."""
     s = products
     if args.softcap is not None:
         s = special_tanh(products * args.inner)
@@ -53,8 +53,8 @@ def row_sum(x):
 def of_thread(x):
     """Split an accumulator [64, columns] into upper and lower rows: the first and last eight of every sixteen.
 
-    Each thread holds elements of one upper and one lower row. Both results are [4, 8, 4, 2, ..., 2]; the dimensions of 2 index a
-    thread's elements of a row, and splitting the last dimension halves them.
+    Each thread holds elements of one upper and one lower row. Both results are [4, 8, 4, 2, ..., 2]. The dimensions of size 2
+    index a thread's elements of a row, so splitting the last dimension halves these elements.
     """
     if x.shape[1] == 128:
         x = x.reshape([4, 2, 8, 2, 2, 2, 2, 4, 2]).permute([0, 2, 7, 8, 6, 5, 4, 3, 1])

@@ -33,8 +33,8 @@ def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = Non
 def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
     """Wait like ``warpgroup_mma_wait``, but each warpgroup for its own products only.
 
-    This matters in a partition of two warpgroups: Triton 3.9 puts a barrier of all its warps behind each wait that is not marked
-    as local to a warpgroup.
+    This matters in a partition of two warpgroups. Triton 3.9 puts a barrier of all warps of the partition behind each wait that
+    is not marked as local to a warpgroup.
     """
     results: Any = hopper.warpgroup_mma_wait(in_flight, deps, _semantic=_semantic)
     first = results if len(deps) == 1 else results[0]

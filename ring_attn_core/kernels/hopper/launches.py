@@ -11,10 +11,14 @@ from ..tile_sizes import HOPPER_BACKWARD_KEYS, HopperConfig, hopper_tiles
 from .supports import TileColumns, columns, in_parts
 
 L2_SHARE = 8 * 2**20
-"""Bound of the bytes of k and v processed at a time, so that they stay in the L2 cache. One key head may exceed it.
+"""Bound of the bytes of k and v processed at a time, so that they stay in the L2 cache. A single key head may exceed it.
 
-TFLOP/s on one H200 with one key head / 8 / 16 / 32 / 64 MiB, causal: 16,384 tokens, 32/8 heads of 128 627 / 630 / 627 / 623 /
-625, 32/32 heads of 64 439 / 444 / 441 / 432 / 424; 4 x 4,096 tokens, 16/16 heads of 128 513 / 535 / 530 / 537 / 528.
+TFLOP/s on one H200, causal, by this bound; in the first column with one key head at a time:
+
+    tokens       heads          one head    8 MiB   16 MiB   32 MiB   64 MiB
+    16,384       32/8 of 128         627      630      627      623      625
+    16,384       32/32 of 64         439      444      441      432      424
+    4 x 4,096    16/16 of 128        513      535      530      537      528
 """
 
 
@@ -33,9 +37,16 @@ KEY_TILES_TOGETHER = 1024
 Programs that run at the same time then read the same queries from the L2 cache. In a longer sequence the programs of a head
 drift further apart, so fewer heads fit.
 
-TFLOP/s of the backward on one H200, causal, with 2 / 4 / 8 heads: 16,384 tokens, 16/16 heads of 128 549 / 552 / 545, 32/8 heads
-461 / 515 / 537, 32/32 heads of 64 419 / 431 / 442. With 1 / 2 / 4 / 8 heads of 128: 32,768 tokens 561 / 563 / 558 / 543, 131,072
-573 / 575 / 570 / 552, 1,048,576 576 / 565 / 488 / -. With 4 / 8 / 16 / all: 4 x 4,096 tokens 442 / 443 / 438 / 377.
+TFLOP/s of the backward on one H200, causal, by the number of heads processed at a time:
+
+    tokens       heads             1      2      4      8     16    all
+    16,384       16/16 of 128           549    552    545
+    16,384       32/8                   461    515    537
+    16,384       32/32 of 64            419    431    442
+    32,768       of 128          561    563    558    543
+    131,072      of 128          573    575    570    552
+    1,048,576    of 128          576    565    488
+    4 x 4,096                                  442    443    438    377
 """
 
 

@@ -121,7 +121,7 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the int64 index of the query tile at ``m0`` and the key run of ``pair`` in ``key_tiles`` and ``intervals``."""
+    """Return the int64 index, in ``key_tiles`` and ``intervals``, of the query tile at ``m0`` with the key run of ``pair``."""
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
     return tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS
@@ -137,8 +137,9 @@ def list_of(args, batch, pair, m0, sizes: gl.constexpr):
 def work_of(ticket, args, sizes: gl.constexpr):
     """Return the query tile of a ticket as a ``QueryWork``.
 
-    Successive tickets go through ``args.together`` heads at a time: first the tile of each head that has the most key tiles, and
-    so on, so that the programs end nearly together. Without extents this is the last tile, as under a causal mask.
+    Successive tickets go through ``args.together`` heads at a time: first the query tile with the most key tiles in each of these
+    heads, then the next one in each, so that the programs end nearly together. Without extents the query tiles go from the last
+    to the first, which is the same order under a causal mask.
     """
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
@@ -251,7 +252,7 @@ def next_place(place, t, tiles, args):
 
 @gluon.jit
 def run_of(args, shared, loads, work, sizes: gl.constexpr, number, i, GROUP: gl.constexpr):
-    """Return the key run with index ``number``, with the intervals of keys that the queries ``i`` of a warpgroup see.
+    """Return the ``RunOfKeys`` with index ``number``, for the queries ``i`` of a warpgroup.
 
     If shared memory has room for the queries' extents, the producer stores the extents there with the ``loads``-th load of q.
     Otherwise this function reads the extents from global memory.

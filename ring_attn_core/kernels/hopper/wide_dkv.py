@@ -348,7 +348,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def cleaned(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
-    """Return a k or v tile as left operand, with IN_REGISTERS in registers; if ZERO_MASKED, first apply ``hide_unseen``."""
+    """Return a k or v tile as left operand, in registers if IN_REGISTERS. If ZERO_MASKED, first apply ``hide_unseen``."""
     tile = tile_of(tiles, 0, TAIL)
     if sizes.ZERO_MASKED:
         hide_unseen(tile.main, args, work, sizes)
@@ -364,7 +364,7 @@ def finish_parts(
     x, factor, before, to, COLUMN: gl.constexpr, tiles, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Call ``finish`` for each part of the columns of the gradients ``factor * x``; ``tiles`` is the shared memory it may use."""
+    """Call ``finish`` for each part of the columns of the gradients ``factor * x``. ``tiles``: shared memory for ``finish``."""
     tile = tile_of(tiles, 0, TAIL)
     MAIN: gl.constexpr = x.main.shape[1]
     finish(x.main * factor, before, to, COLUMN, tile.main, STRIDE, WIDTH, args, work, sizes)

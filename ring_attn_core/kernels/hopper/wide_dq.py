@@ -113,7 +113,7 @@ class DqArguments(NamedTuple):
 
 
 class DqSharedMemory(NamedTuple):
-    """Buffers in shared memory: data of queries (``q`` to ``extents``), k, v, dq (``out``), data of steps; mbarriers."""
+    """Shared memory: queries (``q`` to ``extents``), k, v, dq (``out``), small arrays (``key_mask`` to ``work``), mbarriers."""
 
     q: Any
     dout: Any
