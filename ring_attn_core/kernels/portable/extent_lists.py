@@ -5,7 +5,7 @@
                                                     gaps among first .. last - 1, count is less than last - first
     tile_order     int32 [B, q tiles]               the query tiles, those that visit the most key tiles first
     key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys that band and extent show a query
-    not_finite     int32 [B, G, spans]              1 if one of 64 keys, or values, is infinite or NaN
+    not_finite     int32 [B, G, spans]              1 if an element of a span of 64 keys, or values, is infinite or NaN
 
 Key extents leave gaps among the key tiles of a query tile, so the list of key tiles consists of intervals:
 
