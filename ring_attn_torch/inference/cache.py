@@ -44,12 +44,13 @@ class KVCache(Requests):
     """The k and v of every layer of some requests, sharded over the ranks of a ring; see ``docs/cache.md``.
 
     Create one with :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
-    int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank: ``counts``
-    int32 [batch, ranks], the number of a request's tokens that each rank has stored (with a window, overwritten tokens count
-    too); ``lengths`` int32 [batch], the number of a request's tokens; ``reached`` int32 [batch], its greatest length since its
-    reset, steps without ``advance`` included; ``owners`` int16 [batch, n + 1], the ranks of the newest n positions, each at index
-    position modulo n; with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known. The last slot
-    and the last owner are extra: the slot absorbs the writes of tokens that this rank does not cache, the owner those of padding.
+    int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank:
+        counts: int32 [batch, ranks], the number of a request's tokens that each rank has stored, overwritten tokens included.
+        lengths: int32 [batch], the number of a request's tokens.
+        reached: int32 [batch], a request's greatest length since its reset, steps without ``advance`` included.
+        owners: int16 [batch, n + 1], the ranks of the newest n positions, each at the index position modulo n.
+        k_scale, v_scale: float32 [layers, kv_heads], used only in float8; 0 until they are known.
+    The last slot and the last owner are extra: the slot absorbs the tokens that this rank does not cache, the owner padding.
 
     A step of new tokens is
 
@@ -93,10 +94,11 @@ class KVCache(Requests):
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
         ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
-        ``room`` (by default ``window``): the most tokens of a rollback, and of a step of requests with tokens. ``page``: the
-        number of slots per rank by which :meth:`reserve` grows the cache. ``group``: the ring.
+        ``room`` (by default ``window``): the most tokens that a rollback may remove, or a step may add to a request that already
+        has tokens. ``page``: the number of slots per rank by which :meth:`reserve` grows the cache. ``group``: the ring.
 
-        Raise ValueError, the same on every rank, if arguments do not fit, or if ranks differ in arguments new to each of them.
+        Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks. Ranks compare them only if they
+        are new to each rank.
         """
         ring = group_of(group_name(group))
         with same_error(ring):
@@ -156,7 +158,7 @@ class KVCache(Requests):
 
         A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
         at its end: an int for all, or one int each, on the host. None: no padding. ``rows``: the requests; None: all. ``fresh``:
-        True checks that these requests are empty. It has no other effect, unlike in JAX: the host state knows which are empty.
+        True checks that these requests are empty. It has no other effect: unlike in JAX, the host knows which are empty.
 
         Raise ValueError, the same on every rank, if the chunk does not fit, if ranks disagree on lengths, or if ``fresh`` is True
         and a request has tokens.

@@ -67,7 +67,7 @@ def tree_attention_decode(
             tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
             alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j, that is for node i
             itself and its ancestors. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
-            Its window and its ALiBi bias count from position p + depth, and the caller rotates its q and k by that position.
+            A node's window and ALiBi bias count from position p + depth. The caller rotates the node's q and k by that position.
         window: the number of positions before itself that a query sees; None: all.
         k_scale, v_scale: float32 ``[kv_heads]``, the scales of k and v in float8_e4m3fn: the true values are ``k k_scale`` and
             ``v v_scale``.
@@ -75,12 +75,12 @@ def tree_attention_decode(
         return_lse: also return lse.
 
     Return ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
-    float32 (float64 for float64). A query that sees no key has out 0 and lse -inf (or its sink).
+    float32 (float64 for float64). A query that sees no key has out 0. Its lse is -inf or, with sinks, its sink.
 
     Raise ValueError before any array is sent if inputs do not fit or require a gradient, or if ranks disagree on shapes (except
-    the number of slots), dtypes or options. The ranks compare these at the first call with them, and then all raise the same
-    error. In later calls a rank with an error raises alone. Values are checked on a CPU only. After a first call a CUDA graph may
-    capture the call.
+    the number of slots), dtypes or options. At the first call with given shapes, dtypes and options the ranks compare them, and
+    all raise the same error. In later calls a rank with an error raises alone. Values are checked on a CPU only. After a first
+    call a CUDA graph may capture the call.
     """
     ring = ring_of(group)
     places = as_int32(q_positions), as_int32(k_positions)

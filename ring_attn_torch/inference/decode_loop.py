@@ -66,9 +66,9 @@ class DecodeLoop:
     def read(self) -> Read:
         """Return a function that returns the newest tokens.
 
-        On CUDA start their copy to one of two host buffers; the function waits for it. Call the function before the ``read`` that
-        follows two more steps, which overwrites the buffer. On a CPU nothing is copied: call it before the next step, which
-        overwrites the tokens.
+        On CUDA ``read`` starts a copy of the tokens to one of two host buffers, and the function waits for the copy. Call the
+        function before a ``read`` two steps later, because that ``read`` overwrites the buffer. On a CPU nothing is copied: call
+        the function before the next step, because that step overwrites the tokens.
         """
         if not self.ahead:
             return self.tokens.tolist
@@ -85,9 +85,10 @@ class DecodeLoop:
         return read
 
     def _begin_graph(self) -> None:
-        """Run the first step on a side stream, as torch.cuda.graph requires. Called again, capture the second and replay it.
+        """Run the first step on a side stream, as torch.cuda.graph requires. In the second call capture a step and replay it.
 
-        torch.cuda.graph's own stream is on the GPU of the process's first capture: on another GPU it would capture nothing.
+        The capture runs on the side stream too. The default stream of torch.cuda.graph is on the GPU of the process's first
+        capture, so on another GPU it would capture nothing.
         """
         side = self._side
         assert side is not None, "only on CUDA"

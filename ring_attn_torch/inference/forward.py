@@ -54,8 +54,8 @@ def decode_step(
     compile this function.
 
     With a cache in the compute dtype, the logits equal those of the model on the whole sequence, up to rounding. Raise ValueError
-    and leave the cache unchanged if it does not fit the model or is full, if a mask is neither causal nor a window before the
-    token, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a GPU). After a first call a
+    and leave the cache unchanged if it does not fit the model or is full, if a layer's mask is neither causal nor a causal
+    window, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a GPU). After a first call a
     CUDA graph may capture the call: ``docs/cache.md``.
     """
     return _as_it_stands(_decoded)(model, ids, cache, valid)
@@ -196,7 +196,7 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise ValueError if model, ids and cache do not fit each other. Ranks compare a shape of ids at its first call."""
+    """Raise ValueError if model, ids and cache do not fit each other. Ranks compare only new shapes of ids."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))

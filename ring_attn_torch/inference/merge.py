@@ -23,10 +23,10 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
 
     ``group``: the ring; None is the default group. The result is float64 if out or lse is float64, else float32.
 
-    For inference: not differentiable. Raise ValueError, before any tensor is sent, if ``pair`` is not an (out, lse) in floating
-    dtypes whose lse has out's shape but for the last dimension, if it requires a gradient while gradients are enabled, or if
-    shapes or dtypes differ between ranks. The ranks compare these at the first call with them, not under torch.compile, and then
-    all raise the same error. In later calls a rank with an error raises alone.
+    For inference: not differentiable. Raise ValueError, before any tensor is sent, if ``pair`` is not (out, lse) in floating
+    dtypes, or if lse's shape is not that of out without the last dimension. Raise it too if ``pair`` requires a gradient while
+    gradients are enabled, or if shapes or dtypes differ between ranks. At the first call with given shapes and dtypes, unless
+    under torch.compile, the ranks compare them, and all raise the same error. In later calls a rank with an error raises alone.
     """
     ring = ring_of(group)
 

@@ -58,8 +58,8 @@ def prefill(
     ``ring_attention``.
 
     Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
-    ``cache.append``. Raise ValueError before any array is sent if the arguments do not fit, or if ``alibi_slopes`` meet cached
-    tokens. For inference: not differentiable.
+    ``cache.append``. Raise ValueError before any array is sent if the arguments do not fit, or if ``alibi_slopes`` are passed
+    and a request has cached tokens. For inference: not differentiable.
     """
     ring = cache.ring
     of_ring = OpCall(Options(), group_name(cache.group))

@@ -51,9 +51,9 @@ class Requests:
     group: dist.ProcessGroup | DeviceMesh | None = None
     host_state: HostState = field(init=False)
     version: int = field(init=False)
-    """A number, renewed by ``advance``, ``rollback``, ``reset``, ``evict``, ``fork``, and ``reserve`` if it grows.
+    """A number that ``advance``, ``rollback``, ``reset``, ``evict``, ``fork``, and a ``reserve`` that grows the cache renew.
 
-    A step that was made before the last of these is refused.
+    The cache refuses a step that was made before the last such call.
     """
     scaled: set[int] = field(init=False)
     """The layers whose scales are set: all, unless a float8 cache chooses its scales in the first step that advances."""
@@ -76,11 +76,12 @@ class Requests:
         return group_of(group_name(self.group))
 
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
-        """Raise ValueError unless every request has room for ``tokens`` more tokens, or for a chunk of these in ``layout``.
+        """Raise ValueError unless every request has room for ``tokens`` more tokens. Return the cache.
 
-        ``tokens``: an int for all requests, or one int each. Return the cache. A cache with a window has room for any number. The
-        check uses the numbers that the host state holds. It reads exact ones from the device only if these upper bounds do not
-        fit, or for a ``layout`` if the numbers per rank are unknown.
+        ``tokens``: an int for all requests, or one int each. ``layout``: the layout of the prefill chunk that will add them; None
+        if ``step`` adds them. A cache with a window has room for any number. The check uses upper bounds that the host state
+        holds. It reads exact numbers from the device only if the bounds do not fit, or if ``layout`` is passed and the host does
+        not know the number of tokens on each rank.
         """
         of = list(range(self.spec.batch))
         more = [tokens] * len(of) if isinstance(as_number(tokens), int) else tokens
@@ -95,8 +96,8 @@ class Requests:
     def reserve(self, tokens: int) -> Self:
         """Grow the cache by whole pages until every request has room for ``tokens`` more tokens.
 
-        If it grows, its tensors are new and larger: capture a CUDA graph of a step again. Raise ValueError if the cache was not
-        made with ``page``, or if ``tokens`` is not an int of at least 0.
+        If the cache grows, its tensors are new and larger: capture a CUDA graph of a step again. Raise ValueError if the cache
+        was not made with ``page``, or if ``tokens`` is not an int of at least 0.
         """
         self._ask()
         spec = checks.grown(self.spec, self.host_state.counts or [], tokens)

@@ -35,11 +35,11 @@ def sample(
 ) -> Int[Tensor, " batch"]:
     """Draw the next token of each request from its logits. Return int64 [batch].
 
-    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens, and
-    ``top_p``, of these, the fewest whose probabilities sum to at least p, the most probable first; None keeps all. Each of the
-    three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an int. ``requests``:
-    the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
-    after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
+    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens. From the
+    tokens that ``top_k`` keeps, ``top_p`` takes the most probable ones until their probabilities sum to at least p. None keeps
+    all. Each of the three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an
+    int. ``requests``: the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request,
+    ``cache.lengths`` after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
 
     The token of a request depends only on its logits and these arguments, not on the rest of the batch. So from equal logits all
     ranks, both frameworks and ``RingTransformer.generate`` draw the same tokens, except where rounding decides. Temperature 0,

@@ -44,9 +44,9 @@ def of_first(
     """Replace each 0 in a layer's ``k_scale`` and ``v_scale`` [kv_heads], in place, by a scale for float8.
 
     The scale is the smallest power of two above max |x| / 448, where 448 is the largest float8 number and x the ``new`` k or v of
-    all ranks. So each x / scale fits into float8. If the maximum is 0, the scale is 1. Other scales stay, unless ``nothing``, a
-    0-d bool, says that the cache is empty: a step that did not advance may have set them. The host reads no value, so a CUDA
-    graph may capture this function. Multiplication by a power of two is exact.
+    all ranks. So each x / scale fits into float8. If the maximum is 0, the scale is 1. Scales other than 0 stay. But if
+    ``nothing``, a 0-d bool, is True, the cache is empty and every scale is replaced, because a step that did not advance may have
+    set it. The host reads no value, so a CUDA graph may capture this function. Multiplication by a power of two is exact.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])
