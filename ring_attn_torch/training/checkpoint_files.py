@@ -111,7 +111,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
     """Read the tensors of the checkpoint folder ``where`` into those of ``places``, by name, on all ranks of ``group``.
 
-    If reading fails on any rank, raise OSError on all of them, except for KeyboardInterrupt and SystemExit.
+    If reading fails on any rank, raise OSError on all ranks. A KeyboardInterrupt or SystemExit is raised unchanged.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load

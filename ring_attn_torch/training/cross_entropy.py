@@ -1,10 +1,11 @@
 """The summed cross-entropy of one rank's labels, chunk by chunk, from logits, or from hidden states without storing logits.
 
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
-    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
+    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])
+    dhidden = dlogits head,  dhead = dlogits^T hidden              if logits = hidden head^T
 
-A label outside the vocabulary makes the total NaN, and the gradients of its token and of the head. Nothing is raised: an error on
-one rank would leave the others waiting.
+A label outside the vocabulary makes three results NaN: the total, and the gradients of its token and of the head. Nothing is
+raised: an error on one rank would leave the others waiting.
 
 Arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits passed by the caller holds all tokens, in the logits'
 dtype. Logits and softmax are computed in at least float32.

@@ -67,7 +67,7 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 
 
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
-    """Return True if the gradient of ``p`` needs no sum, since FSDP has summed it over the whole ring or the ring is one rank.
+    """Return True if FSDP has summed the gradient of ``p`` over the whole ring, or the ring has one rank: it needs no sum.
 
     ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over only a part of
     the ring. Raise it too if the ring contains ranks that share ``p`` and hold the same tokens.

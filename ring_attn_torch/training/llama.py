@@ -34,9 +34,9 @@ def load_llama(
     ``layout``. Every rank of the group must call it. Each rank reads the files itself, one weight at a time.
 
     Raise ValueError if the architecture is another one, or needs a feature that our layers lack (quantised weights, "dynamic"
-    rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the error
-    names them. The error is the same on every rank, and is raised before any weight is read, unless a file is overwritten during
-    the load.
+    rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config. The error
+    names such files or weights. The error is the same on every rank, and is raised before any weight is read, unless a file is
+    overwritten during the load.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 
@@ -52,13 +52,13 @@ def save_llama(
     """Save a RingTransformer so that transformers loads it: as Llama, Mistral (windows), Qwen2 (qkv_bias) or Qwen3 (qk_norm).
 
     ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
-    ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the
-    model came from. Its tokenizer is copied. If it has the architecture of the saved model, so are the keys of its config.json
-    that do not follow from the model. None: no tokenizer is written. ``group``, gathering and replacement of ``folder``: as in
-    :func:`save_weights`.
+    ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the model
+    came from. Its tokenizer is copied. If its config.json names the architecture of the saved model, the keys of that config.json
+    that do not follow from the model are copied too. None: no tokenizer is written. ``group``, gathering and replacement of
+    ``folder``: as in :func:`save_weights`.
 
-    Raise ValueError if none of the four architectures supports the model. Each of them needs causal masks, windows of one size,
-    and the same rotary embedding (but not NTK's) in all layers. None of them has softcap, sinks or ALiBi, and biases must be
-    those of one of them. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
+    Raise ValueError if none of the four architectures supports the model. Each needs causal masks, windows of one size,
+    and the same rotary embedding (but not NTK's) in all layers. None has softcap, sinks or ALiBi. The model must have the biases
+    of one of the four. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name, ring_of(group))

@@ -4,9 +4,9 @@
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
     dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
 
-The backward recomputes logits from hidden states. The arrays [tokens, vocab] made here hold one chunk of tokens, except the
-gradient of logits that the caller passes: it holds all tokens, in the logits' dtype. Logits and softmax are computed in at
-least float32.
+The backward recomputes logits from hidden states. The arrays [tokens, vocab] made here hold one chunk of tokens. The one
+exception is the gradient of logits that the caller passed: it holds all tokens, in the logits' dtype. Logits and softmax are
+computed in at least float32.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def token_log_probs(
     """Return each label's log-probability [b s], or with ``entropy`` (log-probability, entropy), in at least float32.
 
     ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token, as ``pack_rollouts`` and ``shard_batch`` return them.
-    Log-probability and entropy are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary: an error on one
-    rank would leave the others waiting.
+    Log-probability and entropy are 0 if the label is ``ignore_index``. They are NaN if the label is outside the vocabulary:
+    nothing is raised, because an error on one rank would leave the others waiting.
 
     ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for at
     most ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; under autocast float32 hidden
@@ -63,7 +63,8 @@ def token_log_probs(
 class _Values(torch.autograd.Function):
     """The autograd function of ``token_log_probs``.
 
-    The backward recomputes the logits from the saved input and head, and the probabilities from them and the saved log-sum-exp.
+    The backward recomputes the logits from the saved input and head. From the logits and the saved log-sum-exp it recomputes the
+    probabilities.
     """
 
     @staticmethod

@@ -54,7 +54,7 @@ def loss(
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.
 
     A rank's gradient is partial: the *sum* over the ranks (:func:`sum_gradients`) is the gradient of one device.
-    DistributedDataParallel and FSDP take the mean over ranks: with them, multiply the loss by the number of ranks. Second
+    DistributedDataParallel and FSDP take the mean over ranks. If you use them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
 
     Raise ValueError, the same on every rank, if shapes, dtypes or options do not fit. On CPUs raise it too if any rank has a
@@ -142,8 +142,9 @@ def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueErro
 
 
 def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None, ignore_index: int = -100) -> Tensor:
-    """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss` without weights; 0-d.
+    """Return the number of all ranks' labels other than ``ignore_index``, as a 0-d tensor.
 
+    It is the divisor of :func:`loss` without weights.
     ``labels``: int, any shape. For gradient accumulation, backpropagate ``loss(..., reduction="sum") / total`` of each
     microbatch, where total is the sum of the microbatches' counts, at least 1. ``group``: as in :func:`loss`. Raise ValueError if
     labels are a DTensor or not a tensor.

@@ -91,15 +91,18 @@ def kinds(states: States) -> dict[str, dict[str, str]]:
 
 
 def absent(everybody: Iterable[dict[str, dict[str, str]]]) -> dict[str, list[str]]:
-    """Return, by rank as str, the parameters whose states exist only on other ranks. ``everybody``: each rank's ``kinds``."""
+    """Return for each rank (the key is str(rank)) the parameters whose states exist only on other ranks.
+
+    ``everybody``: each rank's ``kinds``, in rank order.
+    """
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
 
 def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
-    """Return, for each parameter that has states on any rank, the state dtypes of the lowest such rank.
+    """Return, for each parameter that has states on any rank, the dtypes of its states on the lowest such rank.
 
-    ``everybody``: each rank's ``kinds``, in rank order. Further states of the parameter that only higher ranks have are left out.
+    ``everybody``: each rank's ``kinds``, in rank order. States that the parameter has only on higher ranks are left out.
     """
     return {name: states for each in reversed(everybody) for name, states in each.items()}
 
@@ -171,8 +174,8 @@ def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[s
 def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``.
 
-    The check compares the class, the parameters of each group, and the type, but not the value, of each setting in ``run``, such
-    as lr. Checkpoints of earlier versions hold no class, and only the number of parameters.
+    The check compares the class, the parameters of each group, and the type of each setting in ``run``, such as lr. It does not
+    compare the settings' values. Checkpoints of earlier versions hold no class, and of the parameters only their number.
     """
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
@@ -202,7 +205,7 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
 
 
 def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
-    """Set the settings of each parameter group, such as lr, to those in ``found``, a checkpoint's result of ``groups_of``."""
+    """Set the settings of each parameter group, such as lr, to those in ``found``, which ``groups_of`` gave a checkpoint."""
     for group, values in zip(optimizer.param_groups, found, strict=True):
         group.update({name: _restored(group.get(name), x) for name, x in values.items() if name != "params"})
 

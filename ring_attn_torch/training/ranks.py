@@ -53,13 +53,14 @@ def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) 
     module holds under two names is compared once.
 
     For a DTensor (FSDP2, tensor parallelism), dtype, global shape, mesh shape and placements are compared between all ranks.
-    Local shards are compared between replicas: ranks with the same coordinate on every mesh dim over which it is not replicated.
-    Shards that are plain tensors, such as FSDP1's, are compared as if they were replicas, so they are reported as different.
+    Local shards are compared between the ranks that hold replicas of one shard: the ranks with equal coordinates on every mesh
+    dim over which the DTensor is not replicated. Shards that are plain tensors, such as FSDP1's, are compared as if they were
+    replicas, so they are reported as different.
 
     Raise ValueError, the same on every rank, if an entry cannot be compared or entries differ. The error names up to 8 of them,
-    and shows values or digests. Raise RuntimeError after the group's timeout if a rank does not call. Every tensor is copied to
-    the host, and ranks exchange one digest through the group's store. If the digests differ, or if DTensors are sharded, ranks
-    exchange one line for every entry too.
+    and shows values or digests. Raise RuntimeError after the group's timeout if a rank does not call this function. Every tensor
+    is copied to the host, and ranks exchange one digest through the group's store. If the digests differ, or if DTensors are
+    sharded, ranks exchange one line for every entry too.
     """
     ring = ring_of(group)
     with same_error(ring):

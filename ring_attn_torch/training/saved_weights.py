@@ -147,10 +147,10 @@ def save_folder(
     renamed: Callable[[str], str],
     ring: Group,
 ) -> None:
-    """Save the weights of the RingTransformer in ``model``, and the files that go with them, in ``folder``.
+    """Save in ``folder`` the weights of the RingTransformer in ``model``, and the other files, such as config.json.
 
-    ``renamed``: maps a weight's name in the model to its name in the folder. ``files``: returns the content of each other file by
-    name. Every rank of ``ring`` must call it; an error is the same on every rank.
+    ``files(config)`` returns the content of each other file by name. ``renamed``: maps a weight's name in the model to its name
+    in the folder. Every rank of ``ring`` must call it; an error is the same on every rank.
     """
     from safetensors.torch import save_file
 

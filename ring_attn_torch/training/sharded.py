@@ -13,7 +13,7 @@ from ..ring.groups import is_dtensor
 
 
 class GradientReduction(NamedTuple):
-    """FSDP's reduction of a gradient: the ranks that it sums over, one tuple for each dim of its mesh, and the divisor."""
+    """FSDP's reduction of a gradient: the ranks over which it sums, one tuple for each dim of FSDP's mesh, and the divisor."""
 
     ranks: list[tuple[int, ...]]
     divisor: float
