@@ -17,7 +17,7 @@ The files:
     balanced.py     the balanced layout: each call assigns its documents to the ranks
     trees.py        the checks of a call's prefix trees, and their arrays
     masks.py        from transformers' masks to bands and intervals; accelerate's hooks, which remove masks
-    mask_functions.py    which pattern a mask function has, by samples of position pairs
+    mask_functions.py    recognition of a mask function's pattern, by samples of position pairs
     attention.py    attention of one layer over the ring
     loss.py         the loss over the labels of all ranks
     routers.py      the auxiliary loss of mixture-of-experts models

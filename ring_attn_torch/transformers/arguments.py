@@ -209,7 +209,7 @@ def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
 
 
 def _compare(exchanged: list[list[Any]]) -> None:
-    """Raise ValueError, naming an argument, if ranks disagree on it. ``exchanged``: each rank's (description, content, seed)."""
+    """Raise ValueError, naming an argument, if it differs between ranks. ``exchanged``: by rank [description, content, seed]."""
     for part, what in ((0, "shape or value"), (1, "content")):
         first = exchanged[0][part]
         for rank, (*parts, _) in enumerate(exchanged):

@@ -219,7 +219,10 @@ def ring_configs(model: nn.Module) -> Iterator[None]:
 
 
 def _copies(config: PreTrainedConfig) -> list[tuple[PreTrainedConfig, PreTrainedConfig]]:
-    """Return (config, copy) of the text part's config, whose copy is set to the ring, and of each config that contains it."""
+    """Return (config, copy) for the text part's config, and for each config that contains it.
+
+    The copy of the text part's config has the attention implementation "ring".
+    """
     text = text_config(config)
     pairs = [(text, copy.copy(text))]
     vars(pairs[0][1])[IMPLEMENTATION] = NAME

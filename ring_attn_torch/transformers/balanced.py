@@ -53,10 +53,10 @@ def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, 
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
-    """Return the weight of each mask, causal or a window: the number of its layers.
+    """Return the weight of each mask, causal or a window: the number of layers that have the mask.
 
-    Without ``layer_types`` the weight is 1.0 for the window; without a window the result is {causal: 1.0}. The balanced layout
-    balances the work of all layers together.
+    If the config has no window, the result is {causal: 1.0}. If it has a window but no ``layer_types``, the result is {the
+    window: 1.0}. The balanced layout balances the work of all layers together.
     """
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or window < 1:

@@ -36,7 +36,7 @@ PAGE = 256
 """The minimum number of tokens by which a rank's part of the cache grows."""
 
 FEW = 16
-"""The maximum number of new tokens that every rank computes, in a call after the first that keeps the logits of one token."""
+"""The largest number of new tokens that a call after the first does not shard, if the call keeps the logits of one token."""
 
 NAMES = "cache", "past_key_values"
 """Names of the cache argument: "cache" since transformers 5.24, "past_key_values" before."""
@@ -164,10 +164,10 @@ class RingCache(Cache):
 class CachedCall(RunningCall):
     """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens.
 
-    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number that this rank computes of these,
-    padded by the layout, or None if each rank computes all. ``lengths``: the number of new tokens of each row without padding.
-    ``valid``: bool [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens whose
-    logits are requested. ``step``: the placement of the new tokens in the cache; None until the first layer has made it.
+    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of them that this rank computes, the
+    layout's padding included, or None if each rank computes all. ``lengths``: the number of new tokens of each row without
+    padding. ``valid``: bool [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens
+    whose logits are requested. ``step``: the placement of the new tokens in the cache; None until the first layer has made it.
     """
 
     cache: RingCache
@@ -235,7 +235,7 @@ class CachedCall(RunningCall):
 
 
 def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[str, Any], tokens: Tensor) -> CachedCall:
-    """Return the CachedCall of checked arguments with this rank's shard of the ``tokens`` (ids or embeddings) or, if few, all."""
+    """Return the CachedCall of checked arguments with this rank's shard of ``tokens`` (ids or embeddings), or all if few."""
     (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
     keep = max(1, int(call_arguments.get("logits_to_keep", 1)))
     position_ids, mask = call_arguments.get("position_ids"), call_arguments.get("attention_mask")

@@ -83,8 +83,8 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
 def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
     """Return the output of trl's head with the loss over all ranks' labels, and each ``PER_TOKEN`` field gathered from all ranks.
 
-    A gathered field is in natural order. It has ``length - 1`` tokens if the call passed labels, ``length`` if it passed
-    shift_labels, as on one device. Its gradient, summed over the ranks, is that of one device times the number of ranks, as for
+    A gathered field is in natural order. As on one device, it has ``length - 1`` tokens if the call passed labels, and ``length``
+    if the call passed shift_labels. Its gradient, summed over the ranks, is that of one device times the number of ranks, as for
     global logits. ``factor``: the backward multiplies the gradient of the loss by it.
     """
     assert batch.labels is not None

@@ -58,8 +58,8 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
     """Return True if ``function`` equals ``pattern`` on a sample of position pairs below ``tokens``, in the first ``rows`` rows.
 
     The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``, to
-    detect documents, blocks and prefixes, and with ``_spread`` keys, to detect holes. It also has all pairs among the tokens
-    beside the first three multiples of ``size`` and beside both ends, to detect windows and chunks.
+    detect documents, blocks and prefixes. It pairs each query with ``_spread`` keys, to detect holes. It also has all pairs among
+    the tokens near the first three multiples of ``size`` and near the first and last token, to detect windows and chunks.
     """
     every = torch.arange(tokens, device=device)
     near = torch.cat([every - 1, every, every + 1, every * 0, every - (size or 1), every - (size or 1) - 1])
@@ -74,16 +74,16 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 
 
 def _spread(q: Tensor, tokens: int) -> list[Tensor]:
-    """Return 8 keys for each query ``q``, so that any eighth of the tokens, at least one token, has one of them."""
+    """Return 8 keys for each query ``q``, spread evenly, so that a hole of an eighth of the tokens or more contains one."""
     return [(q + i * tokens // 8) % tokens for i in range(8)]
 
 
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if it finds a query without one.
+    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if the check fails for some query.
 
-    An interval must contain its query. Bisection finds its ends. Then some keys are checked: the two just outside, the middles
-    between the query and both ends, and ``_spread`` keys. So a hole of less than an eighth of the tokens may not be found. The
-    arrays cover the global sequence, so only one-rank rings call it.
+    An interval must contain its query. Bisection finds the interval's ends. Then some keys are checked: the two just outside, the
+    middles between the query and both ends, and ``_spread`` keys. So a hole of less than an eighth of the tokens may not be
+    found. The arrays cover the global sequence, so only one-rank rings call it.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)

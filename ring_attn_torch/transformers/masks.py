@@ -136,9 +136,9 @@ def ring_mask(
 ) -> LayerMask | NoWindow:
     """Return the mask of one kind of layer, NoWindow if ``local_size`` < 1. Functions like create_causal_mask call it.
 
-    Raise ValueError if the layer is cross-attention, if a cache other than a RingCache holds tokens, or if ``fits`` finds none of
-    full, causal, window and chunks; under torch.compile only masks that need vmap are refused. Outside of ``sequence_parallel``
-    any interval of keys per query is taken, and several ranks are refused.
+    Raise ValueError if the layer is cross-attention, if a cache other than a RingCache holds tokens, or if the mask fits no
+    pattern of ``mask_functions.py``. Under torch.compile only masks that need vmap are refused. Outside of ``sequence_parallel``
+    any mask with one interval of keys for each query is accepted, but only on one rank.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty

@@ -72,23 +72,23 @@ def sequence_parallel(
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
         labels [batch, length], as transformers takes them: shifted here, before they are sharded, for models that predict the
-            next token. If ``shift_labels`` are passed too, these are used, as already shifted.
+            next token. If ``shift_labels`` are passed too, they replace labels and are not shifted.
         attention_mask [batch, length], 0 for padding, which may be anywhere.
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
-            None: 0, 1, 2, ... (rotary models only). Where text positions restart, a new document begins, which sees no other;
-            without an attention_mask also where they skip, as in transformers. A batch of one row may pass cu_seq_lens_q.
+            None: 0, 1, 2, ... (rotary models only). A document begins where text positions restart and, without an
+            attention_mask, where they skip, as in transformers. Documents do not see each other. One row may pass cu_seq_lens_q.
         visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
             and features [tokens of images, dim] for each of the first layers.
-        token_type_ids [batch, length]; for Gemma 3 they mark the tokens of an image; each also sees the later ones.
-        tree (parents, lengths), from :func:`pack_rollouts`: the prefix trees of the rows. It sets position_ids and takes
-            shift_labels in place of labels; ``label_weights`` [batch, length] weigh their losses.
+        token_type_ids [batch, length]; for Gemma 3 they mark an image's tokens, which also see the image's later tokens.
+        tree (parents, lengths), from :func:`pack_rollouts`: the prefix trees of the rows. It sets position_ids, and needs
+            shift_labels in place of labels; ``label_weights`` [batch, length] are factors of these labels' losses.
         num_items_in_batch, the divisor of the loss in place of the number of labels.
 
     The call returns the model's output, with
         loss: the mean over all labels of all ranks, the same on every rank. Its backward gives each rank the gradients of its own
-            tokens; :func:`sum_gradients` adds them over the ranks. DDP and FSDP compute their mean instead, so multiply the loss
-            by the number of their ranks. Divide a term of your own that every rank computes alike, such as a penalty on weights,
-            by the number of ranks of the ring. With ``output_router_logits`` it includes ``aux_loss``, of all tokens.
+            tokens; :func:`sum_gradients` adds them over the ranks. DDP and FSDP compute the mean over their ranks instead, so
+            multiply the loss by the number of those ranks. Divide a term of your own that every rank computes alike, such as a
+            weight penalty, by the ring's number of ranks. With ``output_router_logits`` the loss includes ``aux_loss``.
         logits (or last_hidden_state of a model without them): this rank's shard in layout order, including the padding at the end
             of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
 
@@ -109,7 +109,7 @@ def sequence_parallel(
 
     Raise ValueError, the same on every rank, before anything is sent round the ring: if a model or an argument cannot be sharded,
     such as a head with one result per row; if a GPU backend is set for a model on a CPU; if torchrun started processes without a
-    process group; if ranks hold other unsharded weights, ids or labels. A layer that mixes tokens without the ring raises later.
+    process group; if ranks differ in unsharded weights, ids or labels. A layer that mixes tokens without the ring raises later.
     """
     ring = ring_of_model(hugging_face_model(model), group, layout)
     _check_launched()
@@ -223,8 +223,8 @@ def enable(
     """Set a transformers model, or a config before its model is created, to ``attn_implementation="ring"``, and return it.
 
     ``layout``: as in :func:`sequence_parallel`. ``group``, ``strategy``, ``backend``: as in :func:`ring_attention`. A config
-    stores all but ``group``, which belongs to one process; :func:`sequence_parallel` uses them. Only text tokens are sharded:
-    image and audio parts keep their own attention.
+    stores them for :func:`sequence_parallel`, except ``group``, which belongs to one process. Only text tokens are sharded: image
+    and audio parts keep their own attention.
 
     Raise ValueError, with the reason, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
     attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if an option is unknown,
@@ -251,7 +251,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> CallRing:
-    """Return the model's ring, with ``group`` and ``layout`` if not None: that of ``enable``, else the default group's."""
+    """Return the ring of ``enable``, else of the default group. If not None, ``group`` and ``layout`` replace the ring's own."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
     if group is not None:
@@ -263,7 +263,7 @@ def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh 
 
 
 def check_entry(model: nn.Module, ring: CallRing, device: str) -> None:
-    """Raise ValueError if a ring does not support the model or its head, or if ``device`` is a CPU without ``ring.backend``."""
+    """Raise ValueError if a ring does not support the model or its head, or if ``ring.backend`` does not run on ``device``."""
     check_model(model)
     check_head(model)
     check_backend(ring.backend, device)

@@ -1,6 +1,6 @@
 """The shards of a call: the steps from global input_ids, labels, positions and images to this rank's tokens.
 
-``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each of these the
+``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each argument the
 tokens at this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
 ``GlobalBatch``: the shards, and the documents, padding and image blocks of the global sequences, from which ``ring_mask`` makes
 masks. A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length get
@@ -36,7 +36,7 @@ from .masks import CallRing, LayerMask, RunningCall, running
 from .trees import RowTrees, row_trees
 
 IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
-"""Models, by config.model_type, whose token_type_ids of 1 mark the tokens of an image; each also sees the later ones."""
+"""Models, by config.model_type, whose token_type_ids of 1 mark an image's tokens, which also see the image's later tokens."""
 
 
 def sharded(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> GlobalBatch | CachedCall:
@@ -118,8 +118,8 @@ class DocumentBounds(NamedTuple):
     """The documents and padding of global sequences. An array that is not needed is None."""
 
     extents: Tensor | None = None
-    """``int32`` [batch, length, 2], the interval of each token's document. Without key_mask, [0, 0) for padding, which no
-    interval holds."""
+    """``int32`` [batch, length, 2], the interval of each token's document. If key_mask is None, padding has [0, 0) and
+    is in no interval."""
     key_mask: Tensor | None = None
     """``bool`` [batch, length], False for padding. None if no token is padding, or the intervals in ``extents`` exclude it."""
     begins: Tensor | None = None
@@ -132,7 +132,7 @@ class GlobalBatch(RunningCall):
     """A running call without a cache: its documents, padding and image blocks, and this rank's labels.
 
     ``batch`` sequences of ``length`` tokens are sharded over ``ring``. ``block_ends``: int64 [batch, length], the exclusive end
-    of a token's block, or 0 for a token in no block. A block is an image of Gemma 3: each of its tokens also sees the later ones.
+    of a token's block, or 0 outside of blocks. A block is an image of Gemma 3, whose tokens also see later tokens of the block.
     """
 
     ring: CallRing

@@ -141,7 +141,7 @@ class RingTraining(Base):
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
-        """Enter the Trainer's own contexts. On several ranks, add a note to most errors of a user-defined loss."""
+        """Enter the Trainer's own contexts. On several ranks, add advice to most errors in a user-defined loss."""
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not RingTraining)
         self._in_loss = True
         try:
@@ -169,7 +169,10 @@ class RingTraining(Base):
         return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size, during the loss times the ring's ranks, so that a ring counts as one process."""
+        """Return the tensor parallel size. During ``compute_loss``, multiply it by the ring's number of ranks.
+
+        The Trainer then counts a ring as one process.
+        """
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
 

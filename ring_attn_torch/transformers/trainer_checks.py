@@ -1,4 +1,4 @@
-"""Argument checks of ``RingTraining``: of TrainingArguments, of a Trainer, and of the ring's ranks."""
+"""The checks that ``RingTraining`` makes of its TrainingArguments, of the Trainer and of the ring's ranks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def check_trainer(trainer: Any) -> None:
 
 
 def check_group(ring: CallRing, config: Any) -> None:
-    """Raise ValueError if parallelism_config does not fit the ring, or rings are not equal blocks of consecutive ranks."""
+    """Raise ValueError if parallelism_config does not fit the ring, or if rings are not equal blocks of consecutive ranks."""
     ranks = ring.ranks
     if config is not None and (config.tp_size > 1 or config.sp_size > 1):
         raise ValueError(

@@ -4,8 +4,8 @@ In a call with ``tree=(parents, lengths)`` each row holds prefix trees, as ``pac
 ancestors in the tree, by causal attention with key extents. ``position_ids`` count along the path from the root.
 
 A layer's own window would count positions of the row, across other branches: after a prompt of 2 tokens and completions of 100
-and 1, a window of 102 would hide token 0 from the last token. Along a path, a window at least as long as the longest path hides
-no ancestor, so it is dropped; a shorter one is refused.
+and 1, a window of 102 would hide token 0 from the last token. A window at least as long as the longest path hides no ancestor
+along a path, so it is dropped. A shorter window is refused.
 """
 
 from __future__ import annotations
