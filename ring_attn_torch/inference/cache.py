@@ -60,10 +60,10 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    The tokens that ``append`` writes become visible with ``advance``; later steps do not see the tokens of a step without it.
-    Other methods take effect at once. ``append`` and ``advance`` change tensors in place, at fixed shapes and without waiting for
-    the device, so that a step of ``cache.step`` may be captured in a CUDA graph. Methods that change the cache return it, so that
-    the same program runs in JAX, where they return a new one.
+    The tokens that ``append`` writes become visible with ``advance``. If a step is not advanced, later steps do not see its
+    tokens. Other methods take effect at once. ``append`` and ``advance`` change tensors in place, at fixed shapes and without
+    waiting for the device, so that a step of ``cache.step`` may be captured in a CUDA graph. Methods that change the cache return
+    it, so that the same program runs in JAX, where they return a new one.
     """
 
     @classmethod
@@ -93,9 +93,9 @@ class KVCache(Requests):
         ``capacity`` is rounded up to equally many slots on all ranks, and with ``page`` to whole pages.
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
-        ``capacity`` is the number of newest tokens of a request that each rank keeps, by default and at least ``window + room``.
-        ``room`` (by default ``window``): the most tokens that a rollback may remove, or a step may add to a request that already
-        has tokens. ``page``: the number of slots per rank by which :meth:`reserve` grows the cache. ``group``: the ring.
+        ``capacity`` is the number of newest tokens of a request that each rank keeps; its default and minimum is ``window +
+        room``. ``room`` (by default ``window``): the most tokens that a rollback may remove, or a step may add to a request that
+        already has tokens. ``page``: the number of slots per rank by which :meth:`reserve` grows the cache. ``group``: the ring.
 
         Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks. Ranks compare them only if they
         are new to each rank.

@@ -51,9 +51,9 @@ def tree_attention_decode(
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Each rank attends to its own slots; then, if there are several ranks, one all-gather carries out and lse, packed in one array
-    of float32 (float64 for float64), and every rank merges them in rank order, with the formula of :func:`merge` (Tree Attention,
-    Shyam et al., arXiv:2408.04093). So all ranks get the same bits.
+    Each rank attends to its own slots. If there are several ranks, one all-gather then exchanges the pairs (out, lse), packed in
+    one array of float32 (float64 for float64). Every rank merges the pairs in rank order, with the formula of :func:`merge` (Tree
+    Attention, Shyam et al., arXiv:2408.04093). So all ranks get the same bits.
 
     Arguments (those not listed mean the same as in ``ring_attention``):
         q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.

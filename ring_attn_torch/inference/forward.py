@@ -93,8 +93,8 @@ def prefill_prompts(
     tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
     a request without a true token. ``fresh``: True checks that all requests are empty.
 
-    Raise ValueError as :func:`decode_step` does, if a length is not in 0 .. the size of the chunk, or if a request already has
-    tokens and ``fresh`` is True or the model has ALiBi.
+    Raise ValueError as :func:`decode_step` does, or if a length is not in 0 .. the size of the chunk. With ``fresh``, and for a
+    model with ALiBi, raise it too if a request already has tokens.
     """
     return _as_it_stands(_prompted)(model, ids, cache, lengths, fresh)
 

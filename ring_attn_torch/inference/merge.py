@@ -18,7 +18,7 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
     """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into (out, lse) over all keys.
 
     The result is that of :func:`merge` on the list of all ranks' pairs, up to rounding, with the same bits on every rank. One
-    all-gather carries out and lse, packed in one array in float32 (float64 for float64), and they are merged in rank order. The
+    all-gather exchanges the pairs, packed in one array in float32 (float64 for float64). Each rank merges them in rank order. The
     lse is a natural logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
 
     ``group``: the ring; None is the default group. The result is float64 if out or lse is float64, else float32.

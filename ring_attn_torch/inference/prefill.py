@@ -45,7 +45,7 @@ def prefill(
     strategy: str = "auto",
     backend: str = "auto",
 ) -> tuple[Tensor, KVCache]:
-    """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and append its k and v.
+    """Compute causal attention of this rank's shard of a chunk over the chunk and the cache. Append the shard's k and v.
 
     ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
     chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt, up to

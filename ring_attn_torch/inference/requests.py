@@ -125,7 +125,8 @@ class Requests:
         """Truncate each request to its first ``lengths`` tokens: integers, one for all requests or one each, equal on all ranks.
 
         A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length
-        since its reset. Raise ValueError if a request goes further, unless ``lengths`` is a tensor and the cache is on a GPU.
+        since its reset. Raise ValueError if a request goes further. This is not checked if ``lengths`` is a tensor and the cache
+        is on a GPU.
         """
         spec, device = self.spec, self.counts.device
         if isinstance(lengths, Tensor) and device.type != "cpu":

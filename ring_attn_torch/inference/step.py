@@ -55,7 +55,7 @@ class DecodeStep:
     """
     owner_slots: Tensor
     owners: Tensor
-    """The rank that caches each newest token, int16 [requests, owners]; ``owner_slots``: its index in ``KVCache.owners``."""
+    """The rank that caches each newest token, int16 [requests, owners]; ``owner_slots``: where ``KVCache.owners`` stores it."""
     certain: bool = True
     """True if the host knows that some request gets a token. With ``valid`` only the device knows."""
     version: int = 0
