@@ -109,7 +109,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
-    """Read the tensors of the checkpoint folder ``where`` into those of ``places``, by name, on all ranks of ``group``.
+    """Read tensors of the checkpoint folder ``where`` into the tensors ``places``, by name, on all ranks of ``group``.
 
     If reading fails on any rank, raise OSError on all ranks. A KeyboardInterrupt or SystemExit is raised unchanged.
     """

@@ -1,4 +1,4 @@
-"""The optimizer in a checkpoint: its states by parameter name, and the settings of its parameter groups, such as lr."""
+"""The optimizer in a checkpoint: its states by parameter name, and the settings, such as lr, of its parameter groups."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def class_of(optimizer: torch.optim.Optimizer | None) -> str | None:
 
 
 def groups_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group, such as lr, as JSON values, with the names of its parameters.
+    """Return the settings, such as lr, of each parameter group as JSON values, with the names of its parameters.
 
     Raise ValueError, naming the setting, if JSON cannot hold it exactly.
     """
@@ -205,7 +205,7 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
 
 
 def set_groups(optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
-    """Set the settings of each parameter group, such as lr, to those in ``found``, which ``groups_of`` gave a checkpoint."""
+    """Set the settings, such as lr, of each parameter group to ``found``, the result of ``groups_of`` in a checkpoint."""
     for group, values in zip(optimizer.param_groups, found, strict=True):
         group.update({name: _restored(group.get(name), x) for name, x in values.items() if name != "params"})
 
