@@ -91,7 +91,7 @@ def _check_attends(model: PreTrainedModel) -> None:
 
 
 def _by_name(args: tuple[object, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call that are not None, by name. Raise ValueError unless all but input_ids are keywords."""
+    """Return the arguments of a call that are not None, by name. Raise ValueError if any but input_ids is positional."""
     if len(args) > 1 or (args and "input_ids" in kwargs):
         raise ValueError(
             "inside sequence_parallel pass the arguments of the model by name; only input_ids may come first without"
@@ -165,7 +165,7 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
 
 
 def _check_positions(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the model takes no position_ids, or needs them and gets none, or if they do not fit the sequence."""
+    """Raise ValueError if the model takes no position_ids, if it needs them but the call has none, or if they do not fit."""
     name, (batch, length), x = type(model).__name__, shape, call_arguments.get("position_ids")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(

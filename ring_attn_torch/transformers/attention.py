@@ -140,7 +140,7 @@ def ring_attention_forward(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Cast a tensor to autocast's dtype if autocast is on, unless it is float64.
+    """Cast a tensor to autocast's dtype if autocast is on and the tensor is not float64.
 
     Without the cast, rotary embeddings would leave q and k in float32 beside a 16-bit v.
     """

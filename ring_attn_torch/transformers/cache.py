@@ -211,7 +211,7 @@ class CachedCall(RunningCall):
         return tree_attention_decode(q, q_positions=step.positions, window=window, group=ring.group, **part, **score)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Allow updates of the cache during the call. If tokens are sharded, hook a gather of the last hidden states."""
+        """Allow updates of the cache during the call. If tokens are sharded, add a hook that gathers the last hidden states."""
         self.cache.inside = True
         self.scope.callback(setattr, self.cache, "inside", False)
         if self.local is None:

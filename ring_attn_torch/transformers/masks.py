@@ -104,7 +104,7 @@ class RunningCall(ABC):
 
 _running: ContextVar[RunningCall | None] = ContextVar("ring_attn_model_call", default=None)
 _traced = threading.local()
-"""The running call of each thread, for torch.compile, which up to torch 2.13 cannot trace the read of a ContextVar."""
+"""The running call of each thread, for torch.compile: up to torch 2.13 it cannot trace the read of a ContextVar."""
 
 
 @contextmanager

@@ -33,7 +33,7 @@ TAKEN: set[Any] = set()
 """The replacements of ``load_balancing_loss_func`` that ``take_over`` has installed."""
 
 COEFFICIENTS = "router_aux_loss_coef", "aux_loss_coef"
-"""Names of the attribute of a model, or of its text part's config, that holds the factor of the auxiliary loss."""
+"""Possible names of the attribute that holds the factor of the auxiliary loss, in a model or its text part's config."""
 
 
 def take_over(model: PreTrainedModel) -> None:

@@ -154,7 +154,7 @@ class GlobalBatch(RunningCall):
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
     features: tuple[PreTrainedModel, dict[str, Any]] | None = None
-    """The submodel that reads image features, and its arguments for this rank; None without one, or if it is the model itself."""
+    """The submodel that reads image features, and its arguments for this rank; None if the model itself or nothing reads them."""
     present: Tensor | None = None
     """``bool`` [batch, local], False for padding, which the auxiliary loss of routers leaves out."""
     head_sums: bool = False

@@ -26,7 +26,7 @@ def is_sft(kind: type) -> bool:
 
 
 def check_kind(trainer: Any) -> None:
-    """Raise ValueError if a Trainer has or inherits the loss of a trl Trainer not in ``TRAINERS``, such as GRPOTrainer."""
+    """Raise ValueError if a Trainer is or extends a trl Trainer outside ``TRAINERS`` that defines a loss, such as GRPOTrainer."""
     for kind in type(trainer).__mro__:
         if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(
