@@ -30,7 +30,7 @@ class Case:
     ``scale``: None means ``head_dim ** -0.5``. ``sinks``: adds sinks drawn at random. ``alibi``: adds ALiBi slopes. ``key_mask``:
     masks each key with probability 1/5. ``documents``: number of documents packed into each row, of random lengths; 0 for none.
     ``segments``, ``dilations`` and ``mixing`` belong to dilated attention; ``block``, ``summaries`` and ``window`` to summary
-    attention. Only the variants that use them check these, and ``backend``. Raise ValueError if another value is invalid.
+    attention. These six and ``backend`` are checked by the variants that use them. Raise ValueError if another value is invalid.
     """
 
     length: int = 512
@@ -116,7 +116,7 @@ class Case:
 
     @property
     def features(self) -> list[str]:
-        """Return the names of the features that this case uses, from scale to extents, as ring_attention calls them."""
+        """Return the features that this case uses, by their argument names in ring_attention, such as scale and extents."""
         values = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "alibi_slopes": self.alibi}
         values |= {"dropout_rate": self.dropout_rate, "key_mask": self.key_mask, "extents": self.documents}
         return [name for name, value in values.items() if value]

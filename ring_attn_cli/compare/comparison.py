@@ -101,7 +101,7 @@ class _Contestant:
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
     """Run a sweep and return its results. Call ``tell`` with a progress message before each stage.
 
-    Raise ValueError if a named variant runs nowhere or fails, nothing can run, or there are too few devices. Raise
+    Raise ValueError if a variant that the user named runs nowhere or fails, if nothing can run, or if devices are too few. Raise
     :class:`processes.Failure` if a process dies or does not answer.
     """
     frameworks = _installed(sweep)
@@ -121,7 +121,7 @@ def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
 
 
 def _installed(sweep: Sweep) -> tuple[str, ...]:
-    """Return the requested frameworks that are installed. Raise ValueError if none of them is."""
+    """Return the requested frameworks that are installed. Raise ValueError if none is installed."""
     missing = {name: [each for each in NEEDS[name] if find_spec(each) is None] for name in sweep.frameworks}
     there = tuple(name for name in sweep.frameworks if not missing[name])
     if not there:
@@ -159,7 +159,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
 
 
 def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
-    """Run, judge and time ``cell``, which is the contestants of one case. Return their results, and the refused variants."""
+    """Run, judge and time the contestants of one case, ``cell``. Return their results, and the refused variants."""
     outcomes: dict[_Contestant, Outcome] = {}
     refused = []
     for each in cell:

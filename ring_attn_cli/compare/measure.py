@@ -23,8 +23,8 @@ class Quantity:
 
     ``relative``: ||got - exact|| / ||exact||, from :func:`tolerance.relative_error`. ``largest``: max |got - exact|. ``ulps``:
     the largest difference of an entry in units in the last place, see :func:`largest_ulps`. ``from_one_device``,
-    ``from_other_framework``: the relative difference from this array on one device, and in the other framework. It is 0.0 if both
-    arrays are bitwise equal, and None if the other one is missing.
+    ``from_other_framework``: the relative difference from this array on one device, and in the other framework. Each is 0.0 if
+    both arrays are bitwise equal, and None if the other array is missing.
     """
 
     name: str

@@ -113,7 +113,7 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "can't allocate memory", "CUDA out of memo
 
 
 def in_words(error: BaseException) -> str:
-    """Return the message of a ValueError, the options to lower if memory ran out, else the type and first line of the error."""
+    """Describe an error: a ValueError by its message, lack of memory by the options to lower, others by type and first line."""
     text = str(error).strip() or "without a word"
     if isinstance(error, MemoryError) or any(sign in text for sign in OUT_OF_MEMORY):
         return f"there is not enough memory ({text.partition(chr(10))[0]}): lower --batch, --length, --heads or --head-dim"

@@ -128,7 +128,7 @@ def user(call: TorchCall) -> Function:
 def sdpa(call: TorchCall) -> Function:
     """Return the call of torch's scaled_dot_product_attention on one device.
 
-    The mask is passed as a dense array unless it is causal or full without extents and key_mask.
+    A causal or full mask without extents and key_mask is passed by ``is_causal``, any other mask as a dense array.
     """
     case = call.case
     band, where = case.band, torch.arange(case.length, device=call.device)

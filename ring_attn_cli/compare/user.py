@@ -46,7 +46,7 @@ def load(text: str) -> Callable[..., Any]:
 
 
 def _hidden(found: ModuleType, module: str) -> str:
-    """Return a hint if another module was imported although the working folder has a file of its name, else ""."""
+    """Return a hint if another module was imported although the working folder has a file of that name, else ""."""
     file = Path(*module.split(".")).with_suffix(".py")
     if not file.is_file() or Path(getattr(found, "__file__", None) or "").resolve() == file.resolve():
         return ""

@@ -29,7 +29,7 @@ class Variant:
     """One function that can be compared.
 
     ``calls``: the call of each framework. ``says``: a description. ``oracle``: its key in ``ORACLES``. ``changes``: values that
-    replace those of a case, such as its only layout. ``needs``: by framework, the module it imports and its package for pip.
+    replace those of a case, such as its only layout. ``needs``: by framework, (module to import, its pip package).
     ``user``: ``module:function`` of a user's own function. ``pair``: variants of two frameworks with the same ``pair`` are
     compared with each other.
     """
@@ -62,7 +62,7 @@ TITLES = {"jax": "JAX", "torch": "PyTorch"}
 
 
 def both(name: str) -> dict[str, str]:
-    """Return by framework the call ``name`` of jax_calls.py and of torch_calls.py, as ``module:function``."""
+    """Return for each framework its call ``name``, of jax_calls.py or torch_calls.py, as ``module:function``."""
     return {framework: f"{HERE}.{framework}_calls:{name}" for framework in FRAMEWORKS}
 
 
@@ -88,7 +88,7 @@ def _objection(make: Callable[[], object]) -> str | None:
 def _backend(case: Case, framework: str, ranks: int) -> str | None:
     """Return the error message if the library refuses the case's backend on a CPU, or None.
 
-    On a GPU always None: the library raises the error at run time.
+    On a GPU always return None, because the library then raises the error at run time.
     """
     if case.device == "gpu":
         return None

@@ -1,7 +1,7 @@
 """Likely causes of a missed bound (``diagnose``): each hypothesis is a generator, which yields sentences if it holds.
 
-Most hypotheses assume a mistake and compute the result that this mistake would give. It must explain the measurement: the
-remaining error is at most a few times the bound, or a small fraction of the measured error. If a
+Most hypotheses assume a mistake and compute the result that this mistake would give. Such a hypothesis holds if the measured
+result differs from the computed one by at most a few times the bound, or by a small fraction of the measured error. If a
 hypothesis about not-finite values, out or the dtype holds, it alone is reported, because other errors may follow from it.
 """
 
@@ -186,7 +186,7 @@ def _masks(e: Evidence) -> Iterator[tuple[str, Callable[[range], np.ndarray]]]:
 
 
 OF_OUT = alone, finite_fill, forgotten_feature, wrong_scale, heads, wrong_mask
-"""The hypotheses about a wrong out, in the order of their tests; the first sentence is reported."""
+"""The hypotheses about a wrong out, in the order of their tests. Only the first sentence that one of them yields is reported."""
 
 
 def narrow_dtype(e: Evidence) -> Iterator[str]:
@@ -238,7 +238,7 @@ def of_lse(e: Evidence) -> Iterator[str]:
 
 
 def wrong_backward(e: Evidence) -> tuple[str, set[str]] | None:
-    """Return a mistake in words and the wrong gradients that it explains: dq and dk, if wrong, must be among them. Else None."""
+    """Return (mistake in words, wrong gradients that it explains), if it explains dq and dk where these are wrong, else None."""
     names = {"dq", "dk", "dv"} & {*e.missed}
     for backward, words in BACKWARDS.items() if "out" not in e.missed and e.plan.length <= LONGEST else ():
         if (backward.of_shards and e.plan.ranks == 1) or ("lse" not in e.cotangents and backward.dlse != 1):

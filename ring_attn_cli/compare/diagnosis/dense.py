@@ -1,7 +1,7 @@
 """Attention of batch row 0 with dense float64 matrices, recomputed under the error that a hypothesis assumes.
 
-The forward takes another scale, mask, or key head for each query head. The backward takes wrong terms of delta, or a softmax
-over each shard of keys alone, and returns gradients split into parts by tokens.
+The forward can take another scale, another mask, or another key head for each query head. The backward can take wrong factors
+of the terms of delta, or the softmax over each shard of keys alone. It returns gradients split into parts by tokens.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Dense:
     ) -> dict[str, np.ndarray]:
         """Return the gradients of batch row 0 as ``count`` summands, one for each group of tokens, such as a rank's shard.
 
-        ``of`` [s]: the group of each token. Summand i of dq comes from the keys of group i, and summand i of dk and dv from its
-        queries. Shapes: "dq" [count s h d], "dk" [count t d], "dv" [count t e]; dk and dv are summed over the query heads.
-        ``backward``: the variant of the backward. ``self.rows`` must be all queries, and the heads those of key head 0.
+        ``of`` [s]: the group of each token. Summand i of dq comes from the keys of group i, and summand i of dk and dv from the
+        queries of group i. Shapes: "dq" [count s h d], "dk" [count t d], "dv" [count t e]; dk and dv are summed over the query
+        heads. ``backward``: the variant of the backward. ``self.rows`` must be all queries, and the heads those of key head 0.
         """
         dout = dout[:, : self.heads].astype(np.float64).swapaxes(0, 1)
         dlse = dlse[:, : self.heads].astype(np.float64).swapaxes(0, 1) * backward.dlse

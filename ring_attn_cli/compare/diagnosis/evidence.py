@@ -116,7 +116,7 @@ class Evidence:
         return dense.parts(self.inputs.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
 
     def is_mean_of_values(self, masked: np.ndarray) -> bool:
-        """Return True if ``masked`` marks queries of batch row 0, and out is the mean of all values there, within 5 %."""
+        """Return True if ``masked`` marks queries of batch row 0 and, within 5 %, their out is the mean of all values."""
         got = self.got["out"][0, : len(masked)][masked]
         mean = self.inputs.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
