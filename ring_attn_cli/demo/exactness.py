@@ -28,7 +28,7 @@ PARTS = {"ring": "over the ring", "one device": "on one device"}
 """The two computations of each framework, by name, and their descriptions in progress messages."""
 
 COMPARED = "out", "lse", "dq", "dk", "dv"
-"""The results of attention that are compared: all fields of Attention but the gradient of sinks, which the demo lacks."""
+"""The results of attention that are compared: all fields of Attention but dsinks, because the demo has no sinks."""
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
 CLOSE = 1e-6
@@ -120,7 +120,7 @@ def work(report: Report, inputs: DemoInputs, mask: Band, kv_head: int) -> None:
 
 
 def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
-    """Return the exact and plain results of all heads. ``parts``: those of each key head and its query heads."""
+    """Return the exact and plain results of all heads. ``parts``: by key head, the results of its query heads."""
     inorder = [parts[kv_head] for kv_head in range(KV_HEADS)]
     whole = lambda truths: Attention(*(np.concatenate([t[i] for t in truths], 2) for i in range(len(COMPARED))))
     return DemoTruth(whole([p.exact for p in inorder]), whole([p.plain for p in inorder]), max(p.seconds for p in inorder))

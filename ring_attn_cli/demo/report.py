@@ -96,7 +96,7 @@ def losses(by_framework: Mapping[str, list[float]]) -> Group:
 
 
 def verdict(checks: list[Check], files: list[Path], seconds: float) -> Group:
-    """Return, to print, each missed check, the number of missed checks or that none is missed, and the files written."""
+    """Return, to print, each missed check, their number (or that no check is missed), and the files written."""
     failed = missed(checks)
     lines = [f"[red]Missed[/] {escape(str(check))}" for check in failed]
     if failed:
@@ -155,7 +155,7 @@ def versions() -> dict[str, str]:
 
 
 def plot_losses(by_framework: Mapping[str, list[float]], path: Path, title: str) -> None:
-    """Plot the losses in one panel and, for two frameworks, their relative difference and its bound below."""
+    """Plot the losses and, for two frameworks, in a panel below the relative difference of their losses and its bound."""
     from matplotlib.figure import Figure
 
     both = len(by_framework) == 2

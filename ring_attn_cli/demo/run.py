@@ -23,10 +23,10 @@ FRAMEWORKS = {"both": ("PyTorch", "JAX"), "torch": ("PyTorch",), "jax": ("JAX",)
 def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-output")) -> int:
     """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
 
-    ``framework``: "both", "jax" or "torch". Return the exit status: 0, 1 if a bound is missed or a process fails, 130 if Ctrl-C
-    ends the processes. If a process fails or is ended, no files are written. Before computing anything, raise ValueError if the
-    framework is unknown, if none of those requested is installed, if ``out`` cannot be made a folder, if a file in it cannot be
-    written, or if Python lacks the source of its standard library.
+    ``framework``: "both", "jax" or "torch". Return the exit status: 1 if a bound is missed or a process fails, 130 if Ctrl-C ends
+    the processes, else 0. If a process fails or is ended, no files are written. Before computing anything, raise ValueError if
+    the framework is unknown, if none of those requested is installed, if ``out`` cannot be made a folder, if a file in it cannot
+    be written, or if Python lacks the source of its standard library.
     """
     frameworks, left_out = available(framework)
     try:

@@ -52,8 +52,8 @@ class DemoSettings:
 
     @property
     def patience(self) -> float:
-        """Return the timeout in seconds: the demo fails if no process sends a message within it.
+        """Return the timeout: the demo fails if no process sends a message for this number of seconds.
 
-        Above 16,384 tokens it grows with their square, like the time of attention.
+        Above 16,384 tokens the timeout grows with the square of the number of tokens, like the time of attention.
         """
         return 300 * max(1.0, (self.tokens / 16384) ** 2)

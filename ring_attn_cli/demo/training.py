@@ -19,7 +19,7 @@ from .text import VOCAB, standard_library
 MODEL: dict[str, Any] = {"vocab": VOCAB, "dim": 64, "depth": 2, "heads": 2, "kv_heads": 1, "hidden": 128, "tied": True}
 
 FALL = 0.99
-"""The largest ratio of the last loss to the first that passes."""
+"""The demo passes if the last loss divided by the first is at most this."""
 
 
 class DemoStep(NamedTuple):
@@ -28,7 +28,7 @@ class DemoStep(NamedTuple):
 
 
 def batch(step: int, tokens: int) -> np.ndarray:
-    """Return the text of a step as bytes, int32 [1, tokens]; it follows the text of the step before."""
+    """Return the text of a step as bytes, int32 [1, tokens]. The text continues that of the step before."""
     text = standard_library((step + 1) * tokens)[step * tokens :]
     return np.frombuffer(text, np.uint8).astype(np.int32)[None]
 
@@ -68,7 +68,7 @@ def close(steps: int) -> float:
 
 
 def checks(losses: Mapping[str, list[float]]) -> list[Check]:
-    """Return the checks that the loss falls in each framework and, if there are two, that they agree at every step."""
+    """Return the checks that the loss falls in each framework and, if there are two, that their losses agree at every step."""
     found = [Check(f"{name} loss: last over first", each[-1] / each[0], FALL) for name, each in losses.items()]
     if len(losses) == 2:
         (first, a), (second, b) = losses.items()

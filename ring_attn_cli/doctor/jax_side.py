@@ -77,7 +77,10 @@ class JaxClock:
         return taken / LAUNCHES
 
     def _once(self, run: Callable[[], Any]) -> float:
-        """Return the seconds of a run; on a GPU (the seconds of ``1 + BURST`` consecutive runs - those of one) / ``BURST``."""
+        """Return the seconds of a run.
+
+        On a GPU they are the seconds of ``1 + BURST`` consecutive runs minus those of one run, divided by ``BURST``.
+        """
         one = self._in_a_row(run, 1)
         return (self._in_a_row(run, 1 + BURST) - one) / BURST if self.gpus else one
 

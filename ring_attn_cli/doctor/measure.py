@@ -53,7 +53,7 @@ def run(framework: str, ranks: int | None, network: float, console: Console) -> 
 
 
 def gpus_here() -> int:
-    """Return the number of GPUs that PyTorch sees; without PyTorch, of NVIDIA GPUs in /dev. Create no CUDA context."""
+    """Return the number of GPUs that PyTorch sees, or without PyTorch of NVIDIA GPUs in /dev. Create no CUDA context."""
     if find_spec("torch") is not None:
         import torch
 

@@ -50,7 +50,7 @@ SIZES = {
 }
 LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers", "num_decoder_layers"]
 NEEDED = ("vocab_size", "n_routed_experts", "num_experts_per_tok")
-"""Sizes that are set even if a class's default config has None, with which its model cannot be made."""
+"""Sizes that are set even if they are None in a class's default config, because its model cannot be made with None."""
 KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_heads": "swa_num_attention_heads"}
 
 
@@ -167,7 +167,7 @@ def work(parent: Parent, rank: int, store: str) -> None:
 
 
 def tiny(kind: Any, causal: bool) -> Any:
-    """Return a config of class ``kind`` with the sizes in SIZES and at least two layers, one of each type in its default."""
+    """Return a config of class ``kind`` with the sizes in SIZES and a layer of each default layer type, at least two in all."""
     default = vars(kind())
     sizes: dict[str, Any] = {
         name: size

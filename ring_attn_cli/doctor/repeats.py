@@ -38,9 +38,9 @@ class Series(NamedTuple):
 class Repeats:
     """A timer that measures runs in a series of rounds, and in further series as long as all of them are noisy.
 
-    ``noise``: the greatest noise of the series whose median times it has returned, one series per measurement. ``spare``: seconds
-    left for further series; the first of a measurement spends none of them. ``on_any_rank``: a function that returns whether
-    a flag is set on any rank, so that ranks that measure together also repeat together.
+    ``noise``: the greatest noise of the measurements so far, where each measurement counts with its quietest series. ``spare``:
+    seconds left for further series; the first series of a measurement spends none of them. ``on_any_rank``: a function that
+    returns whether a flag is set on any rank, so that ranks that measure together also repeat together.
     """
 
     def __init__(self, spare: float = SPARE, now: Callable[[], float] = time.perf_counter) -> None:
@@ -50,8 +50,8 @@ class Repeats:
     def seconds(self, runs: Sequence[Callable[[], float]]) -> list[float]:
         """Return the median seconds of each run, from the quietest of up to ``SERIES`` series, and update ``noise``.
 
-        The runs take turns, so that a slow change of the clock rate affects all of them alike. A further series starts while
-        some rank has spare seconds, and all of its series so far had more noise than ``NOISE``.
+        The runs take turns, so that a slow change of the clock rate affects all of them alike. A further series starts if on
+        some rank all series of this measurement were noisier than ``NOISE``, and spare seconds are left.
         """
         self._warm_up(runs)
         quietest = self._series(runs)

@@ -43,7 +43,8 @@ class Timings:
 
     ``contention``: how much longer attention takes during a send, as a share of the send's time. ``peer``: (bytes, seconds) of
     copies from the next rank's memory by the copy engine, all ranks at once; empty if they were not measured. ``no_peer``: the
-    reason if GPUs cannot share memory. ``host_pull``, ``host_push``: the host's seconds for a step, forward and backward.
+    reason if GPUs cannot share memory. ``host_pull``, ``host_push``: the host's seconds in a step of the strategy "pull" or
+    "push", as (forward, backward).
     """
 
     device: str

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _INK, _QUIET, _LATER, _PADDING, _HATCH = "#24292F", "#6E7781", "#E6E9ED", "#FAFAFA", "#C4CAD1"
 _WIDTH, _LEFT, _RIGHT, _STRIP, _GAP = 12.0, 0.78, 0.3, 0.36, 0.26
 _INSET = 0.07
-"""Width of a matrix's margin, with a strip that shows the ranks holding its tokens, as a fraction of the matrix's side."""
+"""Width of a matrix's margin, as a fraction of the matrix's side. A strip in it shows the ranks that hold the tokens."""
 
 _CELLS = 64
 """Most cells along one side of a matrix."""

@@ -58,7 +58,7 @@ class PackedPlan(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the keys of other ranks that the ranks see, as a share of the keys that a ring would send to all ranks."""
+        """Return the number of remote keys that ranks see, divided by the number that a ring would send to all ranks."""
         ranks = len(self.runs)
         return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
 

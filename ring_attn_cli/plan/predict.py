@@ -167,7 +167,7 @@ def _table(problem: Problem) -> RenderableType:
 
 
 def sent(problem: Problem, strategy: Strategy) -> list[str]:
-    """Return [forward, backward]: the GiB sent by the one of the sampled ranks that sends most, as texts such as "0.25"."""
+    """Return [forward, backward]: the most GiB that any of the sampled ranks sends, as texts such as "0.25"."""
     from dataclasses import replace
 
     from ring_attn_core.problem.traffic import traffic

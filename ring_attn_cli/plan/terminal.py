@@ -35,7 +35,7 @@ def rank_cell(rank: int) -> tuple[str, str]:
 
 
 def _strips(plan: RingPlan, width: int) -> list[Text]:
-    """Return a text line that shows a rank for each cell of tokens, or two for cross-attention: of queries and of keys."""
+    """Return a text line that shows a rank for each cell of tokens. For cross-attention return two: of queries and of keys."""
     from rich.text import Text
 
     lines = []
