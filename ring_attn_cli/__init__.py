@@ -1,1 +1,1 @@
-"""The command ``ring-attn`` (``main.py``): each of its commands is a folder, and ``processes.py`` starts their ranks."""
+"""The command ``ring-attn`` (``main.py``): each subcommand has a folder, and ``processes.py`` starts processes for ranks."""

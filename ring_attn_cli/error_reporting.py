@@ -11,7 +11,7 @@ from .processes import Failure
 
 HINT = 'ring-attn: {} is not installed: run pip install "ring-attn[{}]"'
 EXTRAS = {"pyarrow": "data", "tokenizers": "data", "jinja2": "data", "transformers": "transformers"}
-"""The pip extras of packages that the extra ``demo`` does not bring."""
+"""Packages that the extra ``demo`` does not install, and for each the extra that does."""
 
 
 def missing_in_words(package: str | None) -> str:

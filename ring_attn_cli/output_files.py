@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def check_writable(path: Path) -> None:
-    """Raise ValueError if ``path`` cannot be written. Open it for appending, and remove it if it did not exist before."""
+    """Raise ValueError if ``path`` cannot be opened for appending. Remove the file if it did not exist before."""
     if not path.parent.is_dir():
         raise ValueError(f"there is no folder {path.parent} for {path.name}: make it first")
     if path.is_dir():

@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
 
 class Failure(Exception):
-    """A failure of the spawned processes: one raised an error or died, or none reported in time. Its message says why."""
+    """A failure of the spawned processes: one raised an error or died, or none reported in time. The message says which."""
 
 
 class Terminated(SystemExit):
@@ -98,7 +98,7 @@ def hear_interrupts() -> Iterator[None]:
 
 @contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Finish the ``with`` block before a Ctrl-C in it raises KeyboardInterrupt. A second Ctrl-C raises it at once."""
+    """Delay the KeyboardInterrupt of a Ctrl-C until the ``with`` block has ended. A second Ctrl-C raises it at once."""
     held: list[int] = []
 
     def hold(number: int, frame: object) -> None:
@@ -158,8 +158,8 @@ class Crews:
     def messages(self) -> Iterator[Message]:
         """Yield the messages of the processes until all have finished.
 
-        Raise ValueError if a message is of the kind "mistake", with its text, and :class:`Failure` if a process fails or none
-        reports for ``patience`` seconds.
+        If a message is of the kind "mistake", raise ValueError with its text. Raise :class:`Failure` if a process fails, or if no
+        process reports for ``patience`` seconds.
         """
         heard = time.monotonic()
         while self._members:
@@ -226,7 +226,7 @@ class _Member(NamedTuple):
     log: Path
 
     def end(self) -> str:
-        """Describe how the process ended, killed or with an exit code, if it did not report that itself."""
+        """Describe how the process ended without a report: killed, or with an exit code."""
         if self.process.exitcode == -9:
             return "was killed, as a system does that has no memory left"
         return f"ended with exit code {self.process.exitcode}"

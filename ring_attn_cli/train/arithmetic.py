@@ -70,8 +70,8 @@ def rates(optimizer: Optimizer, steps: int) -> list[float]:
 def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
     """Draw initial weights in the shapes and dtypes of ``like``, the same in both frameworks.
 
-    Each weight's generator is seeded by its name and ``seed``. Norms start at 1, biases and sinks at 0. Matrices [out, in] have a
-    standard deviation of ``in^-0.5``, the embedding of 0.02.
+    Each weight's generator is seeded by its name and ``seed``. Norms start at 1, biases and sinks at 0. The standard
+    deviation is ``in^-0.5`` for matrices [out, in], and 0.02 for the embedding.
     """
     import numpy as np
 
@@ -105,7 +105,7 @@ def _generator(name: str, seed: int) -> np.random.Generator:
 
 
 def edges(length: int, buckets: int) -> list[int]:
-    """Return the exclusive ends of the position buckets, ascending: the last is ``length``, each other one half of the next.
+    """Return the exclusive ends of the position buckets, ascending: the last is ``length``, every other is half of the next.
 
     Halves are rounded down. There are fewer than ``buckets`` if the first end would be 0.
     """

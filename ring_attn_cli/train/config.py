@@ -124,13 +124,13 @@ class RingConfig:
 
     @property
     def model_layout(self) -> str:
-        """Return ``layout`` for the model's constructor, "contiguous" for "balanced": each call passes its balanced layout."""
+        """Return the layout for the model's constructor: "contiguous" if each call passes a balanced one, else ``layout``."""
         return "contiguous" if self.layout == BALANCED else self.layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluation: steps from one to the next, microbatches in each, and the number of position ranges (``buckets``)."""
+    """The evaluation: every ``every`` steps, on ``batches`` microbatches, with losses for ``buckets`` ranges of positions."""
 
     every: int = 50
     batches: int = 4

@@ -106,7 +106,7 @@ def check(config: Config) -> str:
 
 
 def check_vocab(data: int | None, model: int) -> None:
-    """Raise ValueError if the data's vocabulary size exceeds the model's. None for the data passes."""
+    """Raise ValueError if the data's vocabulary size exceeds the model's. If ``data`` is None, do nothing."""
     if data is not None and data > model:
         raise ValueError(f"the data have ids from 0 to {data - 1}, and the model {model}: make model.vocab at least {data}")
 

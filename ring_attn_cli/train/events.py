@@ -18,7 +18,7 @@ from typing import Any
 
 FOLDER = "tensorboard"
 VERSION = b"brain.Event:2"
-"""The file_version in a file's first event. At a START event its readers drop earlier events of that step or later ones."""
+"""The file_version in a file's first event. With it, a START event makes readers drop earlier events of its step or later."""
 START = 1
 """The value of tensorflow.SessionLog.START, the status in an event that marks a start of the run."""
 
@@ -109,8 +109,8 @@ def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 class Events:
     """A new file of events in the folder of a run, for ``tensorboard --logdir``.
 
-    Each start of a run adds a file. Its second event, START, holds the step after ``begin``, the first of this start. So readers
-    drop that step and later ones from earlier files.
+    Each start of a run adds a file. The file's second event, START, holds the first step of this start, ``begin + 1``. So readers
+    drop that step and later steps from earlier files.
     """
 
     def __init__(self, out: Path, begin: int) -> None:

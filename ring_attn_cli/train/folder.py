@@ -79,7 +79,7 @@ def _checkpoints(config: Config, framework: str) -> CheckpointFolder:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any], table: str = "") -> list[str]:
-    """Return the changes between two configs except ``out``, one line each: "optimizer.clip was 1.0 and is 0.5"."""
+    """Return the changes between two configs except those of ``out``, one line each: "optimizer.clip was 1.0 and is 0.5"."""
     found = []
     for name in sorted(before.keys() | now.keys()):
         old, new, key = before.get(name), now.get(name), f"{table}{name}"

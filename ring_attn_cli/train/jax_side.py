@@ -68,7 +68,7 @@ def run(config: Config, tell: Tell) -> None:
 
 
 def joined(coordinator: str, processes: int | None, process: int | None) -> None:
-    """Join the JAX program as ``process`` of ``processes``. With ``coordinator`` "auto", the launcher (Slurm, ...) says both."""
+    """Join the JAX program as ``process`` of ``processes``. With ``coordinator`` "auto", the launcher sets both numbers."""
     jax.distributed.initialize(None if coordinator == "auto" else coordinator, processes, process)
 
 

@@ -82,7 +82,7 @@ def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str
 
 
 def accuracy(config: Config, side: Side, length: int) -> float:
-    """Return the share of texts of ``length`` tokens whose digits are all the most probable ones, as in greedy decoding."""
+    """Return the share of texts of ``length`` tokens in which each digit is the most probable token, as in greedy decoding."""
     wrong: list[int] = []
     rows, texts = config.rows, config.passkey.texts
     for first in range(0, texts, rows):  # whole batches only: another size would compile again
@@ -93,9 +93,9 @@ def accuracy(config: Config, side: Side, length: int) -> float:
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
     """Return the mean loss in nats on held-out files as a line of the log: ``loss`` overall, ``by_position`` for each bucket.
 
-    It reads at most ``evaluation.batches`` microbatches. A token's label belongs to the first bucket whose end in ``ends``
-    exceeds the number of tokens before the token in its document's part in the packed row; ``labels`` counts the labels of each
-    bucket. A bucket without labels has the loss None.
+    It reads at most ``evaluation.batches`` microbatches. A token's position counts from 0 in the part of its document that is in
+    the packed row. The token's label belongs to the first bucket whose end in ``ends`` exceeds this position. ``labels`` counts
+    the labels of each bucket. A bucket without labels has the loss None.
     """
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)

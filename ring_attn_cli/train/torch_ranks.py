@@ -65,7 +65,7 @@ def join_launched(device: torch.device) -> None:
 
 @contextmanager
 def reported_errors(report: Report) -> Iterator[None]:
-    """Report a ValueError of this ``with`` as a message of the kind "mistake" and suppress it; it must come on every rank."""
+    """Report a ValueError in this ``with`` as a message of the kind "mistake", and suppress it. Every rank must raise it."""
     try:
         yield
     except ValueError as error:
