@@ -50,7 +50,7 @@ class KVCache(Requests):
         reached: int32 [batch], a request's greatest length since its reset, steps without ``advance`` included.
         owners: int16 [batch, n + 1], the ranks of the newest n positions, each at the index position modulo n.
         k_scale, v_scale: float32 [layers, kv_heads], used only in float8; 0 until they are known.
-    The last slot and the last owner are extra: the slot absorbs the tokens that this rank does not cache, the owner padding.
+    The last slot and the last owner are extra: tokens that this rank does not cache go to that slot, and padding to that owner.
 
     A step of new tokens is
 
