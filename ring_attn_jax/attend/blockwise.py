@@ -1,20 +1,21 @@
 """Tiled attention of one q shard over one k/v shard in plain jnp: for CPU and TPU, and the ground truth at any length.
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
-    lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
+    lse_i = log sum_j exp(s_ij)                                                  the sum also has exp(sink), if there is one
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = 1 / (1 - dropout_rate), 0 if dropped
 
 This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
-so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator. Key tiles outside of the band and the
-extents are skipped. No score matrix is larger than one tile per batch row and head.
+so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator (rest: the rounding error of lse). Key tiles
+outside of the band, or outside of the extents, are skipped. No score matrix is larger than one tile per batch row and head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v) or [b t g d] (v in k), rows int32 [q_runs, k_runs, fields];
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
-Tiles      a tile lies within one slot, and all tiles of a slot have the same length. The last tile begins early and ends with
-           the slot. Its tokens that the previous tile also holds are marked invalid, so each token counts once. In a balanced
-           layout a run's slot extends to the end of the shard. With extents or key extents each batch row visits its own key
-           tiles; without them all batch rows visit the same tiles together
+Tiles      a slot is the part of a shard that belongs to one run. The slots of a shard are equal; in a balanced layout a slot
+           extends from the run's first token to the end of the shard. A tile lies within one slot, and all tiles of a slot have
+           the same length. The last tile begins early and ends with the slot. Its tokens that the previous tile also holds are
+           marked invalid, so each token counts once. With extents or key extents each batch row visits its own key tiles;
+           without them all batch rows visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype; matrix products too, on every device
 """
 

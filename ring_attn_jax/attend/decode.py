@@ -1,4 +1,4 @@
-"""Attention of a few queries over one rank's cache slots, and the merge of several ranks' or splits' results.
+"""Attention of a few queries over one rank's cache slots, and the merge of the results of ranks, or of splits of the slots.
 
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
@@ -165,9 +165,10 @@ class _Score(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state over some slots, [b g, n heads]: for each kv head one row per query and query head.
+    """The online-softmax state over some slots: for each kv head, one row per query and query head of the kv head.
 
-    ``top``: the row max. ``total``: the sum of exp(s - top). ``acc``: the sum of exp(s - top) v.
+    ``top`` [b g rows]: the row max. ``total`` [b g rows]: the sum of exp(s - top). ``acc`` [b g rows e]: the sum of
+    exp(s - top) v.
     """
 
     top: jax.Array
@@ -182,7 +183,7 @@ class _State(NamedTuple):
         return _State(top, self.total * mine + other.total * theirs, acc)
 
     def pair(self) -> jax.Array:
-        """Return out and lse packed in one array [b g, n heads, e+1]."""
+        """Return out and lse packed in one array [b g rows e+1]."""
         nothing = self.total == 0
         total = jnp.where(nothing, 1, self.total)
         lse = jnp.where(nothing, -jnp.inf, self.top + jnp.log(total))
@@ -208,9 +209,9 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
 
 
 def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Visibility, score: _Score) -> _State:
-    """Return the online-softmax state of the queries ``rows`` [b g, n heads, d] over one chunk of ``c`` slots.
+    """Return the online-softmax state of the queries ``rows`` [b g rows d] over one chunk of ``c`` slots.
 
-    ``keys`` [b c g d], ``values`` [b c g e]: the chunk's k and v.
+    A kv head has one row per query and query head of the kv head. ``keys`` [b c g d], ``values`` [b c g e]: the chunk's k and v.
     """
     (b, g, m, _), n = rows.shape, visibility.visible.shape[1]
     s = _products(rows, keys)
@@ -230,11 +231,11 @@ def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Vi
 
 
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
-    """Return q . k [b g, n heads, c] of the queries ``rows`` [b g, n heads, d] and keys [b c g d].
+    """Return q . k [b g rows c] of the queries ``rows`` [b g rows d] and keys [b c g d].
 
     XLA copies k head by head for a product batched over kv heads: 87 ms on one core for 16,384 slots of 8 heads of 128. If there
-    are few rows, multiply the rows of all heads as one matrix [g * rows, g d] instead. Each row is 0 in the dimensions of other
-    heads. That takes 18 ms.
+    are at most ``FEW_ROWS`` rows, multiply the rows of all kv heads as one matrix [g * rows, g d] instead. A row is 0 in the
+    dimensions of the other kv heads. This takes 18 ms.
     """
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
@@ -245,9 +246,9 @@ def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 def _sums(p: jax.Array, values: jax.Array) -> jax.Array:
-    """Return p v [b g, n heads, e] of probabilities [b g, n heads, c] and values [b c g e].
+    """Return p v [b g rows e] of probabilities [b g rows c] and values [b c g e].
 
-    If there are few rows, multiply the rows of all heads at once, as in ``_products``.
+    If there are at most ``FEW_ROWS`` rows, multiply the rows of all kv heads at once, as in ``_products``.
     """
     b, g, m, c = p.shape
     if g * m > FEW_ROWS:

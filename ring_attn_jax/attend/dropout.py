@@ -77,7 +77,7 @@ def _is_key(x: Any) -> bool:
 def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
-    Call this once per step, not per tile: a key takes more operations than the mask's other random numbers.
+    Call this once per step, not per tile: a key takes more operations (Philox4x32) than the bits of a score (Philox2x32).
     """
     b = state.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = state.head + jnp.arange(heads, dtype=jnp.uint32)[None]

@@ -125,7 +125,10 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend for shards as long as ``keys``: in a balanced layout "direct" receives shards of another length."""
+        """Return this backend for key shards of the length of ``keys``.
+
+        In a balanced layout the strategy "direct" computes on a key shard of another length than the rank's own shard.
+        """
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> dict[str, jax.Array]:
@@ -140,7 +143,7 @@ class Kernels:
     def _add_bounds(self, arrays: dict[str, jax.Array], of_q: BackwardInputs) -> None:
         """Add ``bounds`` to ``arrays``: the extents' bounds in each query tile (``BackwardInputs``). Without extents add nothing.
 
-        In a balanced or traced layout extents hold local indices, so compute their bounds anew in each step.
+        In a balanced or traced layout extents are indices in a step's key shard, so compute their bounds anew in each step.
         """
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds

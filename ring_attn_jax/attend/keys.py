@@ -37,8 +37,8 @@ def pack(
     """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
 
     Set masked keys and values to 0, even NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32 arithmetic.
-    ``two_arrays``: keep k and v apart, which saves the copy; only if no keys travel between ranks. ``v`` None: the values are
-    columns of k, which is not copied.
+    ``two_arrays``: keep k and v in two arrays, which saves a copy; allowed only if no keys travel between ranks. ``v`` None: the
+    values are columns of k, and k is not copied.
     """
     arrays = [k] if v is None else [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
     bits = None

@@ -82,7 +82,7 @@ def _parameters(gpu_triton: Any, x: Any, descriptors: Iterator[Any]) -> list[Any
 
 @lru_cache
 def makes_descriptors() -> bool:
-    """Return True if jaxlib's CUDA plugin can make TMA descriptors: if it is installed, and newer than 0.11.0."""
+    """Return True if jaxlib's CUDA plugin can make TMA descriptors, that is, if a plugin newer than 0.11.0 is installed."""
     from jaxlib import gpu_triton
 
     return hasattr(gpu_triton, "create_tma_descriptor_parameter")

@@ -4,7 +4,7 @@ A rank's token positions ascend, so the key positions [first, end) that a query 
 
     [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
 
-The converted extents also express the mask. Key extents, without the mask, become local indices of the queries.
+The converted extents also express the mask. Key extents become intervals of local query indices; they do not express the mask.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
 def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
     """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` at padding.
 
-    ``runs`` int32 [runs, 3]: for each run the index in the shard of its first token, its length, and that token's position.
+    ``runs`` int32 [runs, 3]: for each run, the index of its first token in the shard, its length, and the position of its first
+    token.
     """
     base, length, start = runs.T
     offset = jnp.arange(tokens, dtype=jnp.int32)[:, None] - base
@@ -118,9 +119,9 @@ class TracedRuns:
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
     """Return the keys, rows and score of a step, with indices in the two shards in place of token positions.
 
-    Each query's extent (``score.extents``) becomes an interval of key indices, and each key's (``keys.extents``) an interval of
-    query indices. ``rows``: one ``runs.Row``. Its q_start and k_start, indices into the table ``score.positions``, become indices
-    in the shards. The new score also has the positions of both shards, from the table, as ``step_positions``.
+    The extent of a query (``score.extents``) becomes an interval of key indices, and the extent of a key (``keys.extents``) an
+    interval of query indices. ``rows``: one ``runs.Row``. Its q_start and k_start, indices into the table ``score.positions``,
+    become indices in the shards. ``step_positions`` of the new score holds the positions of both shards, from the table.
     """
     assert score.positions is not None and score.extents is not None
     at, table = Row(*rows[0, 0]), score.positions

@@ -1,4 +1,4 @@
-"""The parameters of a score s_ij other than q and k, and of dropout. They belong to the queries: keys travel without them."""
+"""The parameters of dropout and of the scores s_ij, except q and k. They stay with the queries while keys travel."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     def of(
         cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: Any, block: int, batch: BatchRows
     ) -> Tile:
-        """Build the tile with index ``tile``, of ``block`` tokens, of the run whose ``slot`` tokens begin at index ``base``."""
+        """Build tile number ``tile``, of ``block`` tokens, of a run whose slot has ``slot`` tokens from index ``base`` on."""
         first = tile * block
         begin = jnp.minimum(first, slot - block)
         index = begin + jnp.arange(block, dtype=jnp.int32)
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
         return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch)
 
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
-        """Load ``x`` [b n heads ...] as [rows groups heads/groups block ...], >= float32, by default with 0 at invalid tokens."""
+        """Load ``x`` [b n heads ...] as [rows groups heads/groups block ...], >= float32. ``valid_only``: 0 at invalid tokens."""
         tile = self.tokens_of(x).astype(accumulation_dtype(x.dtype))
         if valid_only:
             tile = jnp.where(self.valid.reshape(1, -1, *[1] * (x.ndim - 2)), tile, 0)
@@ -213,7 +213,7 @@ class Pair:
         return zero_unless(self.visible.any(-1)[..., None], tile)
 
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return the unmasked scores [b g r block_q block_k], and for the backward tanh(scale q . k / softcap) or None."""
+        """Return the unmasked scores [b g r block_q block_k] and tanh(scale q . k / softcap), or None without softcap."""
         scores, tanh = dot("bgrqd,bgkd->bgrqk", q_tile, k_tile), None
         if self.inputs.score.softcap is not None:
             tanh = jnp.tanh(scores / self.inputs.score.softcap)
