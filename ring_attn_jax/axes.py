@@ -31,8 +31,9 @@ WHOLE = "use sharded_ring_attention(..., mesh=mesh), which builds the shard_map 
 def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE) -> int:
     """Return the number of ranks of the mesh axis.
 
-    Raise ValueError if the axis is unknown here, as outside a shard_map over it; the message names the function ``call`` and
-    gives ``instead`` as advice. Raise as ``check_axis_name`` does.
+    Raise ValueError if the axis is unknown here, for example outside of a shard_map over this axis. ``call``: the name of the
+    function, for the message. ``instead``: what to do otherwise, as advice in the message. Raise also what ``check_axis_name``
+    raises.
     """
     check_axis_name(axis_name)
     try:
@@ -43,14 +44,17 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
 
 
 def unknown_axis(axis_name: Any, outside: str) -> str:
-    """Return the message that ``axis_name`` is not a mesh axis here. ``outside``: the advice outside of any shard_map."""
+    """Return the message that ``axis_name`` is not a mesh axis here, with advice.
+
+    ``outside``: the advice outside of any shard_map. Inside a shard_map the advice is to pass one of its axes.
+    """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     advice = f"this shard_map is over {', '.join(axes)}: pass axis_name={choice_of(axes)}" if axes else outside
     return f"axis_name={axis_name!r} is no mesh axis here{', ' if axes else ': '}{advice}"
 
 
 def choice_of(axes: Sequence[str]) -> str:
-    """Return the names for an error, such as "'rows' or 'seq'"."""
+    """Return the axis names as a choice for an error message, such as "'rows' or 'seq'"."""
     return " or ".join(map(repr, axes))
 
 
@@ -106,7 +110,10 @@ def checks_are_off(axis_name: str) -> bool:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_derivative(call: str, x: jax.Array) -> jax.Array:
-    """Return ``x``. Raise ValueError if JAX differentiates it: ``call`` has no derivative inside shard_map(check_vma=False)."""
+    """Return ``x``, but raise ValueError if JAX differentiates this function.
+
+    ``call``: the name of the public function, for the error. It has no derivative inside ``shard_map(check_vma=False)``.
+    """
     return x
 
 
@@ -121,7 +128,7 @@ def _refuse(call: str, primals: Any, tangents: Any) -> Any:
 def mapped_over_mesh() -> bool:
     """Return True if a ``jax.vmap`` with spmd_axis_name surrounds this call.
 
-    JAX has no public function for this; if a release moves the private one, the result is False.
+    JAX has no public function for this, so a private one is called. In a release of JAX without it the result is False.
     """
     environment = getattr(sys.modules.get("jax._src.core"), "get_axis_env", None)
     return environment is not None and bool(getattr(environment(), "spmd_axis_names", ()))
@@ -141,9 +148,10 @@ def explicit_axes() -> tuple[str, ...]:
 def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
     """Wrap ``function`` so that the caller's Explicit mesh axes are Auto inside it; ``out_specs``: how its results are sharded.
 
-    In a shard_map that is manual over only some axes, the types of arrays still name the Explicit ones. A loop that starts from
-    new zeros then fails, because the types of its carry before and after a step differ. Without Explicit axes ``function`` is
-    returned. The wrapper is jitted, since outside jit a shard_map evaluates one operation at a time on the mesh of the caller.
+    In a shard_map that is manual over only some axes, the types of arrays still name the Explicit axes. A loop that starts from
+    new zeros then fails, because the types of its carry before and after a step differ. Without Explicit axes, return
+    ``function`` itself. The wrapper is jitted, since outside jit a shard_map evaluates one operation at a time on the mesh of the
+    caller.
     """
     explicit = explicit_axes()
     if not explicit:

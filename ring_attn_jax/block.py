@@ -56,8 +56,8 @@ def attend_block(
     ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens
     beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may be traced.
 
-    The other arguments are those of ``ring_attention``, with the arrays of the block. A sink is the pair (out 0, lse ``sink``):
-    merge it once.
+    The other arguments are those of ``ring_attention``, with the arrays of the block. To apply a sink, merge the pair (out 0,
+    lse ``sink``) into the result once, not once per block.
 
     Raise ValueError if inputs do not fit. Differentiable once, in reverse mode.
     """
@@ -75,7 +75,10 @@ def attend_block(
 
 
 def block_state(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` with its arguments as records, and return a ``State``. ``runs``: of the queries, of the keys."""
+    """Compute ``attend_block`` with its arguments as records, and return a ``State``.
+
+    ``runs``: the run of the queries and the run of the keys.
+    """
     compiled = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in runs)
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
@@ -97,8 +100,8 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
     A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
-    ``2^-24 |lse|``. This error alone moves out by up to ``2^-24 |lse| |out_A - out_B|``: 6e-4 of the difference at an lse of 1e4.
-    The rounding of the merge itself comes on top. :func:`ring_attention` carries the rounding error of lse from step to step, for
+    ``2^-24 |lse|``. This error alone changes out by up to ``2^-24 |lse| |out_A - out_B|``, at an lse of 1e4 by 6e-4 of the
+    difference. The merge adds its own rounding. :func:`ring_attention` carries the rounding error of lse from step to step, for
     float32 and float64 inputs. Raise ValueError if an argument is not such a pair, or if the shapes do not fit.
     """
     pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
@@ -113,7 +116,7 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
 
 
 def _int32(x: Any) -> Any:
-    """Return a number as an int32 array, the dtype of a Row's fields; an int unchanged."""
+    """Return ``x`` unchanged if it is an int, else as an int32 array, the dtype of a ``Row``'s fields."""
     return x if isinstance(x, int) else jnp.asarray(x, jnp.int32)
 
 

@@ -78,8 +78,9 @@ def sharded_ring_attention(
 
     Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: train with them under
     ``jax.set_mesh(mesh)``, called before the weights are made. Works under jax.vmap; its spmd_axis_name may be a mesh axis other
-    than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded. Outside jit, arrays on
-    devices outside a mesh passed as ``mesh`` are copied to it. The arguments of a jit must lie on the mesh, or be uncommitted.
+    than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded. Outside jit, if a
+    ``mesh`` is passed, arrays on other devices are copied to its devices. The arguments of a jitted function must be on the mesh,
+    or uncommitted.
 
     Raise ValueError without a mesh, or if the mesh lacks an axis, an axis is named twice, a size is not a multiple of the size of
     its axes, or ring_attention refuses an argument. Raise NotImplementedError if ``axis_name`` is a tuple.
@@ -215,7 +216,7 @@ def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
 
 
 def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, where: ShardedAxes) -> None:
-    """Raise ValueError if an extent or key extent is invalid. Skip arrays without values here: traced, or on other hosts."""
+    """Raise ValueError if an extent or key extent is invalid. Skip arrays that this host cannot read, such as traced ones."""
     lengths: Any = queries // where.ranks, keys // where.ranks, options.length, options.kv_length
 
     def shards(extents: Any) -> list[Any]:
@@ -235,7 +236,7 @@ def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, 
 
 
 def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Return ``x``, copied to the mesh if it is committed to other devices, and sharded as ``spec`` over the Explicit axes.
+    """Copy ``x`` to the mesh if ``x`` is committed to other devices. Return ``x`` sharded as ``spec`` over the Explicit axes.
 
     Inside jit the devices of an array are unknown, and JAX refuses an array on devices outside the mesh.
     """

@@ -24,7 +24,7 @@ from .prepare import Arrays, CompiledCall, checked, problem_of
 
 OUT_NAME = "ring_attn_out"
 LSE_NAME = "ring_attn_lse"
-"""The checkpoint names of out and of lse. LSE_NAME is also the name of lse's rest, so a policy that saves lse saves both."""
+"""The checkpoint names of out and of lse. LSE_NAME also names lse's rounding error (``State.rest``), which is saved with lse."""
 
 
 class OpInputs(NamedTuple):
@@ -51,7 +51,7 @@ class OpInputs(NamedTuple):
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) of ``ring_attention`` from its arguments as records. Differentiable once, in reverse mode.
 
-    ``v`` None: the values are the first ``options.v_dim`` columns of k. Only the backward reads them as an array.
+    ``v`` None: the values are the first ``options.v_dim`` columns of k. Only the backward reads them as a separate array.
     """
     v = k[..., : options.v_dim] if v is None else v
     problem = on_hardware(problem_of(q, k, v, arrays, ring_size(axis_name), options))

@@ -78,7 +78,7 @@ class CompiledCall(NamedTuple):
     backend: Backend
     strategy: str
     steps: RingPlan
-    """The plan by which the strategy moves keys, such as ``plan`` itself or a plan over joined shards."""
+    """The plan by which the strategy moves keys: ``plan`` itself, or for example a plan over shards that the strategy joins."""
     values_in_keys: tuple[Problem, bool] | None = None
     """If the values are columns of k: the arguments of ``checked`` for the call with v as an array of its own; else None."""
 
@@ -92,7 +92,11 @@ class CompiledCall(NamedTuple):
 
     @property
     def recorded(self) -> CompiledCall:
-        """Return the call whose forward runs if a backward follows: by name, a backend runs both passes of ``of_backward``."""
+        """Return the call whose forward runs if a backward follows.
+
+        This is ``of_backward`` if the user named a backend and the values are columns of k, so that the named backend runs both
+        the forward and the backward. Otherwise it is this call.
+        """
         automatic = self.values_in_keys is None or self.values_in_keys[0].options.backend == "auto"
         return self if automatic else self.of_backward
 

@@ -91,10 +91,11 @@ def ring_attention(
             None: all tokens that the shards hold, or the length of a balanced layout (kv_length: ``length`` if q and k shards are
             equally long).
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
-            "triton_tf32" multiplies float32 in tf32. deterministic: gradients repeat to the bit, as they always do here.
+            "triton_tf32" multiplies float32 in tf32.
+        deterministic: no effect here, since gradients always repeat to the bit.
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n); "auto": the ring, or on GPUs with a record of speeds the predicted fastest one,
-            or "direct" in a balanced layout without extents, if little travels.
+            Ulysses(ranks=n), TwoLevel(ranks=n). "auto": in a balanced layout without extents, "direct" if it moves few keys; in
+            other layouts, on GPUs with a record of speeds, the strategy that is predicted to be fastest; else "ring".
         return_lse: also return lse.
 
     Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``

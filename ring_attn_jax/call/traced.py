@@ -1,4 +1,4 @@
-"""A balanced layout as an array argument: documents of the same total length do not compile a jitted function anew."""
+"""A balanced layout as an array argument, so that new documents of the same total length do not recompile a jitted function."""
 
 from __future__ import annotations
 
