@@ -90,9 +90,9 @@ def shard_batch(
     attend to the key.
 
     A token is padding if its document is negative or its key_mask False. Padding has the label ``ignore_index``, even if another
-    label was passed, and is not the default label of another token. Labels passed for other tokens stay. ``restart_positions``:
-    count positions from 0 in each document. Tokens of negative documents and padded slots keep their global position. Positions
-    are [batch, tokens], since rows may differ, while :func:`positions` returns [tokens].
+    label was passed, and is not the default label of another token. All other tokens keep the labels that were passed.
+    ``restart_positions``: count positions from 0 in each document. Tokens of negative documents and padded slots keep their
+    global position. Positions are [batch, tokens], since rows may differ, while :func:`positions` returns [tokens].
 
     ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree``. All
     ranks then have nearly equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass it on,

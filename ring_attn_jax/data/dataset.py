@@ -20,16 +20,16 @@ class SequenceShardedDataset:
 
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
     each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
-    rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has none. But a
-    rank reads only its own tokens, plus at most one more token after each part of a span. In the layout ``"striped"`` a rank
+    rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has no label. But
+    a rank reads only its own tokens, plus at most one more token after each part of a span. In the layout ``"striped"`` a rank
     reads the tokens of all ranks twice, for ids and for labels: its own tokens lie apart, and their next tokens are on other
     ranks.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, a multiple of ``ranks``, in zigzag of 2 ``ranks``. ``rank``: None for all shards,
-    concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups, which get different
-    rows. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
+    ``length``: tokens of a packed row, a multiple of ``ranks``; in zigzag, of ``2 * ranks``. ``rank``: None for the shards of all
+    ranks, concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups; their rows
+    differ. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
     of epochs; None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)).
     ``pattern``: the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in
     files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the package tokenizers, or its
@@ -42,13 +42,13 @@ class SequenceShardedDataset:
     :meth:`grain` makes a grain dataset of the same shards, with grain's workers and checkpoints. An iteration begins at the state
     passed to ``resume``, or else at the beginning.
 
-    With ``layout="balanced"`` the documents of each batch are distributed over the ranks for nearly equal work, and its shards
-    carry the balanced layout as ``layout``.
+    With ``layout="balanced"`` the documents of each batch are distributed over the ranks for nearly equal work. The field
+    ``layout`` of each shard then holds the balanced layout.
 
     A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
-    Raise ValueError if arguments do not fit, if the data are neither text nor ids, if files are empty, vanished or changed, or if
-    the data hold no token, or with ``last="drop"`` fewer than one batch.
+    Raise ValueError if arguments do not fit, if the data are neither text nor ids, if a file is empty, has vanished or has
+    changed, if the data hold no token, or if they fill no batch with ``last="drop"``.
     """
 
     def __init__(
@@ -133,14 +133,17 @@ class SequenceShardedDataset:
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes of the tokens that this dataset has read as ids or labels, without those that a striped rank skips."""
+        """Return the number of bytes of the tokens that this dataset has read as ids or labels.
+
+        In the layout ``"striped"`` the tokens of other ranks, which this rank reads and skips, do not count.
+        """
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state of the run after ``batches`` batches as JSON, by default the batches that the last iteration yielded.
+        """Return the state of the run after ``batches`` batches as JSON.
 
-        ``batches`` counts from the start of the run, over epochs and resumptions. Raise ValueError if it exceeds the batches of
-        the run.
+        ``batches`` counts from the start of the run, over epochs and resumptions. None: up to the last batch that the newest
+        iteration has yielded. Raise ValueError if ``batches`` exceeds the batches of the run.
         """
         return self._batches.state(batches)
 

@@ -6,8 +6,8 @@ Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix o
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
-Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads with [0, 0): such a query sees no
-key.
+Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads them with [0, 0). A query with the
+extent [0, 0) sees no key.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 
     The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of leading tokens that
     all queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError if an argument is
-    not an integer, or unless 0 <= prefix <= length; the value of a traced prefix is not checked.
+    not an integer, or if ``prefix`` is outside 0 .. length. The value of a traced prefix is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))
@@ -75,8 +75,8 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
     """Return ``x`` as int32 or int64.
 
-    Raise ValueError if it does not hold integers, with one dimension for each name in ``dims``, or if a value that the host can
-    read exceeds the dtype.
+    ``dims``: the names of the dimensions that ``x`` must have. Raise ValueError if ``x`` does not hold integers or has another
+    number of dimensions, or if a value that the host can read does not fit the dtype.
     """
     array = converted(name, x)
     if not jnp.issubdtype(array.dtype, jnp.integer) or array.ndim != len(dims):

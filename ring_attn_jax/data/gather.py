@@ -32,8 +32,8 @@ def gather(
 
     Differentiable: the gradient of a shard is the sum of all ranks' gradients of its tokens. The result is replicated for JAX, so
     a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one device. With
-    ``check_vma=False`` JAX does not track this, and a gradient computed inside the shard_map is that of one device times the
-    number of ranks.
+    ``check_vma=False`` JAX does not track the replication, and a gradient computed inside the shard_map is that of one device
+    times the number of ranks.
 
     Raise ValueError if ``x`` cannot be a shard of ``length`` tokens in ``layout``, or outside a shard_map over the axis. Raise
     NotImplementedError if ``axis_name`` is a tuple: a ring has one axis.
@@ -58,9 +58,10 @@ def gather_token(
 ) -> jax.Array:
     """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
 
-    ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token), or integers
-    [batch], one per row: the result is 0 for a position outside the sequence. Only this token is sent. For example, the logits of
-    the last token: ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token. An int is for all rows, and negative ints count from the end: -1 is the last
+    token. Integers [batch] are one position per row, and a row whose position is outside the sequence gets 0. Only the gathered
+    tokens are sent. For example, the logits of the last token: ``gather_token(model(ids, ..., return_hidden=True),
+    length=length) @ model.head_weight.T``.
 
     ``axis_name``, ``layout``, ``length``, gradient and errors: as in :func:`gather`. Raise ValueError also if ``position`` is an
     int outside the sequence, or not integers [batch].

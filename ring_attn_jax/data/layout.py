@@ -84,7 +84,7 @@ def positions(
 
 
 def _bounds(dtype: jnp.dtype) -> tuple[int, int] | None:
-    """Return the least and the greatest value of an integer or bool dtype, or None."""
+    """Return the least and the greatest value of an integer or bool dtype, or None for other dtypes."""
     if dtype == jnp.bool_:
         return 0, 1
     return (int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)) if jnp.issubdtype(dtype, jnp.integer) else None

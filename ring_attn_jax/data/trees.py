@@ -42,9 +42,9 @@ def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> 
     order, the index of its parent segment in the row and its number of tokens. A parent of -1 begins a tree; a row may hold
     several trees.
 
-    The queries [j, end), up to the end of the subtree of key j's segment, see key j. So under ``mask=causal()`` a token sees only
-    itself and its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are padded with
-    (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
+    Key j is visible to the queries [j, end), where end is the end of the subtree of key j's segment. So under ``mask=causal()`` a
+    token sees only itself and its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows
+    are padded with (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
 
     Raise ValueError if a parent comes after its child, segments are not in depth-first order, a segment is empty, or the lists do
     not match.
@@ -73,8 +73,8 @@ def pack_rollouts(
 
     ``length``: the maximum number of tokens of a row, or None for one row. A tree that does not fit into the rest of a row is
     split between two rollouts, and another row repeats their shared prefix. ids and labels are int32; ``saved_tokens`` is the
-    number of tokens not computed. The result is a pytree whose leaves are its arrays. A jitted function of it is recompiled for
-    each different tree.
+    number of tokens that sharing saves. The result is a pytree whose leaves are its arrays. A jitted function
+    that takes it is recompiled for each different tree.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.
@@ -87,16 +87,16 @@ def pack_rollouts(
 def unpack_rollouts(
     values: jax.Array, rollouts: Rollouts, *, axis_name: str = "seq", layout: str | BalancedLayout | TracedLayout | None = None
 ) -> list[jax.Array]:
-    """Return for each rollout, on every rank, the values [tokens - 1, ...] at the slots that predict its tokens after the first.
+    """Return for each rollout the values [tokens - 1, ...] at the slots that predict its tokens, on every rank.
 
-    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` (as in
-    :func:`gather`) this rank's shard of them, inside ``jax.shard_map`` over ``axis_name``. Loss masks are not applied: masked
-    tokens have values too.
+    No slot predicts the first token of a rollout. ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of
+    ``rollouts.labels``: whole rows, or with ``layout`` (as in :func:`gather`) this rank's shard of them, inside ``jax.shard_map``
+    over ``axis_name``. Loss masks are not applied: masked tokens have values too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
     rank keeps its own slice of the gradient, without a sum over ranks. The result is replicated for JAX, so a loss that every
-    rank computes from it counts once, as on one device. Under ``check_vma=False`` JAX does not track this, so with ``layout`` and
-    several ranks the gradient raises ValueError there.
+    rank computes from it counts once, as on one device. Under ``check_vma=False`` JAX does not track the replication, so there
+    the gradient with ``layout`` and several ranks raises ValueError.
 
     Raise ValueError if ``values`` do not have the shape of the rollouts, or with ``layout`` outside a shard_map.
     """

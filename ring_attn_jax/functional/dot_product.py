@@ -106,7 +106,10 @@ def dot_product_attention(
 
 
 class Shards(NamedTuple):
-    """The shards of one call: axis and ranks, layout, tokens of a shard of q and of k, and the global lengths of both."""
+    """The sharding of the arrays of one call, over ``ranks`` ranks of the mesh axis ``axis_name`` (None: one device).
+
+    ``local``: the tokens of a shard of q and of a shard of k. ``lengths``: the global numbers of queries and of keys.
+    """
 
     axis_name: str | None
     ranks: int
@@ -116,7 +119,7 @@ class Shards(NamedTuple):
 
     @classmethod
     def of(cls, q: Any, k: Any, axis_name: str | None, layout: str, lengths: tuple[int | None, int | None]) -> Shards:
-        """Return the shards of q and k [batch, tokens, heads, head_dim]. Raise ValueError if lengths or layout do not fit."""
+        """Return the Shards of q and k [batch, tokens, heads, head_dim]. Raise ValueError if lengths or layout do not fit."""
         named(layout)
         instead = "pass axis_name=None for one device"
         ranks = 1 if axis_name is None else ring_size(axis_name, "functional.dot_product_attention", instead)
@@ -125,7 +128,7 @@ class Shards(NamedTuple):
         return cls(axis_name, ranks, layout, (q.shape[1], k.shape[1]), (plan.length, plan.kv_length))
 
     def positions(self, of: int) -> jax.Array:
-        """Return the positions of this rank's tokens, int32 [tokens]; ``of``: 0 for the queries', 1 for the keys'."""
+        """Return the positions of this rank's tokens, int32 [tokens]. ``of``: 0 for the queries, 1 for the keys."""
         rank = 0 if self.axis_name is None else lax.axis_index(self.axis_name)
         runs = named(self.layout)(rank, self.ranks, self.local[of])  # type: ignore[arg-type]  # arithmetic on a traced rank
         return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
@@ -133,7 +136,7 @@ class Shards(NamedTuple):
     def own(self, x: Any, of: int) -> jax.Array | None:
         """Return this rank's shard of a global array [rows, length, ...], padded with zeros; return None for None.
 
-        ``of``: 0 for the queries' tokens, 1 for the keys'.
+        ``of``: 0 if the tokens of ``x`` are queries, 1 if they are keys.
         """
         if x is None:
             return None
@@ -167,9 +170,9 @@ class Shards(NamedTuple):
 
 
 def _batched(name: str, x: Any, unbatched: bool) -> jax.Array:
-    """Return an array as [batch, tokens, heads, head_dim], with a batch of 1 added if it is ``unbatched``.
+    """Return ``x`` as [batch, tokens, heads, head_dim], with a batch of 1 added if ``unbatched`` is True.
 
-    Raise ValueError if it is not an array with this number of dimensions.
+    Raise ValueError if ``x`` is not an array of 4 dimensions, or of 3 if ``unbatched`` is True.
     """
     if not hasattr(x, "ndim") or x.ndim != (3 if unbatched else 4):
         raise ValueError(f"{name} must be [batch, tokens, heads, head_dim], or all three without the batch, got {in_words(x)}")
