@@ -1,4 +1,4 @@
-"""Names of the ring's steps in JAX's profiler, shown at the operations of a step but the transfer of keys."""
+"""Names of the ring's steps in JAX's profiler, which shows them at all operations of a step except the transfer of keys."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ class RingPass:
             self._number += 1
 
     def named(self, step: Step) -> AbstractContextManager[Any]:
-        """Return a ``jax.named_scope`` for the current step. It names operations while tracing: no cost at run time."""
+        """Return a ``jax.named_scope`` for the current step. It names operations during tracing, so it costs no run time."""
         size = sum(x.size * x.dtype.itemsize for x in step.keys if x is not None)
         return jax.named_scope(pass_name(step_name(self._ring.plan, self._number, step.shift, size), self._name))

@@ -47,7 +47,7 @@ class Step(Protocol):
     """A ``Row`` for each pair of runs, int32 [q_runs, k_runs, fields]: the part of ``keys`` that this rank may see."""
     last: bool
     shift: int
-    """Distance that the keys have come, for the name of the step (``plan/step_names.py``); 0 at the first step."""
+    """Number of ranks from the keys' owner to this rank, for the step's name (``plan/step_names.py``); 0 at the first step."""
 
     def settle(self, state: T) -> T:
         """Return ``state``, tied to the next step's keys: the next step cannot begin before ``state`` is computed."""

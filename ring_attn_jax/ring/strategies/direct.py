@@ -55,7 +55,7 @@ class Direct(OneWay):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return the gradients unchanged. In a balanced layout send those of received keys to their owners."""
+        """Return the gradients unchanged, but in a balanced layout first send the gradients of received keys to their owners."""
         if isinstance(ring.plan, NeededPlan):
             assert not isinstance(dkv, tuple), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.axis)
@@ -75,7 +75,7 @@ class DirectStep:
         """Return ``state``, tied by an optimization barrier to the next keys and the gradients that this rank has received.
 
         Without the barrier XLA moves all transfers to the front of the program, as in the strategy "ring". The barrier also
-        includes this rank's own keys, because XLA would still move the transfers that depend only on these keys.
+        includes this rank's own keys. Otherwise XLA would still move the transfers that depend only on these keys.
         """
         if not self.last:
             total = None if self._before is None else self._before.total

@@ -49,12 +49,12 @@ def keys_in_order(keys: Keys, ring: Ring) -> Keys:
 
 
 def in_order(x: jax.Array, ring: Ring) -> jax.Array:
-    """Sort joined shards [b shards*n ...] by position in a balanced layout; return them unchanged in any other layout."""
+    """Sort the tokens of joined shards ``x`` [b shards*n ...] by position in a balanced layout; else return ``x`` unchanged."""
     return x if (orders := _orders(ring)) is None else _taken(x, orders, ring)
 
 
 def by_shard(x: jax.Array, ring: Ring) -> jax.Array:
-    """Return tokens that ``in_order`` sorted to the order of the joined shards: the inverse of ``in_order``."""
+    """Invert ``in_order``: put the tokens that it sorted by position back in the order of the joined shards."""
     return x if (orders := _orders(ring)) is None else _taken(x, orders.argsort(1), ring)
 
 

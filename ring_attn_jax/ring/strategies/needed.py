@@ -1,9 +1,9 @@
 """The strategy "direct" in a balanced layout: one exchange brings a rank all keys that it needs from others, for its only step.
 
-The plan (``plan/needed.py`` of the core) determines the keys. A rank's own and the received keys are sorted by position, as
-kernels need them. Array sizes are static in JAX: each rank sends each other rank equally many keys, and the shards of the step
-are equally long on every rank; the rest is padding. In the backward the keys travel again, and their gradients return to the
-owner, which adds the gradients from ranks ``rank + 1``, ``rank + 2``, ... in this order.
+The plan (``plan/needed.py`` of the core) determines which keys a rank needs. A rank's own and the received keys are sorted by
+position, as kernels need them. Array sizes are static in JAX. So each rank sends each other rank equally many keys, and the
+step's shard has the same length on every rank; the rest is padding. In the backward the keys travel again, and their gradients
+return to the owner, which adds the gradients from ranks ``rank + 1``, ``rank + 2``, ... in this order.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Places(NamedTuple):
 
     Each rank sends ``plan.most_tokens`` keys to each rank. On arrival the received keys are sorted by sending rank.
 
-    ``sent``: indices in this rank's shard of the keys to send, by receiving rank. ``order``: for each key of the step's shard,
-    its index in this rank's shard followed by the received keys. ``own``, ``received``: for each key of this rank's shard, and
-    for each key on arrival, its index in the step's shard. Padding has an index beyond the array.
+    ``sent``: the keys to send, as indices in this rank's shard, sorted by receiving rank. ``order``: for each key of the step's
+    shard, its index in the concatenation of this rank's shard and the received keys. ``own``: for each key of this rank's shard,
+    its index in the step's shard. ``received``: for each received key, its index in the step's shard. Padding has an index
+    beyond the array.
     """
 
     sent: jax.Array
@@ -98,7 +99,10 @@ def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
 
 
 def _own(plan: NeededPlan, rank: int) -> list[tuple[int, int]]:
-    """Return the places of a rank's own keys in the step's shard, as stretches (index in the rank's shard, base)."""
+    """Return the places of a rank's own keys in the step's shard, as stretches for ``_indices``.
+
+    A stretch is the index of its first key in the rank's shard, and the index of this key in the step's shard.
+    """
     own: list[tuple[int, int]] = []
     end = 0
     for first, base, length in sorted((part.first, base, part.length) for base, part in plan.places(rank) if part.owner == rank):
@@ -153,7 +157,8 @@ def gradients_home(dkv: jax.Array, plan: NeededPlan, axis: str) -> jax.Array:
 def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
     """Return bool [b s]: True at queries that may see keys which this rank neither holds nor receives.
 
-    Return None if the strategy sends all keys. Traced extents cannot raise, so ``marked`` sets the out of these queries to NaN.
+    Return None if the strategy sends all keys. Traced extents have no values that could be checked, so no error is raised.
+    Instead ``marked`` sets the out of these queries to NaN.
     """
     plan = ring.plan
     if not isinstance(plan, NeededPlan):
@@ -168,6 +173,6 @@ def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
 
 
 def marked(state: State, extents: jax.Array | None, ring: Ring) -> State:
-    """Set ``out`` to NaN at ``unavailable`` queries, because their keys did not travel."""
+    """Set ``out`` to NaN at ``unavailable`` queries, because some of the keys that they see did not travel."""
     outside = None if extents is None else unavailable(extents, ring)
     return state if outside is None else state._replace(out=jnp.where(outside[..., None, None], jnp.nan, state.out))

@@ -1,4 +1,4 @@
-"""The strategy "two_level": keys travel around an inner ring inside each host, while a copy travels to the next host in need.
+"""The strategy "two_level": keys travel around an inner ring in each host, while a copy travels to the next host that needs it.
 
 An inner ring sums the gradients of its keys, and returns the sum to the rank at which the keys entered the host. That rank adds
 the sum of the earlier hosts, and sends the new sum to the next host during the next inner ring. So a transfer between hosts may
@@ -23,7 +23,7 @@ from .ring import OneWay, RingStep, rows
 
 
 class TwoLevels(OneWay):
-    """The strategy "two_level": keys travel around a ring inside each host, while a copy travels to the next host in need."""
+    """The strategy "two_level": keys travel around an inner ring in each host, and a copy travels to the next host meanwhile."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step for each shift of each inner ring of the plan."""
@@ -72,7 +72,10 @@ class HostSums:
         return send(x, hosts * self._ranks, self._ring.axis, self._ring.plan.ranks) if hosts else x
 
     def add(self) -> None:
-        """Add the previous inner ring's gradients to the sum, and send the sum ``crossing`` hosts onward, if not yet done."""
+        """Add the previous inner ring's gradients to the sum, and send the sum ``crossing`` hosts onward.
+
+        Do nothing in the first inner ring, or if these gradients are in the sum already.
+        """
         if self.left is None:
             return
         total = self.left.travelling
@@ -112,9 +115,9 @@ class TwoLevelStep(RingStep):
         """Return ``state``, tied by an optimization barrier to the keys that the next step computes on.
 
         As in ``RingStep.settle``, XLA can then start the next step only when it has both. Within an inner ring the next keys come
-        from a rank of the same host. After the last step of an inner ring they come from another host: ``state`` is tied to them,
-        or, if the next inner ring does not begin with shift 0, to the keys from which one more hop inside the host brings them.
-        The last step of all returns ``state`` unchanged.
+        from a rank of the same host. After the last step of an inner ring, ``state`` is tied to the keys that arrive from another
+        host. If the next inner ring does not begin with shift 0, these keys move one more hop inside the host before the next
+        step. The last step of all returns ``state`` unchanged.
         """
         if not self._stays:
             return super().settle(state)

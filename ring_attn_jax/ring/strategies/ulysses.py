@@ -57,7 +57,8 @@ class HeadExchange(OneWay):
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
         """Return dq and dkv of this rank's own tokens, and dsinks [h], which is 0 for other ranks' heads.
 
-        Send dq in q's dtype, and dkv too unless copies of a key head are added afterwards: then send dkv in at least float32.
+        Send dq in q's dtype. Send dkv in q's dtype too if one rank of the group uses each key head. Otherwise the gradients of a
+        head's copies are added afterwards, so send dkv in at least float32.
         """
         assert not isinstance(dkv, tuple), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
