@@ -26,7 +26,8 @@ from .step import CachedRequests, DecodeStep, appended, prefilled
 class LayerPart(NamedTuple):
     """This rank's k and v of a layer and their tokens' positions, under the argument names of ``tree_attention_decode``.
 
-    Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), and the scales [g] of float8.
+    Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot). ``k_scale``, ``v_scale`` [g]: the scales of a
+    float8 cache, None for other dtypes.
     """
 
     k: jax.Array
@@ -45,9 +46,9 @@ class KVCache(Requests):
     [..., v_dim] and positions int32 [batch, slots], the position of the token in each slot, -1 if empty. Outside
     ``jax.shard_map`` they hold the slots of all ranks, in rank order. Arrays that are equal on every rank: ``counts`` int32
     [batch, ranks], the number of a request's tokens that each rank has stored (with a window, overwritten tokens count too);
-    ``lengths`` int32 [batch], the number of its tokens; ``reached`` int32 [batch], its greatest length since its reset;
-    ``owners`` int16 [batch, tokens], the rank of each position, at index position modulo tokens; with float8, ``k_scale`` and
-    ``v_scale`` float32 [layers, kv_heads], 0 until they are known.
+    ``lengths`` int32 [batch], the number of tokens of a request; ``reached`` int32 [batch], the greatest length of a request
+    since its reset; ``owners`` int16 [batch, tokens], where index ``position % tokens`` holds the rank that caches the token at
+    that position; with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known.
 
     Run a step of new tokens inside ``jax.shard_map``, with ``cache.specs`` as the specs of the cache:
 
@@ -57,8 +58,8 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    The tokens that ``append`` writes become visible with ``advance``: a step without ``advance`` adds none. A method that
-    changes the cache returns a new one; donate the old one to jit, and XLA writes in place. The methods :meth:`rollback`,
+    The tokens that ``append`` writes become visible with ``advance``: a step without ``advance`` adds no tokens. A method that
+    changes the cache returns a new cache; donate the old cache to jit, and XLA writes in place. The methods :meth:`rollback`,
     :meth:`reset`, :meth:`evict` and :meth:`fork` work between steps, inside and outside of shard_map.
     """
 
@@ -90,10 +91,10 @@ class KVCache(Requests):
         ``capacity`` is rounded up to equally many slots on all ranks, and with ``page`` to whole pages.
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length.
-        ``capacity`` is then the number of newest tokens of a request that each rank keeps, at least ``window + room`` (default).
-        ``room`` (by default ``window``): the most tokens of a step and of a rollback. ``page``: the number of slots per rank
-        by which :meth:`reserve` grows the cache. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without
-        a mesh, call this inside ``jax.shard_map`` over that axis: it makes this rank's arrays.
+        ``capacity`` is then the number of newest tokens of a request that each rank keeps: at least ``window + room``, the
+        default. ``room`` (by default ``window``): the maximum number of tokens of a step, and of a rollback. ``page``: the number
+        of slots per rank by which :meth:`reserve` grows the cache. ``mesh``: make global arrays, sharded over the mesh axis
+        ``axis_name``. Without a mesh, call this inside ``jax.shard_map`` over that axis, to make this rank's arrays.
 
         Raise ValueError if an argument does not fit.
         """
@@ -144,8 +145,9 @@ class KVCache(Requests):
         A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
         at its end: an int for all, one int each, or integers [requests], the same on every rank. None: no padding. ``rows``: the
         requests; None: all. ``fresh``: assert, unchecked, that these requests are empty, so that attention skips the cache.
-        Otherwise, with a window, no chunk may have more than ``room`` tokens. This check uses the greatest of ``lengths``, or if
-        ``lengths`` is an array or None, the number of tokens in the shards of all ranks.
+
+        If the cache has a window and ``fresh`` is False, no chunk may have more than ``room`` tokens. The check compares ``room``
+        with the greatest of ``lengths``. For an array or None it compares ``room`` with the tokens that all ranks' shards hold.
 
         Raise ValueError if an argument does not fit. To check for room, call :meth:`check_room` before, outside of jit.
         """
@@ -224,7 +226,7 @@ def _name(dtype: Any) -> Any:
 
 
 def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
-    """Return the arrays of an empty cache, ``k`` to ``owners``. ``k``, ``v`` and ``positions`` hold ``ranks`` ranks' slots."""
+    """Return the arrays of an empty cache, ``k`` to ``owners``. ``k``, ``v`` and ``positions`` have slots of ``ranks`` ranks."""
     sizes, slots = spec.sizes, spec.slots * ranks
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [jnp.zeros(shape, spec.dtype) for shape in heads]

@@ -76,8 +76,9 @@ def tree_attention_decode(
     float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key has out 0 and lse -inf (or
     its sink).
 
-    Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Values
-    are not checked, except that untraced positions must be below 2^31: with ``tree_mask``, pass q_positions as described there.
+    Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Values are not
+    checked, except that untraced positions must be below 2^31. So it is not checked that q_positions are p, p + 1, ... if
+    ``tree_mask`` is passed.
     """
     ranks = ranks_of("tree_attention_decode", axis_name)
     places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)
@@ -118,9 +119,10 @@ def _(*_: Any) -> Any:
 
 
 def as_int32(name: str, positions: Any) -> Any:
-    """Convert integer positions to int32. Clamp traced positions to at most 2^31 - 1. Return other objects unchanged.
+    """Convert positions of any integer dtype to int32. Clamp traced positions to at most 2^31 - 1.
 
-    Raise ValueError if a position exceeds int32; traced positions are not checked.
+    Return an object that is not an integer array unchanged. Raise ValueError if a position exceeds int32. Traced positions are
+    not checked.
     """
     dtype = str(getattr(positions, "dtype", ""))
     if dtype not in INTEGERS or dtype == "int32":

@@ -67,14 +67,18 @@ def _alone(axis_name: str, device: Any) -> Mesh:
 class Programs(NamedTuple):
     """The jitted programs of a model.
 
-    ``prefill(weights, cache, hidden, chunk, fresh=, equal=)`` -> (hidden, cache), with ``chunk`` = (ids, lengths, ends): fill the
-    cache with a chunk of the prompts. For each prompt that ends in this chunk (``ends``), set its row of ``hidden`` [requests,
-    dim] to the last block's output for its last token. ``fresh``: True for the first chunk. ``equal``: the number of tokens of
-    each prompt in the chunk if all have the same number and no padding, else None.
-    ``first(weights, cache, hidden, parameters, ends)`` -> newest = (tokens, finished): draw the token after each prompt.
-    ``step(weights, cache, newest, parameters, ends)`` -> (newest, cache): cache the newest tokens and draw the next tokens.
-    ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: the stop ids, and for each request the number of
-    cached tokens at which it ends.
+        prefill(weights, cache, hidden, chunk, fresh=, equal=) -> (hidden, cache)
+        first(weights, cache, hidden, parameters, ends) -> newest
+        step(weights, cache, newest, parameters, ends) -> (newest, cache)
+
+    ``prefill`` fills the cache with a chunk of the prompts, ``chunk`` = (ids, lengths, ends). ``ends`` marks the prompts that end
+    in this chunk. For each of these, set its row of ``hidden`` [requests, dim] to the last block's output for its last token.
+    ``fresh``: True for the first chunk. ``equal``: the number of tokens of each prompt in the chunk if all have the same number
+    and no padding, else None.
+
+    ``first`` draws the token after each prompt. ``step`` caches the newest tokens and draws the next tokens. ``newest``: the pair
+    (tokens, finished) of ``DecodeLoop``. ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: the stop ids,
+    and for each request the number of cached tokens at which it ends.
     """
 
     prefill: Callable[..., Any]
@@ -166,7 +170,7 @@ class DecodeLoop:
         self._parameters, self._ends = placed.put(parameters), placed.put(ends)
         self.newest: tuple[jax.Array, jax.Array]
         self.ahead = placed.mesh.devices.flat[0].platform != "cpu"
-        """True if the next step is launched before the host reads the newest tokens, so that both run at once."""
+        """True if the next step is launched before the host reads the newest tokens, so that the device works meanwhile."""
 
     def begin(self, hidden: jax.Array) -> None:
         """Draw the first new tokens from the last hidden states [requests, dim] of the prompts."""

@@ -56,9 +56,9 @@ def decode_step(
     The logits equal those of the model on the whole sequence up to rounding: sums are computed in another order, and a float8
     cache rounds keys and values. To check for room, call ``cache.check_room`` before.
 
-    Raise ValueError if the ids or the cache do not fit the model, if a mask is neither causal nor a window before the token, or
-    if the model has a mesh and a ``head_axis``, or weights sharded otherwise than over its mesh. Raise it too if an id is outside
-    the vocabulary (a traced id gives NaN instead).
+    Raise ValueError if the ids or the cache do not fit the model, or if a layer's mask is neither causal nor a window before the
+    token. Raise it too if the model has a mesh and a ``head_axis``, if weights are sharded otherwise than over the model's mesh,
+    or if an id is outside the vocabulary (a traced id gives NaN instead).
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))
@@ -74,12 +74,13 @@ def prefill_prompts(
 ) -> tuple[Float[Array, "batch vocab"], KVCache]:
     """Append one chunk of a prompt to each request in the cache. Return the logits of each chunk's last token, and the cache.
 
-    ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. It continues
-    the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
+    ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. The chunk
+    continues the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
     tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
     a request without a true token. ``fresh``: assert, unchecked, that all requests are empty, so that attention skips the cache.
 
-    Raise ValueError as :func:`decode_step` does, if ``lengths`` do not fit, and if the model has ALiBi and ``fresh`` is False.
+    Raise ValueError as :func:`decode_step` does. Raise it too if ``lengths`` do not fit, or if the model has ALiBi and ``fresh``
+    is False.
     """
     _check(model, ids, cache)
     counts = ids.shape[1] if lengths is None else lengths

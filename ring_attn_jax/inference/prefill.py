@@ -42,17 +42,17 @@ def prefill(
     strategy: str = "auto",
     backend: str = "auto",
 ) -> tuple[jax.Array, KVCache]:
-    """Compute causal attention of this rank's shard of a chunk over the chunk and the cache, and append its k and v.
+    """Compute causal attention of this rank's shard of a chunk over the chunk and the cache. Append the shard's k and v.
 
     ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
     chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt, up to
     the order of sums and, in a float8 cache, the rounding of earlier chunks. Each rank caches its own k and v. The chunk attends
-    to itself round the ring. Cached keys do not travel. Instead, unless ``step.fresh``, the chunk's q, which is small beside the
-    cache, is all-gathered, and every rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank of
-    its queries, which merges them in rank order.
+    to itself round the ring. Cached keys do not travel. Instead the chunk's q, which is small beside the cache, is all-gathered,
+    and every rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank that owns the queries, and
+    this rank merges the pairs in rank order. With ``step.fresh`` attention skips the cache.
 
-    ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
-    ``ring_attention``.
+    ``window``: the number of positions before itself that a query sees; None: the window of the cache. For the other arguments
+    see ``ring_attention``.
 
     Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
     ``cache.append``. Raise ValueError at trace time if an argument does not fit. For inference: not differentiable.
@@ -138,7 +138,10 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
-    """Return the index of the first of the sorted ``positions`` [b, slots] that is at least ``lowest`` [b, queries], int32."""
+    """Return int32 [b, queries]: the index of the first of the sorted ``positions`` [b, slots] that is at least ``lowest``.
+
+    ``lowest``: int32 [b, queries].
+    """
     positions, lowest = vary_alike((), positions, lowest)
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 

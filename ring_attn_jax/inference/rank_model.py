@@ -94,7 +94,10 @@ def _spec_of(x: Any) -> PartitionSpec:
 
 
 def is_on(mesh: Any, x: Any) -> bool:
-    """Return True if ``x`` is replicated, traced or no JAX array, or sharded by a NamedSharding over ``mesh``, a mesh or None."""
+    """Return False if ``x`` is sharded in another way than by a NamedSharding over ``mesh``, a mesh or None.
+
+    Return True also for an ``x`` that is replicated, traced or not a JAX array.
+    """
     sharding = getattr(x, "sharding", None)
     if isinstance(x, Tracer) or sharding is None or sharding.is_fully_replicated:
         return True

@@ -93,11 +93,12 @@ class Requests:
         return replace(self, **arrays, owners=jax.device_put(owners, self.owners.sharding), spec=spec)
 
     def rollback(self, lengths: Lengths) -> Self:
-        """Truncate each request to its first ``lengths`` tokens: an int, one int each, or integers [batch], equal on all ranks.
+        """Truncate each request to its first ``lengths`` tokens.
 
-        A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length
-        since its reset. Raise ValueError if a request goes further, unless the values cannot be read here: under jit, or if
-        ``lengths`` or the cache's arrays are partly on devices of other processes.
+        ``lengths``: an int for all requests, one int each, or integers [batch], equal on all ranks. A shorter request stays as it
+        is. With a window a request may go back at most ``room`` tokens from its greatest length since its reset. Raise ValueError
+        if a request goes back further. This is not checked if the values cannot be read here: under jit, or if ``lengths`` or the
+        cache's arrays are partly on devices of other processes.
         """
         spec = self.spec
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)

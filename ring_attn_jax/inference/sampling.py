@@ -33,8 +33,8 @@ def sample(
 ) -> Int[Array, " batch"]:
     """Draw the next token of each request from its logits. Return int32 [batch].
 
-    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens, and
-    ``top_p``, of these, the fewest whose probabilities sum to at least p, the most probable first; None keeps all. Each of the
+    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens. ``top_p``
+    then keeps the fewest of these whose probabilities sum to at least p, the most probable first. None keeps all. Each of the
     three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an int. ``requests``:
     the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
     after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
@@ -58,7 +58,7 @@ def sample(
 
 
 def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
-    """Return ``numbers`` as an integer array [batch]: the low 32 bits of a list, an array unchanged, or 0, 1, ... for None."""
+    """Return ``numbers`` as an integer array [batch]. None gives 0, 1, ..., and a list the low 32 bits of its numbers."""
     if numbers is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
     if isinstance(numbers, list | tuple) and not any(isinstance(x, Tracer) for x in numbers):

@@ -41,14 +41,14 @@ def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Arra
 def of_first(
     scales: tuple[jax.Array, jax.Array], nothing: jax.Array, new: tuple[jax.Array, jax.Array], step: DecodeStep, axis_name: str
 ) -> list[jax.Array]:
-    """Return a layer's scales of k and v [kv_heads], with each 0 replaced by a power of two above max |x| / 448.
+    """Return a layer's scales of k and v [kv_heads], with each 0 replaced by the smallest power of two above max |x| / 448.
 
-    A scale is the smallest such power; 448 is the largest float8 number. The maximum is over the ``new`` k or v of all ranks, so
-    that every x / scale fits into float8; if the maximum is 0, the scale is 1. A product of a float8 number and a power of two
-    has no rounding error within the range of a wider dtype.
+    The largest float8 number is 448. The maximum is over the ``new`` k or v of all ranks, so that every x / scale fits into
+    float8; if the maximum is 0, the scale is 1. A product of a float8 number and a power of two has no rounding error within the
+    range of a wider dtype.
 
-    ``nothing`` (0-d bool): True if the cache is empty. Then scales that are already set are replaced too, since a step that did
-    not advance may have set them. If ``nothing`` is False, they stay.
+    ``nothing`` (0-d bool): True if the cache is empty. Then scales other than 0 are replaced too, since a step that did not
+    advance may have set them. If ``nothing`` is False, scales other than 0 stay.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])

@@ -55,7 +55,7 @@ class DecodeStep:
     """Index, among the step's tokens, of the token written to each slot, int32 [requests, writes]; None for a single token."""
     owner_slots: jax.Array
     owners: jax.Array
-    """The rank that caches each newest token, int16 [requests, owners]; ``owner_slots``: its index in ``KVCache.owners``."""
+    """The rank of each newest token, int16 [requests, owners]; ``owner_slots``: the token's index in ``KVCache.owners``."""
 
     @property
     def into(self) -> jax.Array:
@@ -161,7 +161,7 @@ def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Arr
 
 
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
-    """Return ``slots``, which this rank writes, and ``k_positions``, the positions of all its slots after that, by name.
+    """Return by name ``slots``, the slots that this rank writes, and ``k_positions``, the positions in all slots after the write.
 
     For each token [b, writes], ``here`` is True if this rank caches it, ``slot_index`` is its slot before wrapping around, and
     ``position`` its position. Other tokens, and tokens beyond the last free slot, get an index beyond the slots, which the
