@@ -1,6 +1,7 @@
 """Folding of a shard into the folded batches of each pattern, and the reverse, with gradients.
 
-A folded batch holds the tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
+A pattern is a segment length and a dilation r, and heads with equal ``head % r`` form a head group. A folded batch holds the
+tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
 ``folded`` copies an array into folded batches by padding, slicing and reshaping, without gather or scatter. ``mixed`` puts the
 results of all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
 

@@ -51,7 +51,8 @@ def sharded_dilated_attention(
     The mesh, its axes and the sharding of arrays are those of :func:`sharded_ring_attention`, other arguments those of
     dilated_attention. The tokens that a head keeps follow from the head's global index. So with ``head_axis``, which gives each
     device a part of the heads, the heads per device must be a multiple of each dilation, and ``mixing`` must be "softmax". Raise
-    ValueError if they are not, or if either function refuses an argument. Raise NotImplementedError for several axis names.
+    ValueError if heads or mixing break this rule, or if one of the two functions refuses an argument. Raise NotImplementedError
+    for several axis names.
     """
     where, patterns = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
     options = Options(
