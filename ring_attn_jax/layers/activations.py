@@ -1,4 +1,4 @@
-"""Rematerialized blocks: a block saves only its input and attention's (out, lse), so recomputing it skips the ring.
+"""Rematerialized blocks: a block saves only its input and attention's (out, lse), so its recomputation skips the ring.
 
 A jax.checkpoint policy selects these arrays by name, and keeps them on the device or offloads them to host memory.
 """

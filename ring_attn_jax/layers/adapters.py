@@ -49,16 +49,16 @@ def attention_fn(
           documents. It must be the same for all heads, and let each query see one interval of keys, apart from keys hidden from
           all queries. Any other mask is refused. Under jit its values are unknown, so each query that does not fit gets NaN. A
           query that sees no key gets 0; flax takes the mean of all values.
-        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh. flax drops different probabilities.
-          ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
+        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh, but not the one that flax
+          would draw. ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,
           since the softmax is in at least float32 anyway, and products keep the inputs' full precision except with
           ``backend="triton_tf32"``.
         - ``bias``, ``module`` (``sow_weights=True``), ``input_positions``, ``qk_attn_weights_einsum`` and
           ``attn_weights_value_einsum`` are refused.
 
-    For a module with ``decode=True`` leave ``layout`` and ``mask`` as they are: it passes one query at a time, which counts as
-    position 0, and hides later keys by its own mask. With another ``mask`` such a call is refused.
+    For a module with ``decode=True`` leave ``layout`` and ``mask`` at their defaults. Such a module passes one query at a time,
+    which counts as position 0, and hides later keys by its own mask. Its calls are refused if ``mask`` is not the default.
 
     Raise ValueError if an argument is refused, the mesh lacks an axis, or sharded_ring_attention raises.
     """

@@ -56,8 +56,8 @@ class Block(nnx.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
     ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
-    all. ``mlp_bias``: the MLP's linear maps have biases. The norms have the attention's eps, norms and MLP its
-    ``param_dtype``.
+    all. ``mlp_bias``: the MLP's linear maps have biases. The norms have the attention's ``eps``. The norms and the MLP have the
+    attention's ``param_dtype``.
     """
 
     def __init__(

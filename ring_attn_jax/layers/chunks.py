@@ -20,14 +20,14 @@ from .parts import gathered_over
 def in_chunks(
     function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array, chunk: int, where: ShardedAxes | None
 ) -> jax.Array:
-    """Compute ``function(weights, x)`` for x [b s ...] in chunks of at most ``chunk`` tokens; the backward recomputes them.
+    """Compute ``function(weights, x)`` for x [b s ...] in chunks of at most ``chunk`` tokens. The backward recomputes each chunk.
 
     Intermediate arrays of ``function`` exist for one chunk at a time, forward and backward. ``weights``: a pytree of arrays.
-    ``where``: the mesh axes of global arrays, None inside shard_map. With it, each device chunks its own tokens, and the
+    ``where``: the mesh axes of global arrays, None inside shard_map. With ``where``, each device chunks its own tokens, and the
     gradients of the weights are summed over devices once, not per chunk. If all tokens fit in one chunk, nothing is recomputed.
 
-    Inside an outer jax.checkpoint, such as a block's, ``function`` runs as often as without chunks, once forward and once for the
-    backward, if no gradient needs its output: then the outer checkpoint does not recompute it.
+    Inside an outer jax.checkpoint, such as a block's, ``function`` runs once in the forward and once for the backward, as it does
+    without chunks, if no gradient needs its output: the outer checkpoint then does not recompute the output.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:
@@ -47,7 +47,7 @@ def in_chunks(
 
 
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
-    """Return ``function(weights, x)``. Inside it the Explicit mesh axes are Auto, so that XLA shards over them.
+    """Return ``function(weights, x)``. Inside ``function`` the Explicit mesh axes are Auto, so that XLA shards over them.
 
     A custom_vjp defines the backward, because JAX's own backward of a loop would create its initial zeros on the outer mesh,
     whose axes are Explicit.

@@ -48,10 +48,10 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> MaskArguments:
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
-    The extents are the tightest interval around the keys that each query sees in the first head; None if all queries share a row.
-    The key mask hides the keys that no query of any head sees. ``fits`` is True for a query whose visible keys are the same in
-    all heads and are expressed exactly by the two; None stands for True everywhere. If it is not True for all queries, no other
-    extents and key mask express the whole mask.
+    The extent of a query is the tightest interval around the keys that it sees in the first head. The extents are None if all
+    queries share one row of the mask. The key mask hides the keys that no query of any head sees. ``fits`` is True for a query if
+    its visible keys are the same in all heads, and extents and key mask express them exactly. None: True for all queries. If
+    ``fits`` is False for a query, no other extents and key mask express the whole mask.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

@@ -42,7 +42,7 @@ def dilated_attention_fn(
     Its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, with the arguments passed here. With one segment
     that covers the sequence and dilation 1, it is exact attention.
 
-    The function takes all arguments that flax's modules pass, like that of :func:`attention_fn`:
+    The function takes all arguments that flax's modules pass, like the function that :func:`attention_fn` returns:
         - ``is_causal``: as ``mask=causal()``.
         - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from all queries, or all keys from a
           query, whose output is then 0. It may also hide pairs that the band passed here or ``is_causal`` hides. Any other mask

@@ -40,7 +40,7 @@ class LinearMap(nnx.Linear):
 class RMSNorm(nnx.Module):
     """``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension (arXiv:1910.07467, equation 4).
 
-    It is computed in at least float32, and has x's dtype.
+    The computation is in at least float32, and the result has x's dtype.
     """
 
     def __init__(self, dim: int, eps: float = 1e-6, param_dtype: str = "float32") -> None:

@@ -52,7 +52,7 @@ class LayerRing:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
 
         With a mesh, return the positions of all shards in layout order; ``tokens`` is then the total of all shards.
-        ``layout``: used in place of the field ``layout``; its own size counts then, not ``tokens``. None: the field.
+        ``layout``: a layout to use in place of the field ``layout``; its size then replaces ``tokens``. None: use the field.
         """
         where = self.sharded
         if isinstance(layout, BalancedLayout | TracedLayout):
@@ -79,7 +79,8 @@ class ContiguousRing(LayerRing):
 class LayerArguments:
     """The constructor arguments of a layer.
 
-    Unlike a config, it takes ``dim`` and ``heads`` by position, None for a default, and a dtype in place of its name.
+    Unlike a config, it takes ``dim`` and ``heads`` by position. It also takes None for a default value, and a dtype in place of
+    its name.
     """
 
     dim: int = field(kw_only=False)
