@@ -123,12 +123,13 @@ class Checkpoints:
         Without a checkpoint return None and change nothing. Arrays keep their shardings. The result holds the ``step``, ``data``
         and ``more`` that were passed to ``save`` ({} if no ``more`` was); pass ``data`` to ``dataset.resume``.
 
-        The values of arrays are not read, except those of random keys. So the devices hold one copy of a large model if its
-        arrays are deleted before (``x.delete()``).
+        The present values of arrays are not read, except those of random keys. So the arrays of a large model may be deleted
+        before the call (``x.delete()``), and the devices then hold only one copy of the model.
 
-        Raise ValueError if the checkpoint is of another model or optimizer, naming what differs; if it is damaged or unreadable,
-        naming the file or folder (delete its folder to resume from the one before); or if processes see different checkpoints.
-        Then nothing changes, and the error is the same in each process. Raise OSError if the previous save has failed.
+        Raise ValueError if the checkpoint is of another model or optimizer, naming what differs. Raise it too if the checkpoint
+        is damaged or unreadable, naming the file or folder (delete the checkpoint's folder to resume from the one before), or if
+        processes see different checkpoints. In these cases nothing changes, and the error is the same in each process. Raise
+        OSError if the previous save has failed.
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)
@@ -189,7 +190,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints stay complete.
 
-        Warn if old checkpoints cannot be deleted afterwards.
+        Warn if the save could not delete old checkpoints.
         """
         if self._pending is not None:
             (step, saving), self._pending = self._pending, None

@@ -1,7 +1,8 @@
 """The summed cross-entropy of one rank's labels, from logits, or chunk by chunk from hidden states without storing logits.
 
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
-    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               hidden: dhidden = dlogits W,  dhead = dlogits^T hidden
+    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])
+    dhidden = dlogits head,  dhead = dlogits^T hidden              from hidden states: logits = hidden head^T
 
 A label outside the vocabulary makes the total and the gradient of its token's logits NaN, because traced values cannot raise.
 

@@ -39,13 +39,13 @@ def save_llama(
 
     ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
     ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the
-    model came from. Its tokenizer is copied, and if its architecture is the same, so are the keys of its config.json that do not
-    follow from the model. None: no tokenizer is written. Shards are gathered and ``folder`` is replaced as in
+    model came from. Its tokenizer is copied. If it has the same architecture, the entries of its config.json that do not follow
+    from the model are copied too. None: no tokenizer is written. Shards are gathered and ``folder`` is replaced as in
     :func:`save_weights`.
 
     Raise ValueError if none of the four architectures supports the model. Examples are softcap, sinks, ALiBi, a mask that is not
     causal, windows of several sizes, NTK or no rotary embedding, rotary embeddings that differ between layers, and biases in
-    other places. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model, and as
-    :func:`save_weights` does.
+    other places. Raise it too if ``source`` has no config.json or tokenizer, or has more token ids than the model. Raise also
+    what :func:`save_weights` raises.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name)

@@ -65,9 +65,10 @@ def loss(
     each rank. Under check_vma=False, with more than one rank, the loss is right but not differentiable: JAX would not sum the
     gradients over the ranks, and would multiply each by the number of ranks.
 
-    Raise ValueError if it is differentiated there, if shapes or dtypes do not fit, if ``ignore_index`` is traced, or if it is
-    called with an axis outside of shard_map. A label outside the vocabulary, or for a mean a weight that is negative or not
-    finite, makes the loss and the gradients of replicated weights NaN on each rank, since traced values cannot raise.
+    Raise ValueError if the loss is differentiated under check_vma=False with more than one rank, if shapes or dtypes do not fit,
+    if ``ignore_index`` is traced, or if ``axis_name`` is not None outside of shard_map without ``mesh``. Traced values cannot
+    raise: a label outside the vocabulary makes the loss and the gradients of replicated weights NaN on each rank. For a mean, a
+    weight that is negative or not finite does the same.
     """
     optional = {"head": head, "label_weights": label_weights}
     _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})

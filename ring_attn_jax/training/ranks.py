@@ -58,8 +58,8 @@ def check_ranks(what: Any) -> None:
     shapes are compared too. Arrays without replicas are not read.
 
     The error names up to 8 values that differ and the devices or processes that hold them, or a value that cannot be compared,
-    such as a traced one; with several processes it is the same in all of them. If a process does not make the call, the others
-    wait for it, as in any collective of JAX.
+    such as a traced one. With several processes the error is the same in all of them. If a process does not make the call, the
+    other processes wait for it, as in any collective of JAX.
     """
     processes, error = jax.process_count(), None
     try:
@@ -154,11 +154,12 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Raise, in all processes that run this ``with`` block, the error of the lowest process whose block raises.
+    """Raise the error of one process in all processes that run this ``with`` block.
 
-    With several processes an OSError stays an OSError, and any other error becomes a ValueError. The block may append texts to
-    the yielded list; these must be the same in each process. The ValueError is a RankDifference if the texts differ, or if only
-    some processes had an error. ``call`` names the block in the error of texts that differ.
+    If the block raises in several processes, all raise the error of the process with the lowest index. With several processes an
+    OSError stays an OSError, and any other error becomes a ValueError. The block may append texts to the yielded list, which must
+    be the same in each process. The ValueError is a RankDifference if the texts differ, or if only some processes had an error.
+    ``call`` names the block in the error of texts that differ.
 
     ``mesh``: the mesh of the block's model. If it does not span all processes, each process raises only its own error.
     """
@@ -200,8 +201,8 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
     """Call ``function`` in every process, and return a list of all processes' return values, which must be JSON values.
 
-    Each process must call ``agreed``. If the function raises in any process, each process raises the error of the lowest such
-    process. With several processes an OSError stays an OSError, and any other error becomes a ValueError. Raise ValueError if
+    Each process must call ``agreed``. If the function raises in some processes, every process raises the error of the lowest of
+    these. With several processes an OSError stays an OSError, and any other error becomes a ValueError. Raise ValueError if
     ``alike`` (values by name) differs between processes.
     """
     error, value = None, None
