@@ -15,7 +15,8 @@ import transformers
 
 import ring_attn_torch.transformers as hf
 from ring_attn_torch.transformers import masks
-from ring_attn_torch.transformers.shards import DocumentBounds, GlobalBatch
+from ring_attn_torch.transformers.documents import DocumentBounds
+from ring_attn_torch.transformers.shards import GlobalBatch
 
 from .hugging_face import CLASSES, SMALL, TINY_VISION
 

@@ -19,9 +19,10 @@ from transformers.models.llama import modeling_llama
 from ring_attn_core.masks import causal, full, sliding_window
 from ring_attn_torch.transformers import attention, masks
 from ring_attn_torch.transformers.cache import CachedCall, RingCache
+from ring_attn_torch.transformers.documents import DocumentBounds, documents_of
 from ring_attn_torch.transformers.mask_functions import Pattern, candidates, fits, intervals
 from ring_attn_torch.transformers.masks import CallRing
-from ring_attn_torch.transformers.shards import DocumentBounds, GlobalBatch, documents_of, ends_of_blocks
+from ring_attn_torch.transformers.shards import GlobalBatch, ends_of_blocks
 
 
 def test_documents_begin_where_positions_begin_again_and_padding_sees_nothing():

@@ -21,6 +21,7 @@ from ring_attn_core.validation import in_words, is_integer
 from ..ring.agreement import exchange, same_error
 from ..ring.groups import is_dtensor
 from .cache import RingCache, cache_name, cache_of, with_cache_renamed
+from .documents import check_documents
 from .masks import NAME, CallRing
 from .models import own_positions, text_config
 from .routers import check_routers
@@ -154,12 +155,7 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
     _check_visual(model, call_arguments, shape, cache is not None)
     check_tree(model, call_arguments, shape, cache is not None)
     _check_positions(model, call_arguments, shape)
-    if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
-        raise ValueError(f"{name} got seq_idx alone, which no attention reads: pass position_ids that begin again for a document")
-    if "cu_seq_lens_q" in call_arguments and shape[0] != 1:
-        raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {shape[0]}: pass position_ids that begin again")
-    if "cu_seq_lens_q" in call_arguments and (end := max(call_arguments["cu_seq_lens_q"].tolist(), default=0)) < shape[1]:
-        raise ValueError(f"cu_seq_lens_q must end at the number of tokens, {shape[1]}, got {end}: count padding as a document")
+    check_documents(name, call_arguments, shape, cache is not None)
     if "shift_labels" in call_arguments and not {"labels", "tree"} & call_arguments.keys():
         raise ValueError("shift_labels came without labels: pass both, or labels alone, which are shifted here")
 

@@ -16,7 +16,7 @@ import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,12 @@ from transformers import PreTrainedModel
 
 from ring_attn_core.runs import Band
 
-from ..data.extents import document_extents
 from ..data.layout import positions
 from ..ring.groups import rank_in
 from .arguments import LENGTHS, SHARDED, SHIFTED, VISUAL, CheckedArguments, checked_arguments, reader_of
 from .balanced import check_balanced, dealt
 from .cache import CachedCall, cached_call
+from .documents import DocumentBounds, documents_of, text_positions
 from .mask_functions import Pattern
 from .masks import CallRing, LayerMask, RunningCall, running
 from .trees import RowTrees, row_trees
@@ -57,11 +57,8 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
     batch, length = tokens.shape[:2]
     move = lambda name: call_arguments[name].to(tokens.device) if name in call_arguments else None
     position_ids, present, types = move("position_ids"), move("attention_mask"), move("token_type_ids")
-    text = position_ids
-    if position_ids is not None and position_ids.ndim == 3:
-        text = position_ids[0] if position_ids.shape[0] == 4 else None
     present = None if present is None else present.bool()
-    text = None if text is None else text.expand(batch, -1)
+    text = text_positions(position_ids, batch)
     documents = documents_of(text, present, move("cu_seq_lens_q"), length)
     ring = dealt(ring, model, documents.extents, length)
     tree = row_trees(call_arguments["tree"], (batch, length), tokens.device) if "tree" in call_arguments else None
@@ -112,19 +109,6 @@ def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict
     mine = global_batch.filled(mask, 0)
     rows = global_batch.shard(number)[mine]
     return {VISUAL[0]: mine, VISUAL[1]: [x.to(global_batch.device)[rows] for x in call_arguments[VISUAL[1]]] or None}
-
-
-class DocumentBounds(NamedTuple):
-    """The documents and padding of global sequences. An array that is not needed is None."""
-
-    extents: Tensor | None = None
-    """``int32`` [batch, length, 2], the interval of each token's document. If key_mask is None, padding has [0, 0) and
-    is in no interval."""
-    key_mask: Tensor | None = None
-    """``bool`` [batch, length], False for padding. None if no token is padding, or the intervals in ``extents`` exclude it."""
-    begins: Tensor | None = None
-    """``int64`` [batch, length], the first position of each token's document, from which chunks of attention are counted."""
-    packed: bool = False
 
 
 @dataclass(eq=False)
@@ -212,44 +196,6 @@ class GlobalBatch(RunningCall):
         mine = None if extents is None else self.filled(extents, 0).contiguous()
         keys = None if key_mask is None else self.filled(key_mask, 0).contiguous()
         return LayerMask(self.ring, band, self.length, mine, keys, offsets, self.dropout_seed)
-
-
-def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
-    """Return the document bounds of a batch.
-
-    ``position_ids`` int [batch, length]. Without ``present``, a document begins wherever position_ids do not increase by exactly
-    one, as in transformers. With ``present``, it begins only where position_ids of two neighbours do not increase and neither is
-    padding. ``present`` bool [batch, length]: False for padding. ``cu_seqlens`` int [documents + 1], instead of position_ids, for
-    a batch of one row: 0, then the end of each document.
-    """
-    if cu_seqlens is not None:
-        extents = document_extents(cu_seqlens=cu_seqlens, length=length)
-        return DocumentBounds(extents, present, extents[..., 0].long(), True)
-    if position_ids is None and present is None:
-        return DocumentBounds()
-    source = position_ids if position_ids is not None else present
-    assert source is not None
-    starts = torch.zeros(source.shape, dtype=torch.bool, device=source.device)
-    if position_ids is not None:
-        step = position_ids[:, 1:] - position_ids[:, :-1]
-        starts[:, 1:] = step != 1 if present is None else (step <= 0) & present[:, 1:] & present[:, :-1]
-    ids = starts.long().cumsum(1)
-    packed = bool(starts.any())
-    if present is None or bool(present.all()):
-        if not packed:
-            return DocumentBounds()
-        extents = document_extents(ids)
-        return DocumentBounds(extents, None, extents[..., 0].long(), True)
-    last = torch.where(present, ids, -1).cummax(1).values  # the document of the last token that is not padding
-    resumes = present[:, 1:] & ~present[:, :-1] & (last[:, :-1] == ids[:, 1:])
-    if not bool(resumes.any()):
-        extents = document_extents(torch.where(present, ids, -1))
-        return DocumentBounds(extents, None, extents[..., 0].long(), packed)
-    left = present.long().argmax(1, keepdim=True).expand(present.shape)
-    if not packed:
-        return DocumentBounds(None, present, left, False)
-    extents = document_extents(ids)
-    return DocumentBounds(extents, present, extents[..., 0].long(), True)
 
 
 def ends_of_blocks(member: Tensor) -> Tensor:

@@ -1,0 +1,84 @@
+"""What says the documents of a packed row, position_ids and cu_seq_lens_q, agrees, or every rank refuses the call."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from transformers import DataCollatorWithFlattening
+
+import ring_attn_torch.transformers as hf
+from ring_attn_torch.transformers.documents import check_documents
+
+from .hugging_face import make
+
+IDS = torch.ones(1, 8, dtype=torch.long)
+
+
+@pytest.mark.parametrize("start", [0, 2])
+def test_ends_of_documents_that_transformers_collator_writes_beside_positions_pass(start):
+    """With documents of one token, and with positions that RoBERTa's models begin at 2, where the release knows that."""
+    if start and "position_ids_start" not in inspect.signature(DataCollatorWithFlattening).parameters:
+        pytest.skip("this transformers counts positions from 0")
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    collator.position_ids_start = start
+    given: dict[str, Any] = dict(collator([{"input_ids": [5] * tokens} for tokens in (4, 1, 1, 3)]))
+    assert given["cu_seq_lens_q"].tolist() == [0, 4, 5, 6, 9]
+    check_documents("a model", given, (1, 9), False)
+    check_documents("a model", given | {"position_ids": given["position_ids"].expand(4, 1, 9)}, (1, 9), False)  # of Qwen-VL
+    check_documents("a model", given | {"position_ids": torch.zeros(3, 1, 9)}, (1, 9), False)  # without positions in the text
+    for ends in ([0, 4, 5, 9], [0, 3, 5, 6, 9]):
+        with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids disagree"):
+            check_documents("a model", given | {"cu_seq_lens_q": torch.tensor(ends)}, (1, 9), False)
+
+
+def test_ends_and_positions_may_differ_at_padding_that_a_mask_names():
+    given = {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 0, 0]]), "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}
+    check_documents("a model", given | {"cu_seq_lens_q": torch.tensor([0, 3, 5, 7])}, (1, 7), False)
+    with pytest.raises(ValueError, match="by cu_seq_lens_q a document begins at token 4"):
+        check_documents("a model", given | {"cu_seq_lens_q": torch.tensor([0, 3, 4, 7])}, (1, 7), False)
+
+
+CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "ends against positions": (
+        {"cu_seq_lens_q": torch.tensor([0, 5, 8]), "position_ids": torch.arange(8)[None]},
+        "cu_seq_lens_q and position_ids disagree: by cu_seq_lens_q a document begins at token 5, by position_ids none does",
+    ),
+    "positions against ends": (
+        {"cu_seq_lens_q": torch.tensor([0, 8]), "position_ids": torch.arange(8)[None] % 3},
+        "cu_seq_lens_q and position_ids disagree: by position_ids a document begins at token 3, by cu_seq_lens_q none does",
+    ),
+    "ends with a cache": (
+        {"cu_seq_lens_q": torch.tensor([0, 5, 8]), "use_cache": True},
+        "cu_seq_lens_q came with a cache, which keeps one growing text a row",
+    ),
+    "ends as a list": ({"cu_seq_lens_q": [0, 5, 8]}, "cu_seq_lens_q must be a tensor, got"),
+    "ends of rows": (
+        {"cu_seq_lens_q": torch.tensor([[0, 5, 8]])},
+        r"cu_seq_lens_q must be integers \[documents \+ 1\], got torch.int64 \[1, 3\]",
+    ),
+}
+
+
+@pytest.mark.slow
+def test_documents_that_contradict_each_other_are_refused_on_every_rank(four: Any):
+    for messages in four(2, refused):
+        for (name, (_, words)), message in zip(CALLS.items(), messages, strict=True):
+            assert re.search(words, message), (name, message)
+
+
+def refused(group: Any) -> list[str]:
+    """The words in which each call is refused where one rank makes it, and the other a good one."""
+    model, messages = make("llama", "float32", "ring"), []
+    with hf.sequence_parallel(model, group):
+        for more, _ in CALLS.values():
+            with pytest.raises(ValueError, match=r".") as error:
+                model(input_ids=IDS, **(more if group.rank() else {}))
+            messages.append(str(error.value))
+    return messages

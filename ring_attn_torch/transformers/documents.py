@@ -1,0 +1,113 @@
+"""The documents of a call inside ``sequence_parallel``, from position_ids or cu_seq_lens_q, and the check that the two agree."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_attn_core.validation import in_words
+
+from ..data.extents import document_extents, integers
+
+
+class DocumentBounds(NamedTuple):
+    """The documents and padding of global sequences. An array that is not needed is None."""
+
+    extents: Tensor | None = None
+    """``int32`` [batch, length, 2], the interval of each token's document. If key_mask is None, padding has [0, 0) and
+    is in no interval."""
+    key_mask: Tensor | None = None
+    """``bool`` [batch, length], False for padding. None if no token is padding, or the intervals in ``extents`` exclude it."""
+    begins: Tensor | None = None
+    """``int64`` [batch, length], the first position of each token's document, from which chunks of attention are counted."""
+    packed: bool = False
+
+
+def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
+    """Raise ValueError if the documents of a call of ``shape`` [batch, length] are not defined by its arguments.
+
+    They are not if cu_seq_lens_q disagrees with position_ids, ends before the length, comes with several rows or a cache, or if
+    seq_idx comes alone. ``name``: that of the model's class.
+    """
+    batch, length = shape
+    if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
+        raise ValueError(f"{name} got seq_idx alone, which no attention reads: pass position_ids that begin again for a document")
+    if "cu_seq_lens_q" not in call_arguments:
+        return
+    if batch != 1:
+        raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {batch}: pass position_ids that begin again")
+    if cached:
+        raise ValueError("cu_seq_lens_q came with a cache, which keeps one growing text a row: leave one of the two out")
+    if not isinstance(call_arguments["cu_seq_lens_q"], Tensor):
+        raise ValueError(f"cu_seq_lens_q must be a tensor, got {in_words(call_arguments['cu_seq_lens_q'])}")
+    ends = integers("cu_seq_lens_q", call_arguments["cu_seq_lens_q"], "documents + 1")
+    if (end := max(ends.tolist(), default=0)) < length:
+        raise ValueError(f"cu_seq_lens_q must end at the number of tokens, {length}, got {end}: count padding as a document")
+    position_ids, present = text_positions(call_arguments.get("position_ids"), batch), call_arguments.get("attention_mask")
+    if position_ids is None:
+        return
+    position_ids, present = position_ids.cpu(), None if present is None else present.cpu().bool()
+    first = document_extents(cu_seqlens=ends.cpu(), length=length)[0, 1:, 0]
+    by_ends, by_positions = first == torch.arange(1, length), _starts(position_ids, present)[0]
+    differ = by_ends != by_positions
+    if present is not None:
+        differ &= (present[:, 1:] & present[:, :-1])[0]
+    if bool(differ.any()):
+        token = int(differ.long().argmax())
+        one, other = ("cu_seq_lens_q", "position_ids")[:: 1 if bool(by_ends[token]) else -1]
+        raise ValueError(
+            f"cu_seq_lens_q and position_ids disagree: by {one} a document begins at token {token + 1}, by {other} none "
+            "does. Let position_ids begin again with each document, or leave one of the two out"
+        )
+
+
+def text_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
+    """Return the positions in the text, [batch, length], or None if ``position_ids`` lack them, as the three rows of Qwen-VL."""
+    if position_ids is not None and position_ids.ndim == 3:
+        position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
+    return None if position_ids is None else position_ids.expand(batch, -1)
+
+
+def _starts(position_ids: Tensor, present: Tensor | None) -> Tensor:
+    """Return bool [batch, length - 1]: whether each token but the first begins a document, as ``documents_of`` says."""
+    step = position_ids[:, 1:] - position_ids[:, :-1]
+    return step != 1 if present is None else (step <= 0) & present[:, 1:] & present[:, :-1]
+
+
+def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
+    """Return the document bounds of a batch.
+
+    ``position_ids`` int [batch, length]. Without ``present``, a document begins wherever position_ids do not increase by exactly
+    one, as in transformers. With ``present``, it begins only where position_ids of two neighbours do not increase and neither is
+    padding. ``present`` bool [batch, length]: False for padding. ``cu_seqlens`` int [documents + 1], instead of position_ids, for
+    a batch of one row: 0, then the end of each document; ``check_documents`` has compared the two.
+    """
+    if cu_seqlens is not None:
+        extents = document_extents(cu_seqlens=cu_seqlens, length=length)
+        return DocumentBounds(extents, present, extents[..., 0].long(), True)
+    if position_ids is None and present is None:
+        return DocumentBounds()
+    source = position_ids if position_ids is not None else present
+    assert source is not None
+    starts = torch.zeros(source.shape, dtype=torch.bool, device=source.device)
+    if position_ids is not None:
+        starts[:, 1:] = _starts(position_ids, present)
+    ids = starts.long().cumsum(1)
+    packed = bool(starts.any())
+    if present is None or bool(present.all()):
+        if not packed:
+            return DocumentBounds()
+        extents = document_extents(ids)
+        return DocumentBounds(extents, None, extents[..., 0].long(), True)
+    last = torch.where(present, ids, -1).cummax(1).values  # the document of the last token that is not padding
+    resumes = present[:, 1:] & ~present[:, :-1] & (last[:, :-1] == ids[:, 1:])
+    if not bool(resumes.any()):
+        extents = document_extents(torch.where(present, ids, -1))
+        return DocumentBounds(extents, None, extents[..., 0].long(), packed)
+    left = present.long().argmax(1, keepdim=True).expand(present.shape)
+    if not packed:
+        return DocumentBounds(None, present, left, False)
+    extents = document_extents(ids)
+    return DocumentBounds(extents, present, extents[..., 0].long(), True)
