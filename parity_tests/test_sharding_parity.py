@@ -258,7 +258,10 @@ WRONG: list[tuple[str, tuple, dict, str]] = [
     *(("shard_batch", (IDS, "zigzag", 2), {"labels": x}, "labels must") for x in (TEXT, 5, [[1], [2, 3]])),
     *(("shard_batch", (IDS, "zigzag", 2), {"documents": x}, "documents must") for x in (TEXT, 5, [[1], [2, 3]])),
     *(("shard_batch", (IDS, "zigzag", 2), {"key_mask": x}, "key_mask must") for x in (TEXT, 5, [[1], [2, 3]])),
-    *(("shard_batch", (IDS, "zigzag", 2), {"ignore_index": x}, "ignore_index must be one number") for x in (NONE, TEXT, [1])),
+    *(
+        ("shard_batch", (IDS, "zigzag", 2), {"ignore_index": x}, "ignore_index must be one integer")
+        for x in (NONE, TEXT, [1], 0.5)
+    ),
     *(("prefix_extents", (prefix, 8), {}, "prefix must be") for prefix in (NONE, TEXT, [[1], [2, 3]])),
     *(("prefix_extents", (3, length), {}, "length is the true global number") for length in (NONE, TEXT, [8], -1, 8.5)),
     ("document_extents", (), {"cu_seqlens": np.array([0, 3]), "length": 3.5}, "length is the true global number"),

@@ -68,6 +68,14 @@ def number_in_words(x: Any) -> str:
     return in_words(x) + (STATIC if is_traced(x) else "")
 
 
+def check_integer(name: str, x: Any, static: bool = False) -> None:
+    """Raise ValueError if ``x`` is not a single integer, as in ``is_integer``, or if it is traced and must be ``static``."""
+    if not is_integer(x):
+        raise ValueError(f"{name} must be one integer, got {in_words(x)}")
+    if static and is_traced(x):
+        raise ValueError(f"{name} must be a Python number, got {number_in_words(x)}")
+
+
 def counts_of(name: str, values: Any) -> tuple[int, ...]:
     """Return ``values`` as a tuple of ints. Raise ValueError, naming ``name``, if they are not a tuple or list of integers."""
     counts = tuple(map(as_number, values)) if isinstance(values, tuple | list) else None

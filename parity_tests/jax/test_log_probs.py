@@ -150,7 +150,8 @@ X, W, Y = jnp.ones((2, 4, 3)), jnp.ones((7, 3)), jnp.ones((2, 4), jnp.int32)
         ({"labels": Y > 0, "head": W}, "labels must have an integer dtype, .* got bool"),
         ({"logits": X.astype(jnp.int32)}, "logits and hidden states must have one of the dtypes bfloat16, .* got int32"),
         ({"chunk": 0, "head": W}, "chunk is a number of tokens, an int of at least 1, got 0"),
-        ({"ignore_index": None}, "ignore_index must be one number, got None"),
+        ({"ignore_index": None}, "ignore_index must be one integer, got None"),
+        ({"ignore_index": 0.5}, "ignore_index must be one integer, got 0.5"),
     ],
 )
 def test_what_has_no_log_probs_is_refused(arguments, message):

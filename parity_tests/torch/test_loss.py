@@ -180,7 +180,8 @@ X, W, Y = torch.ones(2, 4, 3), torch.ones(7, 3), torch.ones(2, 4, dtype=torch.lo
         ({"chunk": 0, "head": W}, "chunk is a number of tokens, an int of at least 1, got 0"),
         ({"chunk": None}, "chunk is a number of tokens, an int of at least 1, got None"),
         ({"reduction": "none"}, 'reduction must be "mean" or "sum", over all labels of all ranks, got \'none\''),
-        ({"ignore_index": None}, "ignore_index must be one number, got None"),
+        ({"ignore_index": None}, "ignore_index must be one integer, got None"),
+        ({"ignore_index": 0.5}, "ignore_index must be one integer, got 0.5"),
     ],
 )
 def test_what_makes_no_loss_is_refused(arguments, message):

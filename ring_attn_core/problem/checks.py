@@ -232,13 +232,6 @@ def check_number(name: str, x: Any) -> None:
         raise ValueError(f"{name} must be one number, got {in_words(x)}")
 
 
-def check_static_number(name: str, x: Any) -> None:
-    """Raise ValueError if ``x`` is neither a number nor a 0-d array, or if it is traced."""
-    check_number(name, x)
-    if is_traced(x):
-        raise ValueError(f"{name} must be a Python number, got {number_in_words(x)}")
-
-
 def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> list[tuple[Any, Any]]:
     """Return the pairs (out, lse) passed to ``merge``: ``a`` and ``b``, or the list ``a`` if ``b`` is None.
 

@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from ring_attn_core.model.chunks import check_dtypes, check_loss
-from ring_attn_core.problem.checks import check_static_number
+from ring_attn_core.validation import check_integer
 
 from ..attend.tiles import accumulation_dtype
 from ..axes import on_auto_axes, sharded_like, vary_alike
@@ -57,7 +57,7 @@ def token_log_probs(
     ``ignore_index`` is traced.
     """
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
-    check_static_number("ignore_index", ignore_index)
+    check_integer("ignore_index", ignore_index, static=True)
     check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, "sum")
     x = logits.reshape(-1, *logits.shape[-2:]) if logits.ndim != 3 else logits

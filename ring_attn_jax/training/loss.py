@@ -16,8 +16,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from ring_attn_core.model.chunks import check_dtypes, check_loss, check_weights
-from ring_attn_core.problem.checks import check_number, check_static_number
-from ring_attn_core.validation import in_words
+from ring_attn_core.validation import check_integer, in_words
 
 from ..attend.tiles import accumulation_dtype
 from ..axes import axes_of, checks_are_off, on_auto_axes, unknown_axis, without_derivative
@@ -72,7 +71,7 @@ def loss(
     """
     optional = {"head": head, "label_weights": label_weights}
     _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})
-    check_static_number("ignore_index", ignore_index)
+    check_integer("ignore_index", ignore_index, static=True)
     check_dtypes(str(logits.dtype), str(labels.dtype))
     check_loss(logits.shape, labels.shape, None if head is None else head.shape, chunk, reduction)
     check_weights(None if label_weights is None else label_weights.shape, labels.shape)
@@ -96,7 +95,7 @@ def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "
     the axis is not one of a shard_map.
     """
     _check_arrays({"labels": labels})
-    check_number("ignore_index", ignore_index)
+    check_integer("ignore_index", ignore_index)
     count = (int32_labels(labels) != ignore_index).sum()
     return count if axis_name is None else _sum("count_labels", axis_name, count)[0]
 

@@ -12,7 +12,7 @@ from ring_attn_core.data.trees import batch_of_trees, longest_path, trees_of
 from ring_attn_core.layouts import check_rank
 from ring_attn_core.plan.balanced import layout_of_ids
 from ring_attn_core.plan.balanced_layout import BalancedLayout
-from ring_attn_core.problem.checks import check_number
+from ring_attn_core.validation import check_integer
 
 from .extents import converted, document_extents, integers, on_host
 from .layout import _order, positions, to_layout
@@ -83,7 +83,7 @@ def shard_batch(
     """
     if rank is not None:
         check_rank(rank, ranks)
-    check_number("ignore_index", ignore_index)
+    check_integer("ignore_index", ignore_index)
     ids = integers("ids", ids, "batch", "length")
     owner, extents = torch.zeros_like(ids), None  # the document of each token, negative for padding
     if documents is not None:

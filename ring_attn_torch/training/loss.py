@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_attn_core.model.chunks import check_dtypes, check_loss, check_weights
-from ring_attn_core.problem.checks import check_number
-from ring_attn_core.validation import in_words
+from ring_attn_core.validation import check_integer, in_words
 
 from ..call.autograd import eager_only
 from ..ring.agreement import AgreedCall, agree_on, exchange
@@ -163,7 +162,7 @@ def _count(labels: Tensor, ignore_index: int) -> Tensor:
 
 
 def _check(ignore_index: Any, arrays: dict[str, Any]) -> None:
-    """Raise ValueError if a value in ``arrays`` is a DTensor or not a tensor, or if ``ignore_index`` is not a number."""
+    """Raise ValueError if a value in ``arrays`` is a DTensor or not a tensor, or if ``ignore_index`` is not an integer."""
     for name, x in arrays.items():
         if is_dtensor(x):
             raise ValueError(
@@ -172,7 +171,7 @@ def _check(ignore_index: Any, arrays: dict[str, Any]) -> None:
             )
         if not isinstance(x, Tensor):
             raise ValueError(f"{name} must be a torch.Tensor, got {in_words(x)}")
-    check_number("ignore_index", ignore_index)
+    check_integer("ignore_index", ignore_index)
 
 
 def _device(x: Any) -> str:
