@@ -10,6 +10,7 @@ import pytest
 
 from ring_attn_core import Band, causal, full, sliding_window
 from ring_attn_core.model.config import AttentionConfig, TransformerConfig
+from ring_attn_core.model.llama import config_of
 from ring_attn_core.model.rotary import NTK, Linear, Llama3, Rotary, YaRN
 
 SIZES: dict[str, Any] = {"vocab": 31, "dim": 24, "depth": 2, "heads": 4}
@@ -139,3 +140,16 @@ def test_many_layers_are_a_config_within_seconds():
     deep: dict[str, Any] = SIZES | {"depth": 10_000, "windows": [3] * 10_000, "mlp_chunk": 10**30}
     config = TransformerConfig(**deep)
     assert config.attention(9_999).mask == Band(0, 3)
+
+
+THEIRS: dict[str, Any] = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+THEIRS |= {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 64}
+SCALED: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0}
+SCALED |= {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0, "partial_rotary_factor": 1.0}
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_null_in_a_hugging_face_scaling_is_a_missing_key(name):
+    scaling = {"rope_type": "yarn"} | SCALED
+    missing = {key: x for key, x in scaling.items() if key != name}
+    assert config_of(THEIRS | {"rope_parameters": scaling | {name: None}}) == config_of(THEIRS | {"rope_parameters": missing})

@@ -236,7 +236,7 @@ def _rotary(theirs: Theirs) -> Rotary:
     scaling = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     if any(isinstance(x, Mapping) for x in scaling.values()):
         raise ValueError(f"rope_parameters must be one for all layers, got {', '.join(scaling)}")
-    if scaling.get("partial_rotary_factor", 1.0) != 1.0:
+    if scaling.get("partial_rotary_factor") not in (None, 1.0):
         raise ValueError(f"rope_parameters must turn whole heads, got partial_rotary_factor {scaling['partial_rotary_factor']}")
     base = scaling.get("rope_theta") or theirs.get("rope_theta") or 10000.0
     kind = str(scaling.get("rope_type") or scaling.get("type") or "default")
