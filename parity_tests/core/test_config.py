@@ -144,6 +144,7 @@ def test_many_layers_are_a_config_within_seconds():
 
 THEIRS: dict[str, Any] = {"vocab_size": 31, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
 THEIRS |= {"model_type": "llama", "intermediate_size": 64, "max_position_embeddings": 64}
+NUMBERS: dict[str, Any] = {"num_key_value_heads": 4, "head_dim": 6, "rms_norm_eps": 1e-6, "attention_dropout": 0.1}
 SCALED: dict[str, Any] = {"rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 32.0}
 SCALED |= {"beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0, "partial_rotary_factor": 1.0}
 
@@ -153,3 +154,12 @@ def test_null_in_a_hugging_face_scaling_is_a_missing_key(name):
     scaling = {"rope_type": "yarn"} | SCALED
     missing = {key: x for key, x in scaling.items() if key != name}
     assert config_of(THEIRS | {"rope_parameters": scaling | {name: None}}) == config_of(THEIRS | {"rope_parameters": missing})
+
+
+@pytest.mark.parametrize("name", [*SCALED, *NUMBERS])
+@pytest.mark.parametrize("value", [10**400, -(10**400), float("inf"), float("nan")], ids=["huge", "minus huge", "inf", "nan"])
+def test_numbers_out_of_all_range_in_a_hugging_face_config_are_refused_in_words(name, value):
+    changed = {"rope_parameters": {"rope_type": "yarn"} | SCALED | {name: value}} if name in SCALED else {name: value}
+    assert config_of(THEIRS | NUMBERS | {"rope_parameters": {"rope_type": "yarn"} | SCALED}).depth == 2
+    with pytest.raises(ValueError, match=r"must (be|turn)|is the share of"):
+        config_of(THEIRS | NUMBERS | changed)

@@ -80,6 +80,8 @@ def test_a_factor_of_1_changes_nothing(scaling):
         (lambda: Rotary(1e4, 8.0), r"must be Linear\(...\), NTK\(...\), YaRN\(...\), Llama3\(...\) or None, got 8.0"),  # type: ignore[arg-type]
         (lambda: Linear(0.5), "factor of Linear must be a number of at least 1, got 0.5"),
         (lambda: NTK(True), "factor of NTK must be a number of at least 1, got True"),
+        (lambda: NTK(1e200), r"factor of NTK must be at most 1e\+30, got 1e\+200"),
+        (lambda: YaRN(4.0, 4096, fast=1e308), r"fast of YaRN must be at most 1e\+30, got 1e\+308"),
         (lambda: YaRN(4.0, 4096.0), "original must be an int of at least 1, got 4096.0"),  # type: ignore[arg-type]
         (lambda: YaRN(4.0, 4096, fast=1.0), "fast=1.0 must be greater than slow=1.0"),
         (lambda: YaRN(4.0, 4096, mscale=1.0), "takes mscale and mscale_all together"),

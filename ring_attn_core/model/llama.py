@@ -120,7 +120,7 @@ def config_of(theirs: Theirs) -> TransformerConfig:
         o_bias=biases["attention_bias"],
         mlp_bias=biases["mlp_bias"],
         eps=get("rms_norm_eps", 1e-6),
-        dropout_rate=float(get("attention_dropout") or 0.0),
+        dropout_rate=get("attention_dropout") or 0.0,
         tied=bool(get("tie_word_embeddings", False)),
         param_dtype=get("dtype") or get("torch_dtype") or "float32",
         published=_published(theirs),
