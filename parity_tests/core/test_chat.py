@@ -164,6 +164,7 @@ def test_a_token_counts_as_the_assistants_if_one_of_its_characters_does():
     offsets = [(0, 2), (2, 5), (5, 5), (5, 6), (6, 9), (9, 12)]
     assert inside(offsets, [(3, 6), (9, 10)]) == [False, True, False, True, False, True]
     assert inside(offsets, []) == [False] * 6
+    assert inside(offsets, [(1, 1), (3, 3), (4, 5), (7, 7), (9, 9)]) == [False, True, *[False] * 4]  # turns without text
 
 
 def test_a_template_may_lie_in_a_file_of_its_own_or_have_a_name(tmp_path: Path):

@@ -222,8 +222,10 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 def inside(offsets: list[Span], spans: list[Span]) -> list[bool]:
     """Return for each token whether any of its characters lies in one of ``spans``.
 
-    ``offsets``: the span of each token's characters. ``offsets`` and ``spans`` are in order of the text.
+    ``offsets``: the span of each token's characters. ``offsets`` and ``spans`` are in order of the text. A span without
+    characters, of a turn without text, holds no token, although it may lie in the middle of one.
     """
+    spans = [(begin, end) for begin, end in spans if begin < end]
     found, at = [], 0
     for first, end in offsets:
         while at < len(spans) and spans[at][1] <= first:
