@@ -109,8 +109,8 @@ def ring_backend(
 def _visible_keys(mask: Tensor, key: Tensor) -> Tensor:
     """Return a bool mask [batch, tokens], True for visible keys of this rank.
 
-    Raise ValueError if ``mask`` differs between queries or heads, or holds biases other than 0, -inf and the dtype's lowest
-    number.
+    Raise ValueError if ``mask`` differs between queries or heads, or holds integers, or biases other than 0, -inf and the dtype's
+    lowest number.
     """
     batch, tokens = key.shape[:2]
     rows = mask[:, 0, 0] if mask.ndim == 4 and mask.shape[1:3] == (1, 1) else mask
@@ -120,9 +120,11 @@ def _visible_keys(mask: Tensor, key: Tensor) -> Tensor:
             f"rank and the same for all queries and heads, got {list(mask.shape)}: ring_attn_torch.functional takes other masks"
         )
     if rows.dtype != torch.bool:
-        hidden = rows <= torch.finfo(rows.dtype).min
-        if not bool((hidden | (rows == 0)).all()):
-            raise ValueError('the attention backend "ring" takes attn_mask of bools, or of 0 and -inf, and no other biases')
+        hidden = rows <= torch.finfo(rows.dtype).min if rows.is_floating_point() else None
+        if hidden is None or not bool((hidden | (rows == 0)).all()):
+            raise ValueError(
+                f'the attention backend "ring" takes attn_mask of bools, or of 0 and -inf, and no other biases, got {rows.dtype}'
+            )
         rows = ~hidden
     return rows.expand(batch, -1).contiguous()
 

@@ -151,6 +151,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "causal": ({"is_causal": True}, "is_causal=True, and a shard of text and image tokens has no order"),
     "dropout": ({"dropout_p": 0.1}, "takes no dropout, got dropout_p=0.1"),
     "a mask by query": ({"attn_mask": torch.ones(2, 1, 6, 6) > 0}, r"takes attn_mask \[2, 6\] .* got \[2, 1, 6, 6\]"),
+    "a mask longer than the shard": (
+        {"attn_mask": torch.ones(2, 1, 1, 7) > 0},
+        r"takes attn_mask \[2, 6\] .* got \[2, 1, 1, 7\]",
+    ),
+    "a mask of integers": ({"attn_mask": torch.ones(2, 6, dtype=torch.int64)}, "and no other biases, got torch.int64"),
     "a bias": ({"attn_mask": torch.full((2, 6), 0.5)}, "no other biases"),
     "keys of another length": ({"key": torch.ones(2, 5, 2, 8)}, "6 queries and 5 keys on this rank: cross-attention"),
 }
