@@ -33,9 +33,15 @@ def test_ends_of_documents_that_transformers_collator_writes_beside_positions_pa
     check_documents("a model", given, (1, 9), False)
     check_documents("a model", given | {"position_ids": given["position_ids"].expand(4, 1, 9)}, (1, 9), False)  # of Qwen-VL
     check_documents("a model", given | {"position_ids": torch.zeros(3, 1, 9)}, (1, 9), False)  # without positions in the text
-    for ends in ([0, 4, 5, 9], [0, 3, 5, 6, 9]):
+    for ends in ([0, 4, 5, 6, 8, 9], [0, 3, 5, 6, 9]):
         with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids disagree"):
             check_documents("a model", given | {"cu_seq_lens_q": torch.tensor(ends)}, (1, 9), False)
+
+
+@pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 0, 0, 0]])
+def test_positions_that_name_no_document_leave_it_to_the_ends(positions: list[int]):
+    """As those of a model without packing, and those of padding, which repeat 0."""
+    check_documents("a model", {"position_ids": torch.tensor([positions]), "cu_seq_lens_q": torch.tensor([0, 3, 7])}, (1, 7), False)
 
 
 def test_ends_and_positions_may_differ_at_padding_that_a_mask_names():
@@ -47,7 +53,7 @@ def test_ends_and_positions_may_differ_at_padding_that_a_mask_names():
 
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "ends against positions": (
-        {"cu_seq_lens_q": torch.tensor([0, 5, 8]), "position_ids": torch.arange(8)[None]},
+        {"cu_seq_lens_q": torch.tensor([0, 3, 5, 8]), "position_ids": torch.arange(8)[None] % 3},
         "cu_seq_lens_q and position_ids disagree: by cu_seq_lens_q a document begins at token 5, by position_ids none does",
     ),
     "positions against ends": (

@@ -28,8 +28,8 @@ class DocumentBounds(NamedTuple):
 def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
     """Raise ValueError if the documents of a call of ``shape`` [batch, length] are not defined by its arguments.
 
-    They are not if cu_seq_lens_q disagrees with position_ids, ends before the length, comes with several rows or a cache, or if
-    seq_idx comes alone. ``name``: that of the model's class.
+    They are not if cu_seq_lens_q disagrees with position_ids that begin again, ends before the length, comes with several rows or
+    a cache, or if seq_idx comes alone. ``name``: that of the model's class.
     """
     batch, length = shape
     if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
@@ -51,7 +51,9 @@ def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int,
     position_ids, present = position_ids.cpu(), None if present is None else present.cpu().bool()
     first = document_extents(cu_seqlens=ends.cpu(), length=length)[0, 1:, 0]
     by_ends, by_positions = first == torch.arange(1, length), _starts(position_ids, present)[0]
-    differ = by_ends != by_positions
+    if not bool(by_positions.any()):  # positions that never begin again name no document, and the ends part them
+        return
+    differ = (by_ends != by_positions) & (position_ids[0, 1:] != position_ids[0, :-1])  # padding often repeats position 0
     if present is not None:
         differ &= (present[:, 1:] & present[:, :-1])[0]
     if bool(differ.any()):
