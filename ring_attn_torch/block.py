@@ -79,7 +79,7 @@ def attend_block(
     recompilation.
 
     The other arguments are those of ``ring_attention``, with the arrays of the block; the backends "flash", "flash4" and "cudnn"
-    are refused. A sink is the pair (out 0, lse ``sink``): merge it once.
+    are refused. To apply a sink, merge the pair (out 0, lse ``sink``) into the result once, not once per block.
 
     Raise ValueError if inputs do not fit. No second derivative.
     """
@@ -120,8 +120,8 @@ def merge(
 
     A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
     ``2^-24 |lse|``. This error alone changes ``out`` by up to ``2^-24 |lse| |out_A - out_B|``, at an lse of 1e4 by 6e-4 of the
-    difference. The rounding of the merge itself comes on top. :func:`ring_attention` carries the rounding error of lse from step
-    to step, for float32 and float64 inputs, except with vendors' backends. Raise ValueError if an argument is not such a pair.
+    difference. The merge adds its own rounding. :func:`ring_attention` carries the rounding error of lse from step to step, for
+    float32 and float64 inputs, except with vendors' backends. Raise ValueError if an argument is not such a pair.
     """
     pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
     top = reduce(torch.maximum, [lse for _, lse in pairs]).detach()

@@ -27,9 +27,9 @@ class Backend(Protocol):
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return the new state.
 
-        ``rows``: a ``Row`` for each pair of runs. ``total`` is None before the first step. The state is float32 (float64 for
-        float64 inputs). After the ``last`` step ``out`` is cast to q's dtype. The state has a ``rest``, the rounding error of
-        lse, if ``carries_rest(q.dtype)``.
+        ``rows``: a ``Row`` for each pair of a query run and a key run. ``total`` is None before the first step. The state is
+        float32 (float64 for float64 inputs). After the ``last`` step ``out`` is cast to q's dtype. The state has a ``rest``, the
+        rounding error of lse, if ``carries_rest(q.dtype)``.
         """
         ...
 
@@ -67,8 +67,8 @@ class Backend(Protocol):
 def sink_gradient(score: Score, total: State, delta: Tensor) -> Tensor | None:
     """Return the gradient of the sinks [h], or None without sinks.
 
-    The gradient is ``-sum_bs exp(sink - lse - rest) delta`` over arrays [b s h]. The formula treats a sink as a key whose value
-    is 0.
+    The gradient is ``-sum_bs exp(sink - lse - rest) delta`` over arrays [b s h], where rest is the rounding error of lse
+    (``State``). The formula treats a sink as a key whose value is 0.
     """
     if score.sinks is None:
         return None

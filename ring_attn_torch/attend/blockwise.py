@@ -1,18 +1,19 @@
 """Tiled attention of one q shard over one k/v shard in plain torch: for any device, and the ground truth.
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
-    lse_i = log sum_j exp(s_ij)                                                  continued from the sink or -inf
+    lse_i = log sum_j exp(s_ij)                                                  the sum also has exp(sink), if there is one
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = 1 / (1 - dropout_rate), 0 if dropped
 
 This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
-so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator. Key tiles outside of the band and the
-extents are skipped. No score matrix is larger than one tile for each batch row and head.
+so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator (rest: the rounding error of lse). Key tiles
+outside of the band, or outside of the extents, are skipped. No score matrix is larger than one tile for each batch row and head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension) or [b t g d] (v in k), rows [q_runs][k_runs] of Row;
            state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
            of q,k / of v
 Tiles      a tile lies within one run; the r query heads of a key head are rows of one product: [b*g, r*block_q, ...].
-           With extents or key extents each batch row visits its own key tiles, else all batch rows visit the same ones
+           With extents or key extents each batch row visits its own key tiles; without them all batch rows
+           visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype
 """
 

@@ -1,4 +1,4 @@
-"""Attention of a few queries over one rank's cache slots, and the merge of several ranks' or splits' results.
+"""Attention of a few queries over one rank's cache slots, and the merge of the results of ranks, or of splits of the slots.
 
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j

@@ -1,4 +1,4 @@
-"""The parameters of a score s_ij other than q and k, and of dropout. They belong to the queries: keys travel without them."""
+"""The parameters of dropout and of the scores s_ij, except q and k. They stay with the queries while keys travel."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from torch import Tensor
 
 
 class Score(NamedTuple):
-    """The parameters of a score and of dropout. A feature whose field is None is off.
+    """The parameters of a score and of dropout. A feature whose field is None is off, and so is dropout at rate 0.
 
-    ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j, else -inf.
+    ``s_ij = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)`` if query i may see key j, else -inf. Without
+    softcap the first term is ``scale q_i . k_j``.
     """
 
     scale: float

@@ -213,7 +213,7 @@ class Pair:
         return per_head.masked_fill(fully_masked[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the unmasked scores [b*g, r*block_q, block_k], and the backward's tanh(scale q . k / softcap) or None."""
+        """Return the unmasked scores [b*g, r*block_q, block_k] and tanh(scale q . k / softcap), or None without softcap."""
         scores, tanh = self.inputs.product("scores", q_tile, k_tile.transpose(1, 2)), None
         if self.inputs.score.softcap is not None:
             tanh = scores.div_(self.inputs.score.softcap).tanh_()

@@ -20,33 +20,34 @@ class SequenceShardedDataset(IterableDataset[Shard]):
     Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
     each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
     rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has no label. But
-    a rank reads only its own tokens, plus one more token after each of its runs. With ``"striped"`` a rank reads the tokens of
-    all ranks twice, for ids and for labels, because its tokens lie apart and the token after each is on another rank.
+    a rank reads only its own tokens, plus at most one more token after each part of a span. In the layout ``"striped"`` a rank
+    reads the tokens of all ranks twice, for ids and for labels, because its tokens lie apart and the token after each is on
+    another rank.
 
     ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
     ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, a multiple of ``ranks``, in zigzag of 2 ``ranks``. ``rank``: None for all shards,
-    concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups, which get different
-    rows. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
+    ``length``: tokens of a packed row, a multiple of ``ranks``; in zigzag, of ``2 * ranks``. ``rank``: None for the shards of all
+    ranks, concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups; their rows
+    differ. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
     of epochs; None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)).
     ``pattern``: the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in
     files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the package tokenizers, or its
     folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
     by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``: count positions from
-    0 in each document. ``ignore_index``: the label of a token without a target. ``chat``: "all" or "assistant"; the column then
-    holds chats, lists of messages, which the tokenizer's chat template writes as texts, with the tools of the column "tools" if
-    there is one. With "assistant" only the assistant's tokens have labels.
+    0 in each document. ``ignore_index``: the label of a token without a target. ``chat``: "all" or "assistant" if the column
+    holds chats, that is, lists of messages. The tokenizer's chat template writes a chat as a text, with the tools of the column
+    "tools" if that exists. With "assistant" only the assistant's tokens have labels.
 
     Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
     in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
 
-    With ``layout="balanced"`` the documents of each batch are distributed over the ranks for equal work, and its shards carry the
-    balanced layout as ``layout``.
+    With ``layout="balanced"`` the documents of each batch are distributed over the ranks for nearly equal work. The field
+    ``layout`` of each shard then holds the balanced layout.
 
     A run may be resumed with other ranks, layout or workers: the content of a batch does not depend on them.
 
-    Raise ValueError if arguments do not fit, if the data are neither text nor ids, or if files are empty, vanished or changed.
-    Raise it too if the data hold no token, or with ``last="drop"`` if they do not fill a batch.
+    Raise ValueError if arguments do not fit, if the data are neither text nor ids, if a file is empty, has vanished or has
+    changed, if the data hold no token, or if they fill no batch with ``last="drop"``.
     """
 
     def __init__(
@@ -118,14 +119,14 @@ class SequenceShardedDataset(IterableDataset[Shard]):
 
     @property
     def vocab(self) -> int | None:
-        """Return the largest possible id + 1, or None for token arrays."""
+        """Return the vocabulary size, which is the largest possible id + 1, or None for token arrays."""
         return self._batches.vocab
 
     @property
     def bytes_read(self) -> int:
-        """Return the bytes of the tokens that this process has read as ids or labels.
+        """Return the number of bytes of the tokens that this process has read as ids or labels.
 
-        The other tokens, which a striped rank reads and skips, do not count.
+        In the layout ``"striped"`` the tokens of other ranks, which this rank reads and skips, do not count.
         """
         return self._batches.reader.bytes_read
 

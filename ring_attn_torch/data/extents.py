@@ -6,8 +6,8 @@ Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix o
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
-Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads with [0, 0): such a query sees no
-key.
+Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads them with [0, 0). A query with the
+extent [0, 0) sees no key.
 """
 
 from __future__ import annotations

@@ -85,11 +85,12 @@ def unpack_rollouts(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     layout: str | BalancedLayout | None = None,
 ) -> list[Tensor]:
-    """Return for each rollout, on every rank, the values [tokens - 1, ...] at the slots that predict its tokens after the first.
+    """Return for each rollout the values [tokens - 1, ...] at the slots that predict its tokens, on every rank.
 
-    ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of ``rollouts.labels``: whole rows, or with ``layout`` (a name
-    or the ``.layout`` of a shard) this rank's shard of them. ``group``: the ring that holds the shards; None is the default
-    group. Loss masks are not applied: masked tokens have values too.
+    No slot predicts the first token of a rollout. ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of
+    ``rollouts.labels``: whole rows, or with ``layout`` (a name or the ``.layout`` of a shard) this rank's shard of them.
+    ``group``: the ring that holds the shards; None is the default group. Loss masks are not applied: masked tokens have values
+    too.
 
     Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
     rank keeps its own slice of the gradient, without a sum over ranks. So if every rank computes the same loss from all rollouts,

@@ -39,7 +39,10 @@ class RingArguments(NamedTuple):
 
 
 class Shards(NamedTuple):
-    """The shards of one call: rank and ranks, layout, tokens of a shard of q and of k, and the global lengths of both."""
+    """The sharding of the arrays of one call, over ``ranks`` ranks. ``rank``: the rank of this process.
+
+    ``local``: the tokens of a shard of q and of a shard of k. ``lengths``: the global numbers of queries and of keys.
+    """
 
     rank: int
     ranks: int
@@ -50,7 +53,7 @@ class Shards(NamedTuple):
     def own(self, x: Any, of: int, device: torch.device) -> Tensor:
         """Return this rank's shard of a global array [rows, length, ...], padded with zeros.
 
-        ``of``: 0 for the queries' tokens, 1 for the keys'.
+        ``of``: 0 if the tokens of ``x`` are queries, 1 if they are keys.
         """
         x = torch.as_tensor(x, device=device)
         runs = named(self.layout)(self.rank, self.ranks, self.local[of])

@@ -117,7 +117,10 @@ def tree_attention_decode(
 
 
 def as_int32(positions: Any) -> Any:
-    """Convert integer positions to int32; clamp positions above 2^31 - 1 to it. Return other objects unchanged."""
+    """Convert positions of any integer dtype to int32, clamped to at most 2^31 - 1.
+
+    Return an object that is not an integer tensor unchanged.
+    """
     if (
         not isinstance(positions, Tensor)
         or positions.dtype == torch.int32

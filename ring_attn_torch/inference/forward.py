@@ -88,8 +88,8 @@ def prefill_prompts(
 ) -> tuple[Float[Tensor, "batch vocab"], KVCache]:
     """Append one chunk of a prompt to each request in the cache. Return the logits of each chunk's last token, and the cache.
 
-    ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. It continues
-    the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
+    ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. The chunk
+    continues the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
     tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
     a request without a true token. ``fresh``: True checks that all requests are empty.
 

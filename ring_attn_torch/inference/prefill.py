@@ -51,11 +51,11 @@ def prefill(
     chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt, up to
     the order of sums and, in a float8 cache, the rounding of earlier chunks. Each rank caches its own k and v. The chunk attends
     to itself round the ring. Cached keys do not travel. Instead, unless ``step.fresh``, the chunk's q is all-gathered, and every
-    rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank of its queries, which merges them in
-    rank order.
+    rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank that owns the queries, and this rank
+    merges the pairs in rank order.
 
-    ``window``: the number of positions before itself that a query sees; None: the cache's. For the other arguments see
-    ``ring_attention``.
+    ``window``: the number of positions before itself that a query sees; None: the window of the cache. For the other arguments
+    see ``ring_attention``.
 
     Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
     ``cache.append``. Raise ValueError before any array is sent if the arguments do not fit, or if ``alibi_slopes`` are passed

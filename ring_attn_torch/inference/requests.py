@@ -122,11 +122,11 @@ class Requests:
         return self
 
     def rollback(self, lengths: Lengths) -> Self:
-        """Truncate each request to its first ``lengths`` tokens: integers, one for all requests or one each, equal on all ranks.
+        """Truncate each request to its first ``lengths`` tokens.
 
-        A shorter request stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length
-        since its reset. Raise ValueError if a request goes further. This is not checked if ``lengths`` is a tensor and the cache
-        is on a GPU.
+        ``lengths``: an int for all requests, one int each, or integers [batch], equal on all ranks. A shorter request stays as it
+        is. With a window a request may go back at most ``room`` tokens from its greatest length since its reset. Raise ValueError
+        if a request goes back further. This is not checked if ``lengths`` is a tensor and the cache is on a GPU.
         """
         spec, device = self.spec, self.counts.device
         if isinstance(lengths, Tensor) and device.type != "cpu":

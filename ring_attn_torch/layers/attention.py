@@ -89,18 +89,19 @@ class RingAttention(Projections):
         step; dropout applies if and only if it is passed; ``self.training`` is ignored. ``dropout_offset``: as in ring_attention.
 
         ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, for this call. None: the layer's own
-        layout, which silently gives wrong results for such a shard (:class:`RingTransformer` notices most of these).
+        layout, which silently gives wrong results for such a shard (:class:`RingTransformer` detects most of these mistakes).
 
         ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
-        tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens hides
-        nothing on any path and is ignored. A shorter window is refused. ALiBi slopes, masks that are not causal, and a rotary
-        layer without ``positions`` are refused too. A layer with a window or slopes refuses ``key_extents`` without
+        tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens, the query
+        included, hides nothing on any path and is ignored. A shorter window is refused. ALiBi slopes, masks that are not causal,
+        and a rotary layer without ``positions`` are refused too. A layer with a window or slopes refuses ``key_extents`` without
         ``longest_path``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
-        ``context_length``: its global number of tokens without padding (None: all tokens of its shards). ``context_positions``:
-        the positions of its tokens. ``key_mask`` [b t], ``extents`` and the mask then refer to context tokens: if queries see the
-        whole context, make the layer with ``mask=full()``, and usually with ``rotary_base=None``.
+        ``context_length``: the context's global number of tokens without padding (None: all tokens of its shards).
+        ``context_positions``: the positions of the context's tokens. With a context, ``key_mask`` [b t], ``extents`` and the mask
+        refer to the context's tokens. If the queries see the whole context, make the layer with ``mask=full()``, and usually with
+        ``rotary_base=None``.
 
         Raise ValueError if x or context has a wrong shape, or if the layer or ring_attention refuses an argument.
         """

@@ -62,7 +62,8 @@ class ContiguousRing(LayerRing):
 class LayerArguments:
     """The constructor arguments of a layer.
 
-    Unlike a config, it takes ``dim`` and ``heads`` by position, None for a default, and a dtype in place of its name.
+    Unlike a config, it takes ``dim`` and ``heads`` by position. It also takes None for a default value, and a dtype in place of
+    its name.
     """
 
     dim: int = field(kw_only=False)

@@ -15,7 +15,7 @@ from ..attend.tiles import accumulation_dtype
 COARSE = 1024
 """Number of positions from one coarse angle to the next; RotaryEmbedding adds a coarse and a fine angle."""
 TURN = 2**32
-"""Number of units of an integer angle in a full turn."""
+"""Number of units in a full turn, if an angle is an integer."""
 
 
 class RotaryEmbedding(nn.Module):

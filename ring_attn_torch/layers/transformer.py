@@ -67,7 +67,7 @@ class RingTransformer(nn.Module):
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
     ``tied``: the head is the embedding. ``mlp_bias``: the MLP's linear maps have biases. ``published``: the data that
     ``load_llama`` keeps for ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are
-    cast to it at use, so gradients of float32 weights, and their sums over ranks, are float32 even if it is torch.bfloat16.
+    cast to it at use. So gradients of float32 weights, and their sums over ranks, are float32 for any ``compute_dtype``.
     ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a time, None for all. It limits the memory of
     the ``hidden`` features. The backward then recomputes these features once, which it does without ``mlp_chunk`` too if
     ``activations`` is not "keep". The other arguments are those of :class:`RingAttention`.
@@ -214,11 +214,11 @@ class RingTransformer(nn.Module):
         ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank. The ring shards the prompts in the
         model's layout and prefills them. Each step then computes the next token of all requests, until all have finished.
 
-        ``temperature`` 0: the most probable token. Otherwise a token is drawn from ``softmax(logits / temperature)`` over the
-        ``top_k`` most probable tokens, and of these the fewest whose probabilities sum to ``top_p``. Each of these three
-        arguments may be a list or a 1-D array with a value for each prompt. A draw depends only on the prompt's logits, these
-        arguments, ``seed``, the prompt's index and the position. So, except where rounding decides, it is the same on any ring,
-        in either framework, and beside any other prompts.
+        ``temperature`` 0: the most probable token. Otherwise a token is drawn from ``softmax(logits / temperature)``. ``top_k``
+        restricts the draw to the k most probable tokens, and ``top_p`` then to the fewest of these whose probabilities sum to at
+        least p. Each of the three may be a list or a 1-D array with a value for each prompt. A draw depends only on the prompt's
+        logits, these arguments, ``seed``, the prompt's index and the position. So, except where rounding decides, it is the same
+        on any ring, in either framework, and beside any other prompts.
 
         ``on_token(request, token)``: called on every rank for each new token, with the prompt's index. ``chunk``: the maximum
         number of tokens of a prompt in one prefill, None for all. It limits the memory of activations. ``progress(done, total)``:

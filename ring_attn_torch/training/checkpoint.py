@@ -210,7 +210,7 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for the save in progress, if any. Raise OSError if it has failed; earlier checkpoints stay complete.
 
-        Warn if old checkpoints cannot be deleted afterwards.
+        Warn if the save could not delete old checkpoints.
         """
         if self._pending is not None:
             (step, saving), self._pending = self._pending, None

@@ -1,9 +1,9 @@
 """Summary attention over a ring, an approximation: exact within a window, with a few summaries of each block before it.
 
 :func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents: a window that starts at the start
-of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block``; its queries are
-the learned vectors ``pool``, or zeros for the mean. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks.
-Each rank merges the pairs of each block, weighted by exp(lse), and its queries attend to the merged summaries.
+of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block``, with the learned
+vectors ``pool`` as queries, or zeros for the mean. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks.
+Each rank merges the pairs of each block, weighted by exp(lse), and its own queries attend to the merged summaries.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def summary_attention(
         summaries: the number of summaries of a block.
         window: the minimum number of previous tokens that a query sees exactly; the range begins where a block does.
         pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
-            its block, which summaries must divide.
+            its block. ``block`` must then be a multiple of ``summaries``.
         key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
             pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
             is log n, where n counts the unmasked keys of the summary's part. A summary with n = 0 is masked. To apply this

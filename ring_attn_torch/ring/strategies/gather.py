@@ -46,7 +46,7 @@ def keys_in_order(keys: Keys, ring: Ring) -> Keys:
 
 
 def in_order(x: Tensor, ring: Ring) -> Tensor:
-    """Sort joined shards [b shards*n ...] by position in a balanced layout; return them unchanged in any other layout."""
+    """Sort the tokens of joined shards ``x`` [b shards*n ...] by position in a balanced layout; else return ``x`` unchanged."""
     order = _order_of(x, ring)
     return x if order is None else x.index_select(1, order[0])
 

@@ -1,8 +1,8 @@
-"""The strategy "direct" in a balanced layout: all keys that a rank needs arrive in one exchange, before its only step.
+"""The strategy "direct" in a balanced layout: one exchange brings a rank all keys that it needs from others, for its only step.
 
-The plan (``plan/needed.py`` of the core) determines the keys. A rank's own and the received keys are sorted by position, as
-kernels need them, in a shard padded to one of few sizes. In the backward the keys travel again, and their gradients return to the
-owner, which adds the gradients from ranks ``rank + 1``, ``rank + 2``, ... in this order.
+The plan (``plan/needed.py`` of the core) determines which keys a rank needs. A rank's own and the received keys are sorted by
+position, as kernels need them, in a shard padded to one of few sizes. In the backward the keys travel again, and their gradients
+return to the owner, which adds the gradients from ranks ``rank + 1``, ``rank + 2``, ... in this order.
 """
 
 from __future__ import annotations

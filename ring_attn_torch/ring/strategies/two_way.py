@@ -41,7 +41,10 @@ class TwoWay(OneWay):
 
 
 class Way:
-    """The keys that travel in one direction, to the ranks ``shifts`` after their owner. ``step``: the latest step."""
+    """The keys that travel in one direction. ``shifts``: the distances from their owner to the ranks that they visit.
+
+    ``step``: the latest step of this direction.
+    """
 
     def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
         self.visits, self._ring = len(shifts), ring
