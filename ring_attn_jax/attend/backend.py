@@ -58,8 +58,8 @@ class Backend(Protocol):
         """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns.
 
         ``arrived()`` returns the gradients of ``keys`` from other ranks' queries, or None. ``dq`` is None before the first step.
-        Return dq and the gradients of ``keys``. A complete gradient may be in q's dtype; an incomplete one is in float32 (float64
-        for float64 inputs).
+        Return dq and the gradients of ``keys``. A gradient to which later steps or other ranks still add is in float32 (float64
+        for float64 inputs). A complete gradient may be in q's dtype.
         """
         ...
 

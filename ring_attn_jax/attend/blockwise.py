@@ -43,7 +43,7 @@ from .tiles import Pair, TileInputs, accumulation_dtype, dot
 class Blockwise:
     """The backend "blockwise": plain jnp, tile by tile. ``even``: True if each run has an equal part of the shard.
 
-    ``v_dim``: number of k's first columns that are the values; None: v follows k in ``Keys.kv``.
+    ``v_dim``: the first ``v_dim`` columns of k are the values. None: ``Keys.kv`` holds v behind k.
     """
 
     two_arrays: ClassVar[bool] = False

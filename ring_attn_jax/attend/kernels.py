@@ -80,10 +80,10 @@ class Kernels:
         arrived: Callable[[], jax.Array | None],
         last: bool,
     ) -> tuple[jax.Array, Gradients]:
-        """Compute a step's gradients by one Hopper kernel if it can run, else by a kernel for dq and one for dk and dv.
+        """Compute a step's gradients by kernels. See ``Backend.attend_backward``.
 
-        The Hopper kernel sums dq in float32; after the ``last`` step another kernel scales and rounds it. See
-        ``Backend.attend_backward``.
+        If ``steps.in_one_pass``, one Hopper kernel computes dq, dk and dv. It sums dq in float32. After the ``last`` step another
+        kernel scales and rounds dq. Otherwise one kernel computes dq, and another dk and dv.
         """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)

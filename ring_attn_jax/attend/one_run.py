@@ -65,7 +65,7 @@ def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
 
 
 def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
-    """Return bounds (least, most), int32 [s 2] each: an extent (first, end) clamped to them holds only keys within ``band``.
+    """Return the bounds (least, most), int32 [s 2] each, between which an extent [s 2] must be clamped to lie within ``band``.
 
     ``at``: the position of each query, int32 [s].
     """

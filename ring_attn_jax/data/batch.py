@@ -89,10 +89,11 @@ def shard_batch(
     stay within segments, and positions count along the path from the root. ``key_mask`` [batch, length]: True if queries may
     attend to the key.
 
-    A token is padding if its document is negative or its key_mask False. Padding has the label ``ignore_index``, even if another
-    label was passed, and is not the default label of another token. All other tokens keep the labels that were passed.
+    A token is padding if its document is negative or its key_mask False. Padding has the label ``ignore_index``, even if
+    ``labels`` has another. It is not the default label of another token. All other labels in ``labels`` stay.
     ``restart_positions``: count positions from 0 in each document. Tokens of negative documents and padded slots keep their
-    global position. Positions are [batch, tokens], since rows may differ, while :func:`positions` returns [tokens].
+    global position. The positions are [batch, tokens], since rows may differ, while the function :func:`positions` returns
+    [tokens].
 
     ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree``. All
     ranks then have nearly equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass it on,

@@ -150,7 +150,8 @@ class SequenceShardedDataset:
     def resume(self, state: str | Mapping[str, object]) -> None:
         """Start every later iteration at ``state``, a return value of :meth:`state`, as text or parsed by json.loads.
 
-        Raise ValueError if it is not a state, or belongs to other data, length, rows per batch, seed, ``shuffle`` or ``last``.
+        Raise ValueError if ``state`` is not a state, or belongs to a run with other data, length, rows per batch, seed,
+        ``shuffle`` or ``last``.
         """
         self._batches.resume(state)
 

@@ -44,11 +44,12 @@ class KVCache(Requests):
 
     Create one with :meth:`make`. The cache is a pytree. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v
     [..., v_dim] and positions int32 [batch, slots], the position of the token in each slot, -1 if empty. Outside
-    ``jax.shard_map`` they hold the slots of all ranks, in rank order. Arrays that are equal on every rank: ``counts`` int32
-    [batch, ranks], the number of a request's tokens that each rank has stored (with a window, overwritten tokens count too);
-    ``lengths`` int32 [batch], the number of tokens of a request; ``reached`` int32 [batch], the greatest length of a request
-    since its reset; ``owners`` int16 [batch, tokens], where index ``position % tokens`` holds the rank that caches the token at
-    that position; with float8, ``k_scale`` and ``v_scale`` float32 [layers, kv_heads], 0 until they are known.
+    ``jax.shard_map`` they hold the slots of all ranks, in rank order. Arrays that are equal on every rank:
+        counts: int32 [batch, ranks], the number of a request's tokens that each rank has stored, overwritten tokens included.
+        lengths: int32 [batch], the number of a request's tokens.
+        reached: int32 [batch], a request's greatest length since its reset, steps without ``advance`` included.
+        owners: int16 [batch, n], the ranks of the newest n positions, each at the index position modulo n.
+        k_scale, v_scale: float32 [layers, kv_heads], used only in float8; 0 until they are known.
 
     Run a step of new tokens inside ``jax.shard_map``, with ``cache.specs`` as the specs of the cache:
 

@@ -64,8 +64,8 @@ def tree_attention_decode(
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
             tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
             alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j, that is for node i
-            itself and its ancestors. Every node also sees the keys before p. The depth of a node is the number of its ancestors.
-            Its window and its ALiBi bias count from position p + depth, and the caller rotates its q and k by that position.
+            itself and its ancestors. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
+            A node's window and ALiBi bias count from position p + depth. The caller rotates the node's q and k by that position.
         window: the number of positions before itself that a query sees; None: all.
         k_scale, v_scale: float32 ``[kv_heads]``, the scales of k and v in float8_e4m3fn: the true values are ``k k_scale`` and
             ``v v_scale``.
@@ -73,8 +73,8 @@ def tree_attention_decode(
         return_lse: also return lse.
 
     Return ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
-    float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key has out 0 and lse -inf (or
-    its sink).
+    float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key has out 0. Its lse is -inf
+    or, with sinks, its sink.
 
     Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Values are not
     checked, except that untraced positions must be below 2^31. So it is not checked that q_positions are p, p + 1, ... if

@@ -34,11 +34,12 @@ class SummaryAttention(Projections):
     """Approximate causal multi-head attention: ``o(summary_attention(rotary(q(x)), rotary(k(x)), v(x), pool))``.
 
     Use it in place of :class:`RingAttention` when exact attention to the last tokens, plus summaries of all blocks before them,
-    is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`, whose layout is contiguous. The
-    parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0 with one summary per block, which is then the block's mean.
-    With several summaries it is drawn from a normal distribution, since equal rows would stay equal. ``pooling="mean"`` has no
-    such parameter. The other arguments are RingAttention's, without ``layout``, ``mask``, ``o_bias``, sinks, ALiBi and
-    dropout. With ``mesh`` the layer takes global arrays, and its attention is :func:`sharded_summary_attention`.
+    is enough. ``block``, ``summaries``, ``window``, ``pooling``: as in :func:`summary_attention`. Shards are contiguous. With one
+    summary per block the parameter ``pool`` [summaries, kv_heads, head_dim] is initially 0, so that a summary begins as the mean
+    of its block. With several summaries ``pool`` is drawn from a normal distribution, since equal rows would stay equal. With
+    ``pooling="mean"`` the layer lacks this parameter. The other arguments are RingAttention's, without ``layout``, ``mask``,
+    ``o_bias``, sinks, ALiBi and dropout. With ``mesh`` the layer takes global arrays, and its attention is
+    :func:`sharded_summary_attention`.
 
     JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
     ``shard_map(check_vma=False)``. Raise ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an

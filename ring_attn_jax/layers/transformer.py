@@ -69,8 +69,8 @@ class RingTransformer(nnx.Module):
     ``load_llama`` keeps for ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are
     cast to it at use. So gradients of float32 weights, and their sums over ranks, are float32 for any ``compute_dtype``.
     ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a time, None for all. It limits the memory of
-    the ``hidden`` features, which the backward then recomputes once, as it does anyway if ``activations`` is not "keep". The
-    other arguments are those of :class:`RingAttention`.
+    the ``hidden`` features. The backward then recomputes these features once, which it does without ``mlp_chunk`` too if
+    ``activations`` is not "keep". The other arguments are those of :class:`RingAttention`.
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without

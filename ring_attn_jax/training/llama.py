@@ -17,17 +17,17 @@ def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = No
     """Load a Llama, Mistral, Qwen2 or Qwen3 model from a Hugging Face folder as a RingTransformer.
 
     ``folder``: as ``save_pretrained`` writes it, with ``config.json`` and one safetensors file, or several with an index. Logits
-    equal those of transformers up to rounding. Rotary scalings "linear", "llama3" and "yarn", sliding windows (Hugging Face's
-    ``w`` is ``w - 1`` here, because ``w`` counts the query's own token) and tied heads are supported; ``model.config`` records
-    all of them.
+    equal those of transformers up to rounding. Tied heads, sliding windows and the rotary scalings "linear", "llama3" and "yarn"
+    are supported, and recorded in ``model.config``. A window of ``w`` tokens in Hugging Face is ``w - 1`` here, because ``w``
+    counts the query's own token.
 
     ``dtype``: the dtype of the weights; None: that of config.json, or float32. ``compute_dtype``: the dtype of the computation,
     None for the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but
     not ``rngs``. With ``mesh`` the weights are copied to all of its devices, else to the default device.
 
     Raise ValueError if the architecture is none of these four, or needs a feature that our layers lack (quantised weights,
-    "dynamic" rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config; the
-    error names them. The error is the same in each process if the mesh spans all processes.
+    "dynamic" rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config. The
+    error names such files or weights. The error is the same in each process if the mesh spans all processes.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 

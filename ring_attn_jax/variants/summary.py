@@ -79,7 +79,7 @@ def summary_attention(
         key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
             pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
             is log n, where n counts the unmasked keys of the summary's part. A summary with n = 0 is masked. To apply this
-            logarithm, the values of the summaries carry the unmasked fraction of their tokens as one more column.
+            logarithm, the values of the summaries carry one more column: the fraction of their tokens that is unmasked.
         axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 

@@ -30,7 +30,7 @@ class Gather(OneWay):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return ``queries`` and ``score`` unchanged, and all ranks' keys; in a balanced layout these are sorted by position."""
+        """Return ``queries`` and ``score`` unchanged, and all ranks' keys, which in a balanced layout are sorted by position."""
         parts = jax.tree.map(lambda x: all_gather(x, ring.axis), keys)
         return queries, keys_in_order(joined(parts, keys.kv.shape[1]), ring), score
 

@@ -140,7 +140,7 @@ def with_received(own: Keys, plan: NeededPlan, axis: str) -> Keys:
 def gradients_home(dkv: jax.Array, plan: NeededPlan, axis: str) -> jax.Array:
     """Send the gradients ``dkv`` of the step's keys to their owners. Return those of this rank's own keys, summed over all ranks.
 
-    The sum begins with this rank's contribution. Those of rank + 1, rank + 2, ... follow in this order.
+    The sum begins with this rank's contribution. The contributions of rank + 1, rank + 2, ... follow in this order.
     """
     if not plan.exchanges:
         return dkv
