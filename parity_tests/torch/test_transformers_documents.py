@@ -41,7 +41,8 @@ def test_ends_of_documents_that_transformers_collator_writes_beside_positions_pa
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 0, 0, 0]])
 def test_positions_that_name_no_document_leave_it_to_the_ends(positions: list[int]):
     """As those of a model without packing, and those of padding, which repeat 0."""
-    check_documents("a model", {"position_ids": torch.tensor([positions]), "cu_seq_lens_q": torch.tensor([0, 3, 7])}, (1, 7), False)
+    given = {"position_ids": torch.tensor([positions]), "cu_seq_lens_q": torch.tensor([0, 3, 7])}
+    check_documents("a model", given, (1, 7), False)
 
 
 def test_ends_and_positions_may_differ_at_padding_that_a_mask_names():
