@@ -134,10 +134,10 @@ class RingDocuments(Base):
         check_mixin_first(cls, RingDocuments, lambda kind: kind.__module__.partition(".")[0] == "torchtitan")
 
     def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return the Trainer's (inputs, labels, other arguments), with the documents of ``positions`` as attention_masks.
+        """Return the Trainer's (inputs, labels, other arguments).
 
-        Without ``positions`` in the batch add nothing. Otherwise raise ValueError if there is a ``cp`` axis whose load balancer
-        is neither "headtail" nor None.
+        If the batch has ``positions``, add as attention_masks the ``Documents`` that begin where ``positions`` is 0. Raise
+        ValueError if it has ``positions`` and the load balancer of a ``cp`` axis is neither "headtail" nor None.
         """
         positions, parallelism = input_dict.get("positions"), self.config.parallelism
         inputs, labels, others = super().post_dataloading_process(input_dict, labels)

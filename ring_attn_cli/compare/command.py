@@ -61,7 +61,10 @@ def compare(
     png: Annotated[Path | None, typer.Option(help="Draw errors and times to this file, a .png or .svg.")] = None,
     bibtex: Annotated[bool, typer.Option("--bibtex", help="Print a BibTeX entry with the versions used.")] = False,
 ) -> None:
-    """Compare attention variants in JAX and PyTorch with float64 and with each other. Exit with status 1 if a bound is missed."""
+    """Compare attention variants of JAX and PyTorch to a float64 reference and to each other.
+
+    Exit with status 1 if an error exceeds its bound.
+    """
     lists = {"length": (length, int), "heads": (heads, int), "head_dim": (head_dim, int)}
     lists |= {"dtype": (dtype, str), "layout": (layout, str), "backend": (backend, str)}
     lists |= {"segments": (segments, int), "dilations": (dilations, int)}

@@ -31,7 +31,7 @@ class MemoryOptions(NamedTuple):
 
 
 def answer(options: MemoryOptions) -> RenderableType:
-    """Return for rich the tokens that fit and a table of the memory that they take.
+    """Return, to be printed, how many tokens per GPU fit, or whether ``tokens`` fit, and a table of the memory that they take.
 
     Raise ValueError if the model is unknown, if an option is invalid or, without ``tokens``, if 1,024 tokens per GPU do not fit.
     """

@@ -82,7 +82,10 @@ def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str
 
 
 def accuracy(config: Config, side: Side, length: int) -> float:
-    """Return the share of texts of ``length`` tokens in which each digit is the most probable token, as in greedy decoding."""
+    """Return the share of test texts of ``length`` tokens whose passkey the model finds.
+
+    It finds a passkey if each of its digits is the most probable token, as in greedy decoding.
+    """
     wrong: list[int] = []
     rows, texts = config.rows, config.passkey.texts
     for first in range(0, texts, rows):  # whole batches only: another size would compile again
@@ -94,8 +97,8 @@ def evaluation(config: Config, side: Side) -> dict[str, Any]:
     """Return the mean loss in nats on held-out files as a line of the log: ``loss`` overall, ``by_position`` for each bucket.
 
     It reads at most ``evaluation.batches`` microbatches. A token's position counts from 0 in the part of its document that is in
-    the packed row. The token's label belongs to the first bucket whose end in ``ends`` exceeds this position. ``labels`` counts
-    the labels of each bucket. A bucket without labels has the loss None.
+    the packed row. ``ends``: the position at which each bucket ends; a label belongs to the first bucket whose end exceeds the
+    position of its token. ``labels`` counts the labels of each bucket. A bucket without labels has the loss None.
     """
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)

@@ -222,8 +222,8 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 def inside(offsets: list[Span], spans: list[Span]) -> list[bool]:
     """Return for each token whether any of its characters lies in one of ``spans``.
 
-    ``offsets``: the span of each token's characters. ``offsets`` and ``spans`` are in order of the text. A span without
-    characters, of a turn without text, holds no token, although it may lie in the middle of one.
+    ``offsets``: the span of each token's characters. ``offsets`` and ``spans`` are in order of the text. A turn without text has
+    an empty span, which marks no token, even if it lies in the middle of a token.
     """
     spans = [(begin, end) for begin, end in spans if begin < end]
     found, at = [], 0

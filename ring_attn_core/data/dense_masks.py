@@ -82,7 +82,10 @@ class Hulls:
         self.key_extents[..., 1] = np.where(seen, below[..., 1], self.key_extents[..., 1])
 
     def parts(self) -> DenseMaskArguments | None:
-        """Return the arguments that express the mask, a band if possible; None if it is not the intersection of its hulls."""
+        """Return the arguments that express the mask, a band if possible. Return None if no arguments can express it.
+
+        None can if the mask is not the intersection of its hulls, which the module's docstring defines.
+        """
         import numpy as np
 
         seen = self.key_extents[..., 1] > 0

@@ -27,9 +27,9 @@ class RingCall:
 
     ``seq_local``, ``kv_local``: number of queries and of keys in a step's shards; a strategy may join the shards of several ranks
     into one. A shard consists of ``q_runs`` or ``k_runs`` equally long runs: arithmetic progressions of token positions, or in a
-    balanced layout one run of indices. ``packed``: keys travel, and k and v are one array [batch, tokens, kv_heads,
-    head_dim + v_dim] with float32 gradients; else k and v are two arrays. ``values_in_keys``: the values are the first ``v_dim``
-    columns of k, so there is one array, which is k; forward only. Then ``packed`` is True even if keys do not travel.
+    balanced layout one run of indices. ``packed``: k and v are one array. If keys travel between ranks, it is [batch, tokens,
+    kv_heads, head_dim + v_dim], with float32 gradients. With ``values_in_keys`` it is k alone, because the values are the first
+    ``v_dim`` columns of k; forward only. Otherwise k and v are two arrays.
 
     ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
     ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,

@@ -153,7 +153,8 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
     """Return the Hugging Face config of a model equivalent to ``config``.
 
-    ``length``: max_position_embeddings; None: the published value, or LENGTH. Raise ValueError if no architecture fits.
+    ``length``: max_position_embeddings. None: the value in ``config.published``, or LENGTH if it has none. Raise ValueError if no
+    architecture fits.
     """
     windows = _checked_windows(config)
     if length is not None:

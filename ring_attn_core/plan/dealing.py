@@ -79,10 +79,10 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, share: float) -> int:
-        """Return how many of a rank's ``local`` tokens come from the costly end; the rest come from the cheap end.
+        """Return how many of a rank's ``local`` tokens to take from the last, costliest items; the rest are from the first ones.
 
-        Bisection finds the number that gives the rank the cost ``share``. A number at which fewer items are cut is preferred if
-        the rank's cost then deviates from ``share`` by at most ``SLACK * share``.
+        Items are sorted by the mean cost of a query. Bisection finds the number that gives the rank the cost ``share``. A number
+        at which fewer items are cut is preferred if the rank's cost then deviates from ``share`` by at most ``SLACK * share``.
         """
         total = self.tokens[-1]
         excess = lambda x: self.cost_of_first(local - x) + self.costs[-1] - self.cost_of_first(total - x) - share

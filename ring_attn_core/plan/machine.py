@@ -33,9 +33,9 @@ class Machine:
     ``host_forward``, ``host_backward``, ``host_send``, ``host_copy``: the host's time to start a step, a transfer or a copy.
     ``copies``: bytes moved by copies in a rank's memory. ``memory``: size of a rank's memory.
 
-    Fields with a default are 0 if they were not measured. ``contention``: share of a transfer's time by which concurrent kernels
-    take longer, because NCCL's kernels occupy multiprocessors. ``peer``, ``peer_latency``: bytes that a rank copies from the
-    memory of another GPU of its host by the copy engine, and the time before the first byte. ``host_pull_...``,
+    Fields with a default are 0 if they were not measured. ``contention``: a kernel that overlaps with a transfer takes this
+    fraction of the overlap longer, because NCCL's kernels occupy multiprocessors. ``peer``, ``peer_latency``: bytes that a rank
+    copies from the memory of another GPU of its host by the copy engine, and the time before the first byte. ``host_pull_...``,
     ``host_push_...``: the host's time for a step of the strategies "pull" and "push", transfers and flags included. ``noise``:
     relative difference between repeats of a measurement.
     """

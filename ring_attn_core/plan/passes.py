@@ -51,9 +51,9 @@ class Pass:
         return self.of_shifts(dict.fromkeys(self.load.sample, shift))
 
     def of_shifts(self, shifts: dict[int, int]) -> Work:
-        """Return the largest number of pairs, and the largest share of queries that see a key, over the ranks in ``shifts``.
+        """Return two maxima over the ranks in ``shifts``: visible (query, key) pairs, and the share of queries that see a key.
 
-        ``shifts`` maps each rank to its shift.
+        ``shifts[rank]`` is s if ``rank`` works on the keys of ``rank - s``.
         """
         load = self.load
         queries = max(load.queries(rank, shift) for rank, shift in shifts.items())

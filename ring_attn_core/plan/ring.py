@@ -1,7 +1,7 @@
 """The plan of one ring: each rank's positions, each step's visible keys, and how far keys and gradients travel.
 
 The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on rank
-``r - s``. The plan leaves out each shift, except 0, at which no rank sees a key. So with a window, keys travel no farther
+``r - s``. The plan leaves out a shift if no rank sees a key at it, but never shift 0. So with a window, keys travel no farther
 than the largest shift at which a rank sees some of them. A query that sees no key is *blank* (``blanks``): out 0, and lse -inf or
 the sink. A *blank key* is seen by no query (``blank_keys``).
 """
@@ -165,7 +165,10 @@ class RingPlan:
 
     @cached_property
     def band(self) -> Band:
-        """Return the mask, clamped to the largest possible lag, so that its arithmetic fits int32 even if the rank is traced."""
+        """Return the mask with bounds clamped to the number of all ranks' tokens, which exceeds every lag (query - key).
+
+        So its arithmetic fits int32 even if the rank is traced.
+        """
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
     @property
@@ -215,14 +218,14 @@ class RingPlan:
 
     @cached_property
     def blanks(self) -> bool:
-        """Return whether mask or padding may hide all keys from some query, padding included; always True with ``steps``."""
+        """Return whether some query, true or padding, may see no key. With ``steps`` this is always True."""
         if self.steps is not None:
             return True  # a query may see keys only at the shifts that are left out
         return self.length < self.seq_local * self.ranks or not self._all_meet(self.mask, self.length, self.kv_length)
 
     @cached_property
     def blank_keys(self) -> bool:
-        """Return whether mask or padding may hide some key, padding included, from all queries; always True with ``steps``."""
+        """Return whether some key, true or padding, may be seen by no query. With ``steps`` this is always True."""
         of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
         if self.steps is not None:
             return True

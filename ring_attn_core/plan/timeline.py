@@ -2,9 +2,9 @@
 
 All ranks run the same program, and each step takes as long as on its slowest rank, so the model needs only one rank. The host
 starts launches and transfers ahead of time. A transfer begins when all earlier launches on the GPU and all earlier transfers in
-the queue have ended. A launch waits for the transfers that it needs. Earlier launches overlap with these transfers, and take
-longer by a share of the overlap (``Machine.contention``). Copies between GPUs by the copy engine have a queue of their own and
-slow no launch.
+the queue have ended. A launch that needs a transfer waits for its end. A launch that runs during a transfer takes longer by a
+share of the overlap (``Machine.contention``). Copies between GPUs by the copy engine have a queue of their own and slow no
+launch.
 """
 
 from __future__ import annotations

@@ -239,10 +239,11 @@ class FoldedBatches:
         return causal() if lo == 0 else full()
 
     def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
-        """Return (holds, first, end): whether a slot holds a token, not padding, and its extent, the slots ``first .. end - 1``.
+        """Return (holds, first, end) of a slot of the head group ``of_group``.
 
-        The query in the slot may see the slots of its extent that ``band`` does not mask. ``first`` and ``end`` count slots over
-        all ranks (``slots`` per rank). An empty extent is (0, 0).
+        ``holds``: the slot holds a token, not padding. ``first``, ``end`` (exclusive): the slot's extent, a range of slots. The
+        query in the slot may see the slots of its extent that ``band`` does not mask. ``first`` and ``end`` count slots over all
+        ranks (``slots`` per rank). An empty extent is (0, 0).
         """
         p = self.position(rank, slot, of_group)
         start = rank * self.local

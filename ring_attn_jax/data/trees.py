@@ -61,7 +61,8 @@ def pack_rollouts(
 ) -> Rollouts:
     """Pack rollouts (token lists) that share prefixes into rows of prefix trees, where a shared token is computed once.
 
-    Each token of a row is a slot with one label. A token that several tokens follow takes a slot for each of them.
+    Each slot of a row holds one token and its label. A shared token that different tokens follow is repeated: it takes one slot
+    for each of them.
 
     ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
     True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each

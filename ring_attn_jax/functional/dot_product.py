@@ -145,9 +145,10 @@ class Shards(NamedTuple):
         return jnp.take(padded, self.positions(of), 1)
 
     def within(self, extents: jax.Array | None, queries: Any, keys: Any, batch: int) -> jax.Array:
-        """Return extents [batch, tokens, 2] limited to the true tokens of each row; a padded query gets an empty extent.
+        """Return extents [batch, tokens, 2], the range of keys that each query sees, limited to the keys that are not padding.
 
-        ``queries``, ``keys``: the numbers of true tokens [batch], None: all. ``extents`` None: all keys.
+        A padded query gets an empty range. ``queries``, ``keys``: the numbers of true tokens [batch], None: all. ``extents``
+        None: all keys.
         """
         if extents is None:
             extents = jnp.broadcast_to(jnp.array([0, self.lengths[1]], jnp.int32), (1, self.local[0], 2))

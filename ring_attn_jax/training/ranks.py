@@ -129,10 +129,10 @@ def _content(x: jax.Array) -> str:
 
 
 def _tables_of_all(table: Table, error: Exception | None) -> list[Table]:
-    """All-gather digests of the processes' tables, which map each value's name to its replicas. Return all tables.
+    """Return the tables of all processes, or only this process's table if all are equal and no replicas in it differ.
 
-    Return only this process's table if all are equal and no replicas in it differ. Raise ValueError if a process has an
-    ``error``.
+    A table maps each value's name to its replicas. The processes all-gather digests, and tables only if they return all. Raise
+    ValueError if a process has an ``error``.
     """
     mine = "" if error else table_digest(table)
     if set(_gathered(mine)) == {mine} and not error and not differences([table], "process"):

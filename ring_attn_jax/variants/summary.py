@@ -187,7 +187,7 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axi
 
 
 def _visible_range(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the range of positions that each query of this rank sees exactly: first and end (exclusive), int32 [s] each.
+    """Return (first, end) of the positions that each query sees directly, not by summaries: int32 [s] each, end exclusive.
 
     Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
     """

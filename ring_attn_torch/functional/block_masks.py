@@ -84,7 +84,7 @@ class _Unknown(Exception):
 
 
 def _state(x: Any, held: list[Any]) -> Any:
-    """Return a cache key of ``x`` that changes if ``x``, or a tensor or number that a function reads, changes.
+    """Return a cache key of ``x``. It changes if ``x`` changes, or a tensor or number that a function in ``x`` reads.
 
     The key holds a digest of a tensor's values, because ``.data`` and NumPy change a tensor unnoticed. The key also holds the ids
     of code objects and constants (``_is_constant``). This function adds these objects to ``held``: they must live as long as the

@@ -254,7 +254,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = weakref.
 
 
 def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dtype) -> Peers:
-    """Return the group's buffers for a strategy, with slots that hold ``keys`` and their gradients in the dtype ``wide``.
+    """Return the group's buffers for a strategy: slots for arrays like ``keys``, and for their gradients in the dtype ``wide``.
 
     The first call for a group and strategy, and a call with larger keys, is a collective: the ranks allocate and map buffers.
     Raise ValueError, the same on every rank, if the GPUs cannot read each other's memory. Raise NotImplementedError during CUDA

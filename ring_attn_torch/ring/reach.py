@@ -41,7 +41,7 @@ def reach(device: torch.device) -> Reach:
 
 
 def shared(ranks: Sequence[Reach]) -> bool:
-    """Return True if all ranks are on one host, each has its own GPU and index, and each GPU can copy all others' memory."""
+    """Return True if all ranks are on one host, no two have the same GPU or ``index``, and each GPU can copy others' memory."""
     gpus = {each.gpu for each in ranks}
     apart = len(gpus) == len({each.index for each in ranks}) == len(ranks)
     return apart and not cut_off(ranks) and all(gpus <= {*each.reached} for each in ranks)

@@ -67,10 +67,11 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 
 
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
-    """Return True if FSDP has summed the gradient of ``p`` over the whole ring, or the ring has one rank: it needs no sum.
+    """Return True if the gradient of ``p`` needs no sum over the ring: FSDP has summed it, or the ring has one rank.
 
     ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over only a part of
-    the ring. Raise it too if the ring contains ranks that share ``p`` and hold the same tokens.
+    the ring, or over several of its ranks and others. Raise it too if p's mesh places copies or shards of p on ranks of the ring
+    that hold the same tokens.
     """
     if ranks_of(ring) == 1:
         return True

@@ -43,16 +43,16 @@ class RingTraining(Base):
     all ranks. A ring of fewer ranks must consist of consecutive ranks; each ring then gets its own rows, like a data
     parallel rank.
 
-    Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and batches are
-    counted per ring. Losses, gradients and the gradient norm are those of a Trainer with one data parallel process in place of
-    each ring: the loss is divided by the number of labels of all rings and all accumulated batches. DDP and FSDP average
-    gradients over the ranks. To compensate, the gradient of the model's own loss is multiplied by the ring's number of ranks. A
-    penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts once. In ``predict``, and in
-    ``compute_metrics``, logits and labels are global and in natural order, on every rank. trl's SFTTrainer trains with the
-    model's plain loss, and omits its metrics of entropy and accuracy, which need logits.
+    Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and all ranks of a
+    ring get the same rows, as many as the batch size of one device. Losses, gradients and the gradient norm are those of a
+    Trainer with one data parallel process in place of each ring: the loss is divided by the number of labels of all rings and all
+    accumulated batches. DDP and FSDP average gradients over the ranks. To compensate, the gradient of the model's own loss is
+    multiplied by the ring's number of ranks. A penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts
+    once. In ``predict``, and in ``compute_metrics``, logits and labels are global and in natural order, on every rank. trl's
+    SFTTrainer trains with the model's plain loss, and omits its metrics of entropy and accuracy, which need logits.
 
     Raise ValueError, naming the argument, if an argument is not supported, or if ranks hold different reference models, or
-    evaluate different weights. Raise it when a class is defined that puts a Trainer before this one.
+    evaluate different weights. Raise it also at the definition of a class whose bases name a Trainer before RingTraining.
     """
 
     ring: CallRing

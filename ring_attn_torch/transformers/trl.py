@@ -37,9 +37,10 @@ def check_kind(trainer: Any) -> None:
 
 
 def check_call(model: nn.Module, given: dict[str, Any]) -> None:
-    """Raise ValueError if a call with ``fused_lm_head=True`` lacks trl's head or labels, or has label_weights or ignore_index.
+    """Raise ValueError if a call with ``fused_lm_head=True`` cannot run.
 
-    ``given``: the arguments of the call, by name.
+    It cannot if trl has not replaced the model's head (``add_fused_lm_head``), if labels or shift_labels are missing, or if
+    label_weights or ignore_index is passed. ``given``: the arguments of the call, by name.
     """
     if not given.get("fused_lm_head"):
         return

@@ -76,7 +76,8 @@ def summary_attention(
         key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
             pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
             is log n, where n counts the unmasked keys of the summary's part. A summary with n = 0 is masked. To apply this
-            logarithm, the values of the summaries carry one more column: the fraction of their tokens that is unmasked.
+            logarithm, a summary's values are multiplied by its fraction of unmasked tokens, and this fraction is one more column
+            of values: its out divides the other columns, and its logarithm is added to lse.
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 
@@ -84,9 +85,9 @@ def summary_attention(
     partial summaries in float32 (float64 for float64 inputs). From these the summaries of a block that spans several ranks are
     merged, then rounded to k's dtype. ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
 
-    Raise ValueError if inputs do not fit, or if shapes or options differ between ranks. Ranks compare them only in a new call
-    that is not compiled. The error is the same on every rank, and raised before anything is sent. Second derivatives are not
-    supported. The call works under torch.compile(fullgraph=True).
+    Raise ValueError if inputs do not fit, or if shapes or options differ between ranks. Ranks compare shapes and options only at
+    their first call with them, and never under torch.compile. The error is the same on every rank, and raised before anything is
+    sent. Second derivatives are not supported. The call works under torch.compile(fullgraph=True).
     """
     name = group_name(group)
     with same_error(name):

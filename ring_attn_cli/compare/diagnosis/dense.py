@@ -1,7 +1,8 @@
 """Attention of batch row 0 with dense float64 matrices, recomputed under the error that a hypothesis assumes.
 
-The forward can take another scale, another mask, or another key head for each query head. The backward can take wrong factors
-of the terms of delta, or the softmax over each shard of keys alone. It returns gradients split into parts by tokens.
+The forward can take another scale, another mask, or another key head for each query head. The backward can multiply
+rowsum(dout * out) or dlse in delta by a wrong factor, or use the softmax of each key shard alone. It returns each gradient as
+summands, one for each group of tokens.
 """
 
 from __future__ import annotations

@@ -133,7 +133,8 @@ def parts(
 ) -> dict[str, Argument]:
     """Return TMA descriptors for tiles of ``rows`` rows, one descriptor for each part of the columns.
 
-    The result maps kernel parameters, such as ``q_tail_BSHD`` (``of`` q, ``axes`` BSHD), to descriptors. ``name``: the array.
+    The result maps kernel parameters, such as ``q_tail_BSHD`` (``of`` q, ``axes`` BSHD), to descriptors. ``name``: the array
+    that the descriptors read, such as "kv" for k if k and v are packed.
     """
     made: dict[str, Argument] = {}
     for part, width in (("", columns_of.main), ("_tail", columns_of.tail)):

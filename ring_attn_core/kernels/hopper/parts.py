@@ -56,7 +56,7 @@ def expect_parts(full, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def tile_of(tiles, index, TAIL: gl.constexpr):
-    """Return the parts of tile ``index`` as matrices [rows, columns]."""
+    """Return the main and the tail columns of tile ``index`` as matrices [rows, columns]. If TAIL is 0, tail is not used."""
     main = matrix(tiles.main.index(index))
     tail = main
     if TAIL > 0:

@@ -5,7 +5,8 @@
                                                     gaps among first .. last - 1, count is less than last - first
     tile_order     int32 [B, q tiles]               the query tiles, those that visit the most key tiles first
     key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys that band and extent show a query
-    not_finite     int32 [B, G, spans]              1 if an element of a span of 64 keys, or values, is infinite or NaN
+    not_finite     int32 [B, G, spans]              1 if a span of 64 keys has an infinite or NaN element of k (of v in
+                                                    the forward)
 
 Key extents leave gaps among the key tiles of a query tile, so the list of key tiles consists of intervals:
 
@@ -15,8 +16,8 @@ Key extents leave gaps among the key tiles of a query tile, so the list of key t
 The intervals whose tiles need a mask come first. If a query tile has more than INTERVALS intervals, a single interval from its
 first tile to its last replaces them, and all of its tiles need a mask.
 
-Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py); spans in
-           whole blocks of MASK_BLOCK keys, as in loads.py
+Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py). spans:
+           those of T keys, with T rounded up to a multiple of MASK_BLOCK, as in loads.py
 Program    one (q tile, run of keys, batch row) or (k tile, run of queries, batch row); ``tile_order``: (q tile, batch row);
            ``not_finite``: (span, head, batch row)
 Units      local indices in a run, of tiles or (key_ranges) of keys; bounds and key_bounds are token positions

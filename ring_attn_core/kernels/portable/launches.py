@@ -197,8 +197,8 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
     """Return a kernel's arguments for q, k, v and, if ``of_queries`` names it, dout: pointers, or TMA descriptors of tiles.
 
-    ``own``: "q" if a program loads only one tile of q and dout, "kv" if only one tile of k and v. With a ``tail``, the tiles of k
-    hold the values, and v has no argument.
+    ``own``: "q" if a program loads only one tile of q and dout, "kv" if only one tile of k and v. If ``call.tail`` is not None,
+    the values are columns of k, so the tiles of k hold them, and v has no argument.
     """
     k_stride, v_stride, _ = call.key_columns
     k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")

@@ -86,7 +86,10 @@ class QueryTile(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The second tiles of q and k (``tile_sizes.tail_of``): ``q`` is loaded, ``k`` is a pointer or TMA descriptor."""
+    """The columns of q and k after the first ``v_dim``, if the values are those columns of k (``tile_sizes.tail_of``).
+
+    ``q``: a loaded tile. ``k``: a pointer or TMA descriptor.
+    """
 
     q: Any
     k: Any

@@ -49,7 +49,7 @@ def keys_in_order(keys: Keys, ring: Ring) -> Keys:
 
 
 def in_order(x: jax.Array, ring: Ring) -> jax.Array:
-    """Sort the tokens of joined shards ``x`` [b shards*n ...] by position in a balanced layout; else return ``x`` unchanged."""
+    """Sort the tokens of joined shards ``x`` [b shards*n ...] by position if the layout is balanced; else return ``x``."""
     return x if (orders := _orders(ring)) is None else _taken(x, orders, ring)
 
 

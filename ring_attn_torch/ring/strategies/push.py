@@ -56,7 +56,10 @@ class PushPass(PullPass):
         return self.peers.key_slot(self.rank, i % self.slots, self.own)
 
     def release(self, i: int) -> None:
-        """Signal to the rank that fills the slot of step ``i`` next, if there is one, that step ``i`` is computed."""
+        """Signal that step ``i`` is computed, so that its slot may be filled again.
+
+        The signal goes to the rank that fills this slot next. If no later step uses the slot, there is no signal.
+        """
         following = i + self.slots
         if following < len(self.shifts):
             self.peers.raise_flag(self.owner(following), KEY_ROOM, self.rank, self.value(i))
