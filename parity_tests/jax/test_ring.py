@@ -18,7 +18,15 @@ from ring_attn_jax.attend import dropout
 
 from ..fuzz import fuzz
 from ..support.cases import CHOSEN, REST, SPECIAL, Case, check, check_future_unseen, check_kept, check_same, one_hot
-from ..support.combinations import COMBINATIONS, EVERYTHING, TREES, WITH_BLANKS
+from ..support.combinations import (
+    COMBINATIONS,
+    EVERYTHING,
+    SINKS_ALONE,
+    TREES,
+    WITH_BLANKS,
+    check_sinks_alone,
+    with_nan_in_dlse,
+)
 from ..support.documents import check_documents, packed
 from ..support.selection import first, one_in
 from .ring import mesh_of, options, run, run_once, whole
@@ -89,6 +97,10 @@ def test_every_feature_at_once_is_exact(case):
 def test_nan_that_nobody_may_see_changes_no_bit(case):
     """With the first of COMBINATIONS, which are compiled already."""
     check_same(run(replace(case, poison=True)), run(case))
+
+
+def test_nan_in_dlse_of_a_query_that_sees_no_key_reaches_the_sinks_alone():
+    check_sinks_alone(run(SINKS_ALONE), run.__wrapped__(with_nan_in_dlse(SINKS_ALONE)))
 
 
 @pytest.mark.parametrize(("layout", "ranks"), first([("zigzag", 1), ("zigzag", 3), ("striped", 2), ("contiguous", 8)], 0, 3))

@@ -36,7 +36,7 @@ class Case:
     """One problem. ``tiles`` are (block_q, block_k) of the blockwise backend: small ones, so that short sequences have many.
 
     ``extents``, ``key_extents`` and ``key_mask`` are names in features.py. ``seed`` is the seed of dropout and of the drawn
-    features, ``data`` that of the arrays. ``poison``: the shards of fully masked queries and unused keys hold NaN and inf, which
+    features, ``data`` that of the arrays. ``poison``: fully masked queries, their dout and unused keys hold NaN and inf, which
     must change nothing. ``values_in_keys``: v is None, and the values are the first v_dim columns of k. ``own``: arrays in place
     of those drawn, by ``given``; cases that differ in these alone are equal.
     """
@@ -148,11 +148,11 @@ class Case:
 
     @property
     def poisoned(self) -> dict[str, np.ndarray]:
-        """``arrays`` with NaN and inf in every fully masked query and in every unused key and value."""
+        """``arrays`` with NaN and inf in every fully masked query, in its dout, and in every unused key and value."""
         arrays, seeing, seen = self.arrays, np.any(self.visible, 2), np.any(self.visible, 1)
         poison = lambda x: np.resize([np.nan, np.inf, -np.inf], x.shape).astype(x.dtype)
         keep = lambda where, x: np.where(where[..., None, None], x, poison(x))
-        return arrays | {"q": keep(seeing, arrays["q"]), "k": keep(seen, arrays["k"]), "v": keep(seen, arrays["v"])}
+        return arrays | {name: keep(seen if name in "kv" else seeing, arrays[name]) for name in ("q", "k", "v", "dout")}
 
     def given(self, **arrays: np.ndarray) -> Case:
         """Return the same case with other ``arrays`` or ``features``."""

@@ -8,9 +8,12 @@ from itertools import combinations, product
 from random import Random
 from typing import Any
 
-from ring_attn_core import LAYOUTS, causal, full, sliding_window
+import numpy as np
 
-from .cases import DTYPES, HEADS, LENGTHS, MASKS, RANKS, Case
+from ring_attn_core import LAYOUTS, causal, full, sliding_window
+from ring_attn_core.reference.oracle import Attention
+
+from .cases import DTYPES, HEADS, LENGTHS, MASKS, RANKS, Case, check_same
 
 Choice = tuple[str, str]
 """The name of an axis, and of one of its values."""
@@ -81,6 +84,23 @@ def _pairs(row: dict[str, str]) -> set[tuple[Choice, Choice]]:
 COMBINATIONS = [Case(**{name: value for axis in AXES for name, value in AXES[axis][row[axis]].items()}) for row in covering(AXES)]
 WITH_BLANKS = [case for case in COMBINATIONS if not (case.visible.any(1).all() and case.visible.any(2).all())]
 """The cases with a fully masked query or an unused key."""
+
+SINKS_ALONE = Case(mask=full(), ranks=2, heads=2, kv_heads=2, extents="any", sinks=True)
+"""A case with queries that see no key, but have a sink."""
+
+
+def with_nan_in_dlse(case: Case) -> Case:
+    """Return the same case with NaN in the dlse of each fully masked query."""
+    seeing = np.any(case.visible, 2)[..., None]
+    return case.given(dlse=np.where(seeing, case.arrays["dlse"], np.float32(np.nan)))
+
+
+def check_sinks_alone(clean: Attention, other: Attention) -> None:
+    """Assert that NaN in the dlse of fully masked queries reached the sinks' gradient, and changed no bit of anything else."""
+    check_same(other._replace(dsinks=None), clean._replace(dsinks=None))
+    assert other.dsinks is not None
+    assert np.isnan(other.dsinks).all()
+
 
 TREES = [
     Case(key_extents="tree", ranks=1, length=61),

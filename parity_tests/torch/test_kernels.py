@@ -25,7 +25,7 @@ from ring_attn_torch.attend import kernels as fused
 from ring_attn_torch.call import prepare
 
 from ..support.cases import MASKS, SPECIAL, Case, check, check_future_unseen, check_kept, one_hot
-from ..support.combinations import COMBINATIONS, EVERYTHING, TREES
+from ..support.combinations import COMBINATIONS, EVERYTHING, SINKS_ALONE, TREES, check_sinks_alone, with_nan_in_dlse
 from ..support.large_scores import SIZES, check_exact, check_no_ring_adds_errors, large
 from ..support.selection import first, one_in
 from ..support.spawn import Ranks
@@ -183,10 +183,14 @@ def test_a_tile_that_lies_in_two_spans_of_the_key_mask_looks_at_both(interpreter
 
 def test_a_query_that_sees_nothing_but_its_sink_spoils_no_key(interpreter):
     """Sinks of float64, which no lse of float32 equals."""
-    case = Case(mask=MASKS["full"], ranks=2, heads=2, kv_heads=2, extents="any", sinks=True, poison=True)
-    assert not case.visible.any(2).all()
-    case = case.given(sinks=np.array([0.1, 0.3]))
+    assert not SINKS_ALONE.visible.any(2).all()
+    case = replace(SINKS_ALONE, poison=True).given(sinks=np.array([0.1, 0.3]))
     check(case, run(interpreter, case))
+
+
+def test_nan_in_dlse_of_a_query_that_sees_no_key_reaches_the_sinks_alone(interpreter):
+    case = replace(SINKS_ALONE, extents=None, key_mask="none")
+    check_sinks_alone(run(interpreter, case), run(interpreter, with_nan_in_dlse(case)))
 
 
 @pytest.mark.exhaustive

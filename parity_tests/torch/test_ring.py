@@ -27,7 +27,15 @@ from ..support.cases import (
     check_same,
     one_hot,
 )
-from ..support.combinations import COMBINATIONS, EVERYTHING, TREES, WITH_BLANKS
+from ..support.combinations import (
+    COMBINATIONS,
+    EVERYTHING,
+    SINKS_ALONE,
+    TREES,
+    WITH_BLANKS,
+    check_sinks_alone,
+    with_nan_in_dlse,
+)
 from ..support.documents import check_documents, packed
 from ..support.selection import first, one_in, one_of_each
 from .ring import run, run_or_restart
@@ -95,6 +103,10 @@ def test_random_problems_are_exact(gloo):
 @pytest.mark.parametrize("case", first(WITH_BLANKS, 6, 12), ids=str)
 def test_nan_that_nobody_may_see_changes_no_bit(gloo, case):
     check_same(run(gloo, replace(case, poison=True)), run(gloo, case))
+
+
+def test_nan_in_dlse_of_a_query_that_sees_no_key_reaches_the_sinks_alone(gloo):
+    check_sinks_alone(run(gloo, SINKS_ALONE), run(gloo, with_nan_in_dlse(SINKS_ALONE)))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])

@@ -41,7 +41,8 @@ class Backend(Protocol):
         ``total.rest`` is the rounding error of lse, so a probability is ``exp(s - lse - rest)``. In every gradient a probability
         is multiplied by dout or delta. The steps compute only ``exp(s - lse)``, so this function scales dout and delta by
         ``exp(-rest)``. At queries with lse -inf, which see no key, it sets dout and delta to 0, unless the kernels do: a NaN
-        there would reach the keys' gradients.
+        there would reach the keys' gradients. With sinks lse is finite, and out 0 at such a query: this function keeps its dout
+        from the sinks' gradient, and this function or the steps keep both from the keys' gradients.
         """
         ...
 

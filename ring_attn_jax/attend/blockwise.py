@@ -65,6 +65,8 @@ class Blockwise:
         dout, dlse = jnp.where(seen[..., None], dout, 0), jnp.where(seen, dlse, 0)
         # einsum, since XLA's sum on a CPU allocates five arrays of out's size and takes 35 times as long (jax 0.10.2)
         of_out = jnp.einsum("bshe,bshe->bsh", dout.astype(lse.dtype), out.astype(lse.dtype), precision=lax.Precision.HIGHEST)
+        if score.sinks is not None:  # out 0 adds nothing to the sinks' gradient, even if dout is NaN
+            of_out = jnp.where(out.any(-1), of_out, 0)
         delta = of_out - dlse
         dsinks = sink_gradient(score, total, delta)
         if rest is not None:

@@ -56,13 +56,17 @@ class Kernels:
         if self.call.fully_masked and not steps.zeroes_queries(self.call):
             unseen = (lse == -jnp.inf)[..., None]
             q, dout = jnp.where(unseen, 0, q), jnp.where(unseen, 0, dout)
-        if self.call.fully_masked and score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
-            q = jnp.where((lse == score.sinks.astype(lse.dtype)[None, None])[..., None] & ~jnp.isfinite(q), 0, q)
+        blank = None
+        if self.call.fully_masked and score.sinks is not None:  # a query that sees no key: it, dout and dlse may hold NaN
+            blank = (lse == score.sinks.astype(lse.dtype)[None, None]) & ~out.any(-1)
+            q, dout = (_finite(x, blank[..., None]) for x in (q, dout))
         arrays = {"out": out, "lse": lse, "dout": dout, "dlse": dlse}
         if rest is not None:
             arrays["rest"] = rest
         lse2, delta, *factor = launch(portable.delta(self.call, str(out.dtype)), arrays)
         dsinks = sink_gradient(score, total, delta.swapaxes(1, 2))
+        if blank is not None:
+            delta = _finite(delta, blank.swapaxes(1, 2))
         if factor:
             dout, delta = dout * factor[0].swapaxes(1, 2)[..., None], delta * factor[0]
         bounds = None
@@ -159,6 +163,11 @@ def _zeros_with(x: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Ar
     """
     zero, x = lax.optimization_barrier((jnp.zeros((), jnp.float32), x))
     return jnp.broadcast_to(zero, shape), x
+
+
+def _finite(x: jax.Array, where: jax.Array) -> jax.Array:
+    """Return ``x`` with 0 for NaN and inf where the mask ``where`` is True."""
+    return jnp.where(where & ~jnp.isfinite(x), 0, x)
 
 
 def _add_lists(arrays: dict[str, jax.Array], launches: Iterable[Launch]) -> None:

@@ -57,7 +57,10 @@ class Blockwise:
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         unseen = lse == -math.inf
         dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
-        delta = torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1) - dlse
+        of_out = torch.sum(dout.to(lse.dtype) * out.to(lse.dtype), -1)
+        if score.sinks is not None:  # out 0 adds nothing to the sinks' gradient, even if dout is NaN
+            of_out = of_out.masked_fill(~out.any(-1), 0)
+        delta = of_out - dlse
         dsinks = sink_gradient(score, total, delta)
         if rest is not None:
             factor = torch.exp(-rest)
@@ -159,10 +162,10 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
             dq_tile = torch.zeros_like(q_tile)
             for pair in inputs.pairs(queries):
                 k_tile, v_tile = pair.load_kv(dout.shape[-1])
-                q_visible, dout_visible = pair.queries_that_see(q_tile), pair.queries_that_see(dout_tile)
+                q_visible, dout_visible, delta_visible = map(pair.queries_that_see, (q_tile, dout_tile, delta_tile))
                 scores, tanh = pair.scores(q_visible, k_tile)
                 p = pair.hide(_exp_(scores.sub_(lse_tile)), 0.0)
-                ds = pair.drop_(inputs.product("dp", dout_visible, v_tile.transpose(1, 2))).sub_(delta_tile).mul_(p)
+                ds = pair.drop_(inputs.product("dp", dout_visible, v_tile.transpose(1, 2))).sub_(delta_visible).mul_(p)
                 if tanh is not None:
                     ds.addcmul_(ds * tanh, tanh, value=-1)
                 dq_tile.baddbmm_(ds, k_tile)

@@ -58,13 +58,17 @@ class Kernels:
         if self.call.fully_masked and not steps.zeroes_queries(self.call):
             unseen = (lse == -math.inf)[..., None]
             q, dout = zeroed(q, unseen), zeroed(dout, unseen)
-        if self.call.fully_masked and score.sinks is not None:  # a query that sees no key has lse = sink, and may hold NaN
-            q = q.masked_fill((lse == score.sinks.float())[..., None] & ~q.isfinite(), 0)
+        blank = None
+        if self.call.fully_masked and score.sinks is not None:  # a query that sees no key: it, dout and dlse may hold NaN
+            blank = (lse == score.sinks.float()) & ~out.any(-1)
+            q, dout = (_finite(x, blank[..., None]) for x in (q, dout))
         arrays = {"out": aligned(out), "lse": aligned(lse), "dout": dout, "dlse": aligned(dlse)}
         if rest is not None:
             arrays["rest"] = aligned(rest)
         lse2, delta, *factor = launch(portable.delta(self.call, str(out.dtype).removeprefix("torch.")), arrays)
         dsinks = sink_gradient(score, total, delta.transpose(1, 2))
+        if blank is not None:
+            delta = _finite(delta, blank.transpose(1, 2))
         if factor:
             dout, delta = aligned(dout * factor[0].transpose(1, 2)[..., None]), delta.mul_(factor[0])
         bounds = None
@@ -155,6 +159,11 @@ class Kernels:
 
 LISTED = {"rows", "extents", "bounds", "key_tiles"}
 """Names of input arrays that several calls share. If a launch reads only these inputs, its outputs are cached."""
+
+
+def _finite(x: Tensor, where: Tensor) -> Tensor:
+    """Return ``x`` with 0 for NaN and inf where the mask ``where`` is True."""
+    return aligned(torch.where(where, x.nan_to_num(0, 0, 0), x))
 
 
 def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch]) -> None:

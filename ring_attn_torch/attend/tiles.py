@@ -206,11 +206,10 @@ class Pair:
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
         """Return ``tile`` [b*g, r*block_q, width] with 0 at queries that see no key of the key tile: they may hold NaN."""
-        if self.masked is None:
+        if self.fully_masked is None:
             return tile
-        fully_masked = self.masked.all(2)
-        per_head = tile.view(self.inputs.q.shape[0], -1, self.masked.shape[1], tile.shape[-1])
-        return per_head.masked_fill(fully_masked[:, None, :, None], 0).view(tile.shape)
+        per_head = tile.view(self.inputs.q.shape[0], -1, self.fully_masked.shape[1], tile.shape[-1])
+        return per_head.masked_fill(self.fully_masked[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the unmasked scores [b*g, r*block_q, block_k] and tanh(scale q . k / softcap), or None without softcap."""
@@ -263,6 +262,11 @@ class Pair:
         if self.inputs.key_mask is not None:
             parts.append(~self.inputs.key_mask[:, None, self.keys.tokens].expand(-1, self.queries.end - self.queries.first, -1))
         return None if not parts else parts[0] if len(parts) == 1 else torch.stack(torch.broadcast_tensors(*parts)).any(0)
+
+    @cached_property
+    def fully_masked(self) -> Tensor | None:
+        """Return bool [b or 1, block_q], True where the query sees no key of the key tile, or None if ``masked`` is None."""
+        return None if self.masked is None else self.masked.all(2)
 
     @cached_property
     def q_pos(self) -> Tensor:
