@@ -188,6 +188,8 @@ def test_the_drawing_of_the_module_shows_what_the_function_returns():
         (lambda: balanced_layout([5, 4], 2, mask={causal(): -1}), "the cost of a mask's pairs must be a finite number"),
         (lambda: balanced_layout([5, 4], 2, mask={}), "got an empty mapping"),
         (lambda: balanced_layout([5, 4], 2, pair_cost=lambda tokens: -1.0), "pair_cost(5), the cost of a pair in a document"),
+        (lambda: BalancedLayout((((0, True),),), 1), "the runs of a BalancedLayout are (start, length), two ints, got True"),
+        (lambda: BalancedLayout((((0, WRONG),),), 4), "two ints, got"),
         (lambda: BalancedLayout((((0, 4),), ((5, 4),)), 8), "got one of 4 tokens at 5 after those up to 4"),
         (lambda: BalancedLayout((((0, 4),), ((3, 4),)), 7), "got one of 4 tokens at 3 after those up to 4"),
         (lambda: BalancedLayout((((0, 4),), ((4, 3),)), 7), "holds the same number of tokens, together at least length=7"),

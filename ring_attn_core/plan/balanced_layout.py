@@ -23,7 +23,8 @@ class BalancedLayout:
     up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
     ``documents``: the lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
     Raise ValueError if the runs of all ranks do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once, or if a
-    run is empty. Raise it also if the ranks hold unequal numbers of tokens, or ``length`` is negative or greater than their sum.
+    run is empty or not two ints. Raise it also if the ranks hold unequal numbers of tokens, or ``length`` is negative or greater
+    than their sum.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
@@ -32,6 +33,9 @@ class BalancedLayout:
 
     def __post_init__(self) -> None:
         check_length(self.length)
+        for x in (x for rank in self.runs for run in rank for x in run):
+            if type(x) is not int:
+                raise ValueError(f"the runs of a BalancedLayout are (start, length), two ints, got {in_words(x)}")
         counts = {sum(length for _, length in rank) for rank in self.runs}
         ends = 0
         for start, length in sorted(run for rank in self.runs for run in rank):

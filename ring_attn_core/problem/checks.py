@@ -201,18 +201,13 @@ def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k
 
 
 def _number(name: str, field: str, x: Any) -> Any:
-    """Convert an integer to an int; return any other object of an integer dtype, such as a traced integer, unchanged.
-
-    Raise ValueError if ``x`` is not an integer and has no integer dtype.
-    """
-    if isinstance(x, int):
-        return x
+    """Convert an integer to an int; return a traced integer unchanged. Raise ValueError if ``x`` is not a single integer."""
+    if not is_integer(x):
+        raise ValueError(f"the {field} of {name} must be an int, got {x!r}")
     try:
-        return operator.index(x)
-    except (TypeError, RuntimeError) as error:  # JAX and torch.compile raise these for traced integers
-        if "int" in str(getattr(x, "dtype", "")):
-            return x
-        raise ValueError(f"the {field} of {name} must be an int, got {x!r}") from error
+        return x if isinstance(x, int) else operator.index(x)
+    except (TypeError, RuntimeError):  # JAX and torch.compile raise these for traced integers
+        return x
 
 
 def check_along(x: Any, is_array: bool, expected: str, dim: Any) -> None:
