@@ -81,20 +81,20 @@ def test_experts_without_a_gradient_are_saved_killed_and_resumed_to_the_bit(tmp_
         assert_equal(resumed, whole)
 
 
-def on_one_rank(group: Any, folder: Path, sharded: bool) -> None:
+def on_one_rank(group: Any, folder: Path, sharded: bool, kind: str = "AdamW") -> None:
     """Save where the state of a parameter exists on rank 0 only, resume, and compare each rank with what it was."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
     def made() -> tuple[Any, Any]:
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+        model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 3))
         if sharded:
             mesh = DeviceMesh.from_group(group, "cpu")
             for layer in model:
                 for name, p in [*layer.named_parameters()]:
                     setattr(layer, name, torch.nn.Parameter(distribute_tensor(p.data, mesh, [Shard(0)])))
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1 if sharded else 0.0)  # copies stay copies
+        return model, getattr(torch.optim, kind)(model.parameters(), lr=0.1 if sharded else 0.0)  # copies stay copies
 
     model, optimizer = made()
     for number, p in enumerate(model.parameters()):
@@ -107,7 +107,8 @@ def on_one_rank(group: Any, folder: Path, sharded: bool) -> None:
     other = made()
     assert Checkpoints(folder, group=group).resume(*other) is not None
     rank = torch.distributed.get_rank(group)
-    assert [len(other[1].state.get(p, {})) for p in other[0].parameters()] == [3, 3, *[0 if rank else 3] * 2]
+    states = len(optimizer.state[next(model.parameters())])
+    assert [len(other[1].state.get(p, {})) for p in other[0].parameters()] == [states, states, *[0 if rank else states] * 2]
     local = lambda x: x.to_local() if sharded and hasattr(x, "to_local") else x
     for p, q in zip(model.parameters(), other[0].parameters(), strict=True):
         assert torch.equal(local(p), local(q))
@@ -118,6 +119,12 @@ def on_one_rank(group: Any, folder: Path, sharded: bool) -> None:
 @pytest.mark.parametrize("sharded", [False, True])
 def test_states_that_exist_on_some_ranks_only_come_back_there_only(sharded: bool, gloo, tmp_path):
     gloo(2, on_one_rank, tmp_path, sharded)
+
+
+@pytest.mark.parametrize("kind", ["NAdam", "ASGD"])
+def test_states_that_are_one_number_come_back_as_such(kind: str, gloo, tmp_path):
+    """NAdam's mu_product, and ASGD's eta and mu."""
+    gloo(2, on_one_rank, tmp_path, True, kind)
 
 
 def drawing_on_rank(group: Any, folder: Path) -> list[float]:

@@ -17,6 +17,9 @@ from ..ring.groups import is_dtensor
 States = dict[str, dict[str, Tensor]]
 """State tensors by parameter name and state name (exp_avg, ...). A parameter without states has no entry."""
 
+StateKinds = dict[str, dict[str, list[Any]]]
+"""By parameter name and state name: the dtype and the whole shape of a DTensor, the dtype and None of a plain tensor."""
+
 
 STATE = "optimizer.state."
 """Prefix of the names of states in a checkpoint, followed by the names of the parameter and of the state."""
@@ -85,40 +88,39 @@ def check_tensors(values: Mapping[str, Any]) -> None:
         )
 
 
-def kinds(states: States) -> dict[str, dict[str, str]]:
-    """Return the dtype of each state by parameter name and state name, for comparison between ranks."""
-    return {name: {key: str(x.dtype).removeprefix("torch.") for key, x in each.items()} for name, each in states.items()}
+def kinds(states: States) -> StateKinds:
+    """Return the dtype and shape of each state, for comparison between ranks."""
+    kind = lambda x: [str(x.dtype).removeprefix("torch."), list(x.shape) if is_dtensor(x) else None]
+    return {name: {key: kind(x) for key, x in each.items()} for name, each in states.items()}
 
 
-def absent(everybody: Iterable[dict[str, dict[str, str]]]) -> dict[str, list[str]]:
-    """Return for each rank (the key is str(rank)) the parameters whose states exist only on other ranks.
-
-    ``everybody``: each rank's ``kinds``, in rank order.
-    """
+def absent(everybody: Iterable[StateKinds]) -> dict[str, list[str]]:
+    """Return, by rank as str, the parameters whose states exist only on other ranks. ``everybody``: each rank's ``kinds``."""
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
 
-def union(everybody: list[dict[str, dict[str, str]]]) -> dict[str, dict[str, str]]:
-    """Return, for each parameter that has states on any rank, the dtypes of its states on the lowest such rank.
+def union(everybody: list[StateKinds]) -> StateKinds:
+    """Return, for each parameter that has states on any rank, the kinds of its states on the lowest such rank.
 
     ``everybody``: each rank's ``kinds``, in rank order. States that the parameter has only on higher ranks are left out.
     """
     return {name: states for each in reversed(everybody) for name, states in each.items()}
 
 
-def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: dict[str, dict[str, str]]) -> States:
+def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: StateKinds) -> States:
     """Return this rank's states, with zeros added for each DTensor parameter whose states exist only on other ranks.
 
-    ``wanted``: the result of ``union``. A checkpoint needs the shards of all ranks to assemble a state. The states of a plain
-    tensor, and the count ``step``, need no zeros: they are replicas, and one rank's replica is enough.
+    ``wanted``: the result of ``union``. A checkpoint needs the shards of all ranks to assemble a state. The states that are
+    plain tensors, such as the count ``step`` or NAdam's ``mu_product``, need no zeros: they are replicas, and one rank's replica
+    is enough.
     """
     named = parameters_by_name(model, optimizer)
     added = {}
-    for name, dtypes in wanted.items():
+    for name, of_states in wanted.items():
         if name not in states and is_dtensor(named[name]):
-            zeros = lambda key, p=named[name], dtypes=dtypes: torch.zeros_like(p.detach(), dtype=getattr(torch, dtypes[key]))
-            added[name] = {key: zeros(key) for key in dtypes if key != "step"}
+            zeros = lambda dtype, shape, p=named[name].detach(): p.new_zeros(shape, dtype=getattr(torch, dtype))
+            added[name] = {key: zeros(*kind) for key, kind in of_states.items() if kind[1] is not None}
     return states | added
 
 
