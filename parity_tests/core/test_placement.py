@@ -121,9 +121,19 @@ def test_capacity_is_that_of_all_ranks_and_with_a_window_of_each():
     fixed = CacheSpec.of(SIZES, 2, 9, 2, dtype="float32")
     paged = CacheSpec.of(SIZES, 2, 9, 2, dtype="float32", page=4)
     window = CacheSpec.of(SIZES, 2, None, 2, dtype="float32", window=5, room=3)
-    assert (fixed.slots, fixed.capacity, fixed.remembered) == (5, 10, 10)
+    assert (fixed.slots, fixed.capacity, fixed.remembered) == (6, 12, 12)
     assert (paged.slots, checks.grown(paged, [[4, 3], [8, 0]], 3).slots) == (8, 12)
     assert (window.slots, window.capacity, window.remembered) == (8, None, 3)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_a_prompt_of_the_capacity_fits_in_every_layout(layout: str, ranks: int):
+    for capacity in range(1, 41):
+        slots = CacheSpec.of(SIZES, 1, capacity, ranks, dtype="float32").slots
+        assert slots <= -(-capacity // ranks) + 1
+        local = padded_local(layout, ranks, capacity)
+        assert all(max(held(layout, ranks, local, length)) <= slots for length in range(capacity + 1))
 
 
 def test_a_full_cache_says_what_to_do():
@@ -133,8 +143,12 @@ def test_a_full_cache_says_what_to_do():
         checks.check_full(fixed, 7, 2, 1)
     with pytest.raises(ValueError, match="reserve more"):
         checks.check_full(paged, 7, 2, 1)
-    with pytest.raises(ValueError, match="rank 1 has 2 of its 4 slots of request 0 in use, and holds 3 tokens of this chunk"):
+    words = "rank 1 has 2 of its 4 slots of request 0 in use, and holds 3 tokens of this chunk"
+    with pytest.raises(ValueError, match=f"{words}: make it with capacity=10, or"):
         checks.check_shards(fixed, (0, 2), (3, 3), 0)
+    with pytest.raises(ValueError, match=rf"{words}: reserve\(6\), or"):
+        checks.check_shards(paged, (0, 2), (3, 3), 0)
+    assert min(checks.grown(paged, [[0, 2]], 6).slots, CacheSpec.of(SIZES, 2, 10, 2, dtype="float32").slots) >= 5
     with pytest.raises(ValueError, match="fixed capacity"):
         checks.grown(fixed, [[0, 0]], 1)
 

@@ -45,11 +45,13 @@ def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], ro
     ``counts``, ``held``: numbers of the request's cached and new tokens on each rank. ``row``: index of the request, for the
     message.
     """
+    needed = max(count + more for count, more in zip(counts, held, strict=True))
+    larger = f"reserve({(needed - max(counts)) * spec.ranks})" if spec.page else f"make it with capacity={needed * spec.ranks}"
     for rank, (count, more) in enumerate(zip(counts, held, strict=True)):
         if spec.window is None and count + more > spec.slots:
             raise ValueError(
                 f"the cache is full: rank {rank} has {count} of its {spec.slots} slots of request {row} in use, and holds {more} "
-                "tokens of this chunk. Make the cache larger, or choose a layout that shares the tokens evenly, such as striped"
+                f"tokens of this chunk: {larger}, or choose a layout that shares the tokens evenly, such as striped"
             )
 
 

@@ -73,7 +73,8 @@ class CacheSpec:
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
         """Return the spec of a cache. ``capacity``: largest number of tokens of a request; with a window, slots of a rank.
 
-        Without a window ``capacity`` is rounded up, so that all ranks have equally many slots, with ``page`` in whole pages.
+        Without a window ``capacity`` is rounded up, so that all ranks have equally many slots, with ``page`` in whole pages. On
+        several ranks this number of slots is even, so that a prompt of ``capacity`` tokens fits in every layout.
         ``options``: the other fields of the spec. With a window, the default of ``room`` is ``window`` and that of ``capacity``
         is ``window + room``. A ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes.
         Raise ValueError if a value is invalid.
@@ -87,6 +88,7 @@ class CacheSpec:
                 raise ValueError(f"room={room} goes with window: a cache without one goes back as far as you like, leave it out")
             _check_count("capacity", capacity)
             slots = -(-capacity // ranks)  # type: ignore[operator]
+            slots += slots % 2 if ranks > 1 else 0  # zigzag's shards are even
         else:
             _check_count("window", window)
             if page is not None:

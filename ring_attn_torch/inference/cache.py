@@ -90,7 +90,8 @@ class KVCache(Requests):
         ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two above
         max |x| / 448 of the first completed step.
 
-        ``capacity`` is rounded up to equally many slots on all ranks, and with ``page`` to whole pages.
+        ``capacity`` is rounded up to an equal and, on several ranks, even number of slots on each, and with ``page`` to whole
+        pages. So a prompt of ``capacity`` tokens fits in every layout.
 
         ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
         ``capacity`` is the number of newest tokens of a request that each rank keeps; its default and minimum is ``window +
