@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -79,6 +80,22 @@ def test_every_rank_draws_the_same_tokens_and_beams_are_those_of_one_process(fou
     model, given = make("llama", implementation="sdpa").eval(), prompts()
     np.testing.assert_array_equal(generated(model, given, **WAYS["sampled"]).ids, sampled.ids)
     np.testing.assert_array_equal(generated(model, given, **WAYS["beams"]).ids, beams.ids)
+
+
+def test_a_cache_grows_for_the_fullest_rank(four: Any):
+    """Of 33 tokens in zigzag over 4 ranks one holds 10, of six such chunks 60; a cache of 52 slots a rank has room for 208."""
+    for slots in four(4, in_chunks):
+        assert slots >= 60
+
+
+def in_chunks(group: Any) -> int:
+    """Return the slots of a cache that grows by few after six chunks of 33 tokens."""
+    model = make("llama").eval()
+    past: dict[str, Any] = {}
+    with hf.sequence_parallel(model, group), torch.no_grad(), patch.object(hf.cache, "PAGE", 4):
+        for chunk in torch.randint(3, 48, (6, 1, 33), generator=torch.Generator().manual_seed(3)):
+            past = {CACHE: model(chunk, use_cache=True, logits_to_keep=1, **past)[CACHE]}
+    return past[CACHE].kv.spec.slots
 
 
 def test_a_chat_goes_on_drafted_tokens_are_taken_back_and_training_follows(four: Any):

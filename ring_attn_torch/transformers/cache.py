@@ -83,15 +83,14 @@ class RingCache(Cache):
         vars(other).update({name: copy.deepcopy(x, memo) for name, x in vars(self).items()})
         return other
 
-    def holding(self, k: Tensor, v: Tensor, tokens: int) -> KVCache:
-        """Return the KVCache, grown if necessary so that each row has room for ``tokens`` more tokens.
-
-        The first call creates it with the sizes and dtype of k and v [batch, tokens, kv_heads, dim].
-        """
+    def holding(self, k: Tensor, v: Tensor, tokens: int, local: int | None) -> KVCache:
+        """Return the KVCache, of the sizes and dtype of k and v, with room for ``tokens`` more: ``local`` a rank, None: even."""
         if self.kv is None:
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
             self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, page=PAGE, group=self.ring.group, device=k.device)
-        elif max(self.kv.host_state.lengths) + tokens > self.kv.spec.slots * self.ring.ranks:
+        known, slots = self.kv.host_state, self.kv.spec.slots
+        fullest = lambda: max(map(max, known.counts or self.kv.counts.tolist()))  # type: ignore[union-attr]
+        if max(known.lengths) + tokens > slots * self.ring.ranks if local is None else fullest() + local > slots:
             self.kv.reserve(max(tokens, self.tokens // 8))
         return self.kv
 
@@ -196,7 +195,7 @@ class CachedCall(RunningCall):
         """
         (q, k, v), ring, kv = qkv, self.cache.ring, self.cache.kv
         if self.step is None:
-            kv = self.cache.holding(k, v, self.tokens if self.local is None else self.local * ring.ranks)
+            kv = self.cache.holding(k, v, self.tokens if self.local is None else self.local * ring.ranks, self.local)
             if self.local is None:
                 self.step = kv.step(self.tokens, valid=self.valid)
             else:
