@@ -241,9 +241,8 @@ class FoldedBatches:
     def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
         """Return (holds, first, end) of a slot of the head group ``of_group``.
 
-        ``holds``: the slot holds a token, not padding. ``first``, ``end`` (exclusive): the slot's extent, a range of slots. The
-        query in the slot may see the slots of its extent that ``band`` does not mask. ``first`` and ``end`` count slots over all
-        ranks (``slots`` per rank). An empty extent is (0, 0).
+        ``holds``: the slot holds a token, not padding. ``first``, ``end`` (exclusive): the slot's extent, of slots of all ranks
+        (``slots`` per rank), or (0, 0) if empty. The query in the slot may see the slots of its extent that ``band`` allows.
         """
         p = self.position(rank, slot, of_group)
         start = rank * self.local

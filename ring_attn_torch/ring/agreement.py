@@ -1,9 +1,9 @@
 """Agreement: at the first call of a problem all ranks run it, or all raise the same error, before any tensor is sent.
 
-A problem describes a call: its shapes, dtypes and options. At its first call each rank writes its verdict, which is the problem or
-the error that the rank raises, to the group's store, and reads the verdicts of all ranks. A later call finds the problem in the
-rank's own record and exchanges nothing. So it does not detect ranks that repeat different earlier problems; ``check_every_call``
-does. As for any collective, all ranks make the same calls in the same order. The number of a call is part of its store key.
+A problem describes a call: its shapes, dtypes and options. At its first call each rank writes its verdict to the group's store,
+and reads the verdicts of all ranks. A verdict is the problem, or the error that the rank raises. A later call finds the problem
+in the rank's own record and exchanges nothing. So it does not detect ranks that repeat different earlier problems;
+``check_every_call`` does. As for any collective, all ranks make the same calls in the same order.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class PushPass(PullPass):
     def release(self, i: int) -> None:
         """Signal that step ``i`` is computed, so that its slot may be filled again.
 
-        The signal goes to the rank that fills this slot next. If no later step uses the slot, there is no signal.
+        The signal goes to the rank that fills this slot next. If no later step uses the slot, nothing is sent.
         """
         following = i + self.slots
         if following < len(self.shifts):
