@@ -61,7 +61,7 @@ def train(config: Config, side: Side, tell: Tell) -> None:
 
 
 def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) -> list[Any]:
-    """Return the microbatches of a step: the next of ``batches``, or at each ``train_every``-th step texts with passkeys."""
+    """Return the microbatches of a step: the next ones of ``batches``, or in each ``train_every``-th step texts with passkeys."""
     every, number = config.passkey.train_every, config.data.accumulate
     if every == 0 or (step + 1) % every:
         return list(itertools.islice(batches, number))

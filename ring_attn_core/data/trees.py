@@ -62,9 +62,9 @@ class Tree(NamedTuple):
 
 
 def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeExtents:
-    """Return each token's key extent and its position on the path from the root, for the prefix trees of rows.
+    """Return each token's key extent and its position on the path from the root, as numpy arrays, for rows of prefix trees.
 
-    A key extent is the range of queries that may see the token. Both are numpy arrays. Arguments: see :func:`trees_of`.
+    A token's key extent is the range of queries that may see it. Arguments: see :func:`trees_of`.
 
     ``tokens``: the width of the arrays, by default the tokens of the longest row. Raise ValueError if a row has more tokens.
     """

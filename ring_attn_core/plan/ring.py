@@ -275,7 +275,7 @@ class RingPlan:
 
     @property
     def home(self) -> int:
-        """Return the number of ranks that gradients of k/v travel from the rank of the last step to their owner; may be 0."""
+        """Return the distance, in ranks, from the rank of a shard's last step to the shard's owner. Its gradients travel it."""
         return -self.shifts[-1] % self.ranks
 
 

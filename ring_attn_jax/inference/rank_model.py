@@ -94,9 +94,10 @@ def _spec_of(x: Any) -> PartitionSpec:
 
 
 def is_on(mesh: Any, x: Any) -> bool:
-    """Return False if ``x`` is sharded in another way than by a NamedSharding over ``mesh``, a mesh or None.
+    """Return False if ``x`` is sharded and not by a NamedSharding over ``mesh``; else return True.
 
-    Return True also for an ``x`` that is replicated, traced or not a JAX array.
+    ``mesh``: a Mesh, or None, over which nothing is sharded. The result is True for an ``x`` that is replicated, traced or not a
+    JAX array.
     """
     sharding = getattr(x, "sharding", None)
     if isinstance(x, Tracer) or sharding is None or sharding.is_fully_replicated:

@@ -35,8 +35,9 @@ class BackwardInputs(NamedTuple):
     """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta.
 
     ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the sinks' gradient from these queries;
-    the steps do not change it. ``bounds`` int32 [b, q tiles, 4], for kernels: the least first, greatest end, greatest first and
-    least end of the extents in each query tile. ``out`` [b s h e]: the output of the forward, for the vendors' backends.
+    the steps do not change it. ``bounds`` int32 [b, q tiles, 4], for kernels: of the extents (``first``, ``end``) in each query
+    tile the least ``first``, greatest ``end``, greatest ``first`` and least ``end``. ``out`` [b s h e]: the output of the
+    forward, for the vendors' backends.
     """
 
     q: Tensor

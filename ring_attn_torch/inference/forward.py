@@ -196,7 +196,7 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise ValueError if model, ids and cache do not fit each other. Ranks compare only new shapes of ids."""
+    """Raise ValueError if model, ids and cache do not fit each other. Ranks compare each shape of ids at its first call."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))

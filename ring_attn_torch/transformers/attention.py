@@ -151,7 +151,7 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
-    """Return the mask of a layer whose model passes none, on one device. Raise ValueError on several ranks, or if ``window`` < 1.
+    """Return the mask of a layer that gets no mask from its model. Raise ValueError on several ranks, or if ``window`` < 1.
 
     ``causes``: True for a causal mask, False for a full one. ``window``: the number of tokens that a causal mask shows, the
     query's own included, or None for all. ``name``: the layer's class, for an error.

@@ -83,7 +83,7 @@ def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.dev
 
     An interval must contain its query. Bisection finds the interval's ends. Then some keys are checked: the two just outside, the
     middles between the query and both ends, and ``_spread`` keys. So a hole of less than an eighth of the tokens may not be
-    found. The arrays cover the global sequence, so only one-rank rings call it.
+    found. The mask is evaluated for every token of the global sequence, so this function is called on rings of one rank only.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)
     q = torch.arange(tokens, device=device).expand(batch, tokens)

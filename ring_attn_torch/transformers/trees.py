@@ -89,7 +89,11 @@ def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tu
 
 
 def _check_label_weights(call_arguments: dict[str, Any]) -> None:
-    """Raise ValueError if label_weights come without shift_labels or, for a mean loss, are negative or not finite at a label."""
+    """Raise ValueError if label_weights come without shift_labels.
+
+    For a mean loss (no ``num_items_in_batch``) raise it also if the weight of a label other than ``ignore_index`` is negative or
+    not finite.
+    """
     weights, labels = call_arguments.get("label_weights"), call_arguments.get("shift_labels")
     if weights is None:
         return

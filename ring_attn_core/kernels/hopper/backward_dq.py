@@ -3,8 +3,9 @@
     sums[q tile] += ds k of a key tile          in the order of the key tiles, so that two runs give the same bits
     dq = scale sums                             ``hopper_dq``, once per ring
 
-Shapes     sums_RX f32 [rows, 256]: SUM_ROWS rows for each query tile, in the order of the accumulators' registers, then one
-           word for each query tile, its turn: the number of key tiles that have added to it in this step -> dq_BSHD
+Shapes     sums_RX f32 [rows, 256] -> dq_BSHD. Each query tile has SUM_ROWS rows of sums, in the order of the accumulators'
+           registers. After the sums of all tiles come their turns, a word per query tile: the number of key tiles that have
+           added to its sums in this step
 Program    ``adder`` is a warp of the backward; ``hopper_dq`` runs one program for each (q tile, head, batch row)
 Precision  f32; dq is rounded once to the input dtype
 """

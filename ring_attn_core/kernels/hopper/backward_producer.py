@@ -7,10 +7,10 @@ Both warps serve backward.py and, in the two-pass backward, wide_dkv.py. The oth
 wide_dq_producer.py.
 
 The scout finds the query tiles that the program visits. For each it stores lse2, delta and the index of the tile's first query;
-with extents it also stores one int32 per query, its first visible key and their number. It reads global memory, so it works ahead
-of the producer, which then issues a load as soon as the consumers release a stage (barriers.py). TMA cannot read lse2 and delta,
-because they are not aligned to 16 bytes. With ALiBi the scout subtracts from lse2 the bias between each query and the program's
-first key.
+with extents it also stores one int32 per query, with its first visible key and its number of visible keys. It reads global
+memory, so it works ahead of the producer, which then issues a load as soon as the consumers release a stage (barriers.py). TMA
+cannot read lse2 and delta, because they are not aligned to 16 bytes. With ALiBi the scout subtracts from lse2 the bias between
+each query and the program's first key.
 
 Fully masked queries have an infinite lse2 and may hold NaN, and 0 times NaN is NaN. The load of a tile with such queries signals
 an mbarrier of the producer. The producer zeroes their rows before it signals the consumers.

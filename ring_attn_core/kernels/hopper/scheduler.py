@@ -137,9 +137,9 @@ def list_of(args, batch, pair, m0, sizes: gl.constexpr):
 def work_of(ticket, args, sizes: gl.constexpr):
     """Return the query tile of a ticket as a ``QueryWork``.
 
-    Successive tickets go through ``args.together`` heads at a time: first the query tile with the most key tiles in each of these
-    heads, then the next one in each, so that the programs end nearly together. Without extents the query tiles go from the last
-    to the first, which is the same order under a causal mask.
+    A ticket is a number in the order of work. Tickets take ``args.together`` heads at a time: first each head's query tile with
+    the most key tiles, then each head's next, so that the programs end nearly together. Without extents the query tiles of a
+    head come from the last to the first. Under a causal mask this too is an order by the number of key tiles.
     """
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run

@@ -45,7 +45,7 @@ def key_tiles(
     rows_ptr, extents_ptr, key_tiles_ptr, S,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the key tiles of a run of keys that a query tile visits, as the four numbers of ``rows.Tiles``."""
+    """Find the key tiles that one query tile visits in one run of keys. Store them as the four numbers of ``rows.Tiles``."""
     tiles_of_run = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     program = tl.program_id(0)
     tile = program // K_RUNS % (Q_RUNS * tiles_of_run)
