@@ -1,9 +1,10 @@
 """The folder of a run's checkpoints: find complete checkpoints, complete a new one, and delete old ones.
 
-A save writes into ``.step-000000100.<random>.saving`` (``CheckpointFolder.begin``). ``commit`` renames this folder to
-``step-000000100`` and then writes ``run.json`` into it. This file marks the checkpoint as complete; a caller may name other files
-as marks. Readers ignore a checkpoint without a mark, and the next save deletes it. So a process killed during a rename leaves no
-checkpoint that looks complete, even if renames are not atomic, as on an object store.
+A save writes into ``.step-000000100.<random>.saving`` (``CheckpointFolder.begin``). ``commit`` calls fsync on this folder,
+renames it to ``step-000000100``, and then writes ``run.json`` into it, with fsync on this file and both folders. ``run.json``
+marks the checkpoint as complete; a caller may name other files as marks. Readers ignore a checkpoint without a mark, and the next
+save deletes it. So a process killed during a rename leaves no checkpoint that looks complete, even if renames are not atomic, as
+on an object store.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The placement of a step's new tokens in a sharded cache: computed once on the device and used by every layer.
 
-``cache/placement.py`` of the core has the rule that gives each token its rank and its slot.
+``cache/placement.py`` of the core has the rule that gives each token its rank and its slot. The CUDA graph of a step is in
+``decode_loop.py``.
 """
 
 from __future__ import annotations
