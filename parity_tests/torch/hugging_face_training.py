@@ -20,6 +20,15 @@ import ring_attn_torch.transformers as hf
 from .hugging_face import VOCAB, make
 
 TOKENS, ROWS = 37, 30
+ON_CPUS: Any = {
+    "use_cpu": True,
+    "bf16": False,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "log_level": "error",
+}
+"""Arguments of a Trainer of trl: on CPUs, in float32, quiet, and without checkpoints."""
 
 
 class Rows(Dataset):
@@ -259,12 +268,7 @@ def tuned_by_trl(group: Any, folder: str) -> Result:
             logging_steps=1,
             packing=True,
             max_length=TOKENS,
-            use_cpu=True,
-            bf16=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            log_level="error",
+            **ON_CPUS,
         )
         kind = SFTTrainer if group is None else RingSFTTrainer
         table = Table.from_dict({"input_ids": documents})

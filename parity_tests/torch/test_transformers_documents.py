@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ pytest.importorskip("transformers")
 import torch
 from transformers import DataCollatorWithFlattening
 
-import ring_attn_torch.transformers as hf
 from ring_attn_torch.transformers.documents import check_documents
 
-from .hugging_face import make
+from .test_transformers_refusals import check_refused
 
 IDS = torch.ones(1, 8, dtype=torch.long)
 
@@ -75,17 +73,4 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.slow
 def test_documents_that_contradict_each_other_are_refused_on_every_rank(four: Any):
-    for messages in four(2, refused):
-        for (name, (_, words)), message in zip(CALLS.items(), messages, strict=True):
-            assert re.search(words, message), (name, message)
-
-
-def refused(group: Any) -> list[str]:
-    """The words in which each call is refused where one rank makes it, and the other a good one."""
-    model, messages = make("llama", "float32", "ring"), []
-    with hf.sequence_parallel(model, group):
-        for more, _ in CALLS.values():
-            with pytest.raises(ValueError, match=r".") as error:
-                model(input_ids=IDS, **(more if group.rank() else {}))
-            messages.append(str(error.value))
-    return messages
+    check_refused(four, {name: ({"input_ids": IDS} | more, words) for name, (more, words) in CALLS.items()})

@@ -59,16 +59,21 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.slow
 def test_arguments_that_cannot_be_split_are_refused_on_every_rank(four: Any):
-    for messages in four(2, refused):
-        for (name, (_, words)), message in zip(CALLS.items(), messages, strict=True):
+    check_refused(four, CALLS)
+
+
+def check_refused(four: Any, calls: dict[str, tuple[dict[str, Any], str]]) -> None:
+    """Assert that both ranks refuse each of ``calls``, which only one of them makes, in the words beside it."""
+    for messages in four(2, refused, [more for more, _ in calls.values()]):
+        for (name, (_, words)), message in zip(calls.items(), messages, strict=True):
             assert re.search(words, message), (name, message)
 
 
-def refused(group: Any) -> list[str]:
+def refused(group: Any, calls: list[dict[str, Any]]) -> list[str]:
     """The words in which each call is refused where one rank makes it, and the others a good one."""
     model, messages = make("llama", "float32", "ring"), []
     with hf.sequence_parallel(model, group):
-        for more, _ in CALLS.values():
+        for more in calls:
             given = {"input_ids": IDS} | (more if group.rank() else {})
             messages.append(message_of(lambda given=given: model(**given)))
     return messages

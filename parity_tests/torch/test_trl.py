@@ -19,7 +19,7 @@ import torch.distributed as dist
 import ring_attn_torch.transformers as hf
 
 from .hugging_face import VOCAB, make
-from .hugging_face_training import Gradients, Result, gradients_of, launched, logged, on_cpus, weights_of
+from .hugging_face_training import ON_CPUS, Gradients, Result, gradients_of, launched, logged, on_cpus, weights_of
 from .test_transformers_training import near
 
 pytestmark = pytest.mark.slow
@@ -59,12 +59,7 @@ def preferred_by_trl(group: Any, ring: int, differing: bool = False) -> Result:
             learning_rate=1e-3,
             adam_epsilon=1e-4,
             logging_steps=1,
-            use_cpu=True,
-            bf16=False,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
-            log_level="error",
+            **ON_CPUS,
         )
         kind: Any = DPOTrainer if group is None else RingDPOTrainer
         more = {} if group is None else {"group": groups[group.rank() // ring]}
