@@ -71,12 +71,10 @@ def check_refused(four: Any, calls: dict[str, tuple[dict[str, Any], str]]) -> No
 
 def refused(group: Any, calls: list[dict[str, Any]]) -> list[str]:
     """The words in which each call is refused where one rank makes it, and the others a good one."""
-    model, messages = make("llama", "float32", "ring"), []
+    model = make("llama", "float32", "ring")
+    given = [{"input_ids": IDS} | (more if group.rank() else {}) for more in calls]
     with hf.sequence_parallel(model, group):
-        for more in calls:
-            given = {"input_ids": IDS} | (more if group.rank() else {})
-            messages.append(message_of(lambda given=given: model(**given)))
-    return messages
+        return [message_of(lambda call=call: model(**call)) for call in given]
 
 
 @pytest.mark.slow
