@@ -90,7 +90,17 @@ def _draw_flash(rng: random.Random, generator: np.random.Generator) -> Call:
     call.visible = _window(queries, keys, sides)[None]
     if call.slopes is not None and queries != keys and call.refused is None:
         call.refused = "alibi_slopes need queries and keys of one length"
+    _refuse_undocumented(call, sides, queries, keys)
     return _refusals(rng, call, FLASH_REFUSED)
+
+
+def _refuse_undocumented(call: Call, sides: tuple[float, float], queries: int, keys: int) -> None:
+    """Expect a refusal where flash_attn's kernels show a query other keys than its documented rule."""
+    left, right = sides
+    taken = np.inf if right >= keys else right
+    taken = keys if left < keys and taken == np.inf else taken
+    if taken != right and not (_window(queries, keys, (left, taken)) == _window(queries, keys, sides)).all():
+        call.refused = call.refused or "flash_attn computes another window"
 
 
 def _draw_varlen(rng: random.Random, generator: np.random.Generator) -> Call:
@@ -112,6 +122,7 @@ def _draw_varlen(rng: random.Random, generator: np.random.Generator) -> Call:
     call.arguments |= {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest[0], "max_seqlen_k": longest[1] + 2}
     if call.slopes is not None and counts[0] != counts[1] and call.refused is None:
         call.refused = "alibi_slopes need queries and keys of one length"
+    _refuse_undocumented(call, sides, longest[0], longest[1] + 2)
     wrong = {
         "cu_seqlens_q": (cu_q + 1, "cu_seqlens_q must be 0|cu_seqlens_q ends at"),
         "cu_seqlens_k": (torch.cat([cu_k, cu_k[-1:] + 40]), "cu_seqlens_k ends at"),

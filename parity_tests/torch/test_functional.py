@@ -79,7 +79,7 @@ def test_most_draws_are_computed_and_every_refusal_is_drawn(name):
 
 FLASH = "return_attn_probs", "dropout_p", "window_size", "deterministic", "softcap", "alibi_slopes without", "alibi_slopes need"
 REFUSED_ALWAYS = {
-    "flash_attn_func": FLASH,
+    "flash_attn_func": (*FLASH, "flash_attn computes another window"),
     "flash_attn_varlen_func": (*FLASH, "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "block_table"),
     "scaled_dot_product_attention": (
         "differs between heads",

@@ -131,6 +131,20 @@ def test_a_side_beyond_every_sequence_is_open(side):
         assert torch.equal(call(causal=True, window_size=(side, 0)), call(causal=True))
 
 
+@pytest.mark.parametrize(("window", "refused"), [((2, -1), True), ((-1, 4), True), ((9, -1), False), ((2, 3), False)])
+def test_a_window_that_flash_attn_computes_otherwise_than_it_documents_is_refused(window, refused):
+    """Of more queries than keys: seen beside flash_attn's own kernels (gpu/test_functional.py)."""
+    (q, _, _), (k, v, _) = drawn(1, 9, 2, 8), drawn(1, 4, 2, 8)
+    packed = partial(functional.flash_attn_varlen_func, cu_seqlens_q=torch.tensor([0, 9]), cu_seqlens_k=torch.tensor([0, 4]))
+    once = partial(functional.flash_attn_func, q, k, v)
+    for call in (partial(packed, q[0], k[0], v[0], max_seqlen_q=9, max_seqlen_k=4), once):
+        if refused:
+            with pytest.raises(ValueError, match="flash_attn computes another window"):
+                call(window_size=window)
+        else:
+            assert call(window_size=window).isfinite().all()
+
+
 def test_max_seqlen_may_be_an_integer_tensor():
     q, k, v = drawn(12, 2, 8)
     ends = torch.tensor([0, 5, 12])

@@ -54,6 +54,22 @@ class _FlashOptions(NamedTuple):
         left, right = (side if 0 <= side < FARTHEST else None for side in window)
         return left, 0 if self.causal else right
 
+    def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
+        """Return ``sides``. Raise ValueError if flash_attn 2.8 computes another window on ``queries`` and ``keys`` tokens.
+
+        Its kernels take a right side of ``keys`` or more as open, and then an open right side beside a left side below ``keys``
+        as ``keys``. This matters only to a query that lies more than that before the last query.
+        """
+        left, right = self.sides
+        documented = queries if right is None else right
+        computed = documented if documented < keys else keys if left is not None and left < keys else queries
+        if min(computed, queries - 1) != min(documented, queries - 1):
+            raise ValueError(
+                f"window_size={tuple(self.window_size)}: of {queries} queries and {keys} keys flash_attn computes another window "
+                f"than it documents. Pass a right side below {keys}, or the mask that you mean to ring_attention"
+            )
+        return left, right
+
     def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:
         """Return scale, softcap, ALiBi, ``deterministic`` and dropout as arguments of ``ring_attention``.
 
@@ -119,7 +135,8 @@ def flash_attn_func(
 
     Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` is True or ring_attention
     refuses an argument. ``alibi_slopes`` are refused if they are [batch, heads], if queries and keys differ in number, or if
-    neither ``causal`` nor the window sets right to 0.
+    neither ``causal`` nor the window sets right to 0. If queries outnumber keys, some windows are refused: those whose right side
+    flash_attn's kernels read otherwise than it documents.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -130,7 +147,7 @@ def flash_attn_func(
         shards = shards_of(q, k, ring)
         queries, keys = shards.lengths
         score = options.score(q.shape[2], queries == keys, dropout_seed)
-        return (q, k, v), {**shards.arguments, **score, "mask": _band(options.sides, keys - queries)}
+        return (q, k, v), {**shards.arguments, **score, "mask": _band(options.window(queries, keys), keys - queries)}
 
     return attend(prepare, ring)
 
@@ -196,8 +213,9 @@ def flash_attn_varlen_func(
             )
         same = cu_seqlens_q is cu_seqlens_k or (not torch.compiler.is_compiling() and torch.equal(*ends))
         score = options.score(q.shape[1], same, dropout_seed)
-        extents = shards.own(_extents(ends[0], ends[1], shards.lengths[0], options.sides), 0, q.device)
-        band = _band(options.sides, 0) if same else full()  # a band tells the ring which hops it needs
+        window = options.window(max_seqlen_q, max_seqlen_k)
+        extents = shards.own(_extents(ends[0], ends[1], shards.lengths[0], window), 0, q.device)
+        band = _band(window, 0) if same else full()  # a band tells the ring which hops it needs
         return (q[None], k[None], v[None]), {**shards.arguments, **score, "mask": band, "extents": extents}
 
     return attend(prepare, ring)[0]
