@@ -196,6 +196,37 @@ def test_the_same_bits_100_times_of_100(backend):
         assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
 
 
+@pytest.mark.parametrize("heads", [(64, 8), (8, 8)], ids=str)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_documents_have_the_same_bits_100_times_of_100_in_both_frameworks(dim, heads):
+    import jax
+    import jax.numpy as jnp
+
+    from ring_attn_jax import ring_attention as jax_ring_attention
+    from ring_attn_torch import ring_attention
+
+    ends = np.cumsum(np.append(np.random.default_rng(0).integers(64, 700, 9), 4096)).clip(0, 4096)
+    extents = np.stack([np.r_[0, ends][np.searchsorted(ends, np.arange(4096), "right")], np.arange(4096) + 1], -1)[None]
+    given = arrays(heads=heads[0], kv_heads=heads[1], dim=dim)
+    attend = partial(ring_attention, extents=torch.from_numpy(extents.astype(np.int32)).cuda())
+    once = gradients(attend, *given)
+    for _ in range(99):
+        again = gradients(attend, *given)
+        assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+    def in_jax(dout, extents, *qkv):
+        out, pull = jax.vjp(partial(jax_ring_attention, extents=extents, axis_name="seq"), *qkv)
+        return out, *pull(dout)
+
+    mesh, whole = jax.make_mesh((1,), ("seq",), (jax.sharding.AxisType.Auto,)), jax.sharding.PartitionSpec(None, "seq")
+    program = jax.jit(jax.shard_map(in_jax, mesh=mesh, in_specs=whole, out_specs=whole))
+    q, k, v, dout = (jnp.asarray(x.float().cpu().numpy(), jnp.bfloat16) for x in given)
+    expected = [x.float().cpu().numpy() for x in once]
+    for _ in range(100):
+        found = program(dout, jnp.asarray(extents, jnp.int32), q, k, v)
+        assert all((np.asarray(x, np.float32) == y).all() for x, y in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("backend", ["triton", "hopper"])
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("causal_", [True, False])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -51,8 +52,8 @@ from ring_attn_torch.ring.strategies.pull import PullPass
 from ring_attn_torch.ring.strategies.push import PushPass
 
 rank, ranks, strategy, step = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1], int(sys.argv[2])
-torch.cuda.set_device(rank)
-dist.init_process_group("nccl", timeout=timedelta(seconds=15))
+torch.cuda.set_device(rank % torch.cuda.device_count())
+dist.init_process_group(sys.argv[3], timeout=timedelta(seconds=15))
 q = torch.randn(1, 256, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 attend = lambda: ring_attention(q, q, q, strategy=strategy).float().sum().backward()
 attend()
@@ -148,29 +149,31 @@ def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, st
     There are GPUS - 1 arrivals in the forward and as many in the backward.
     At the last arrival a survivor may have all that it needs from it, and ends well.
     """
-    (tmp_path / "kill.py").write_text(PROGRAM)
+    check_survivors(tmp_path, GPUS, "nccl", strategy, step)
+
+
+def check_survivors(folder: Path, ranks: int, backend: str, strategy: str, step: int, **environment: str) -> None:
+    """Run PROGRAM on ``ranks`` processes, and assert that those that outlive the last one name it and end."""
+    (folder / "kill.py").write_text(PROGRAM)
     port = str(free_port())
     of = lambda rank: (
         os.environ
+        | environment
         | {
             "RANK": str(rank),
-            "WORLD_SIZE": str(GPUS),
+            "WORLD_SIZE": str(ranks),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path]),
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
         }
     )
     began = time.monotonic()
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(tmp_path / "kill.py"), strategy, str(step)], env=of(rank), stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(GPUS)
-    ]
+    command = [sys.executable, str(folder / "kill.py"), strategy, str(step), backend]
+    processes = [subprocess.Popen(command, env=of(rank), stderr=subprocess.PIPE, text=True) for rank in range(ranks)]
     said = [process.communicate(timeout=240)[1] for process in processes]
     failed = [process.returncode != 0 for process in processes]
-    assert all(failed) if step < 2 * GPUS - 2 else any(failed[:-1]), said
+    assert all(failed) if step < 2 * ranks - 2 else any(failed[:-1]), said
     survivors = "".join(said[:-1])
     assert "lost the ring" in survivors or "did not come to the same call" in survivors, survivors
     assert time.monotonic() - began < 200

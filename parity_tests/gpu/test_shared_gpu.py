@@ -17,7 +17,7 @@ from ring_attn_core.problem.strategies import PEERS
 from ..support.cases import Case, check
 from ..support.spawn import Ranks
 from ..torch import ring as on_torch
-from .test_peers import BOUND, repeated
+from .test_peers import BOUND, check_survivors, repeated
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 CASES = [
@@ -27,12 +27,13 @@ CASES = [
     Case("zigzag", causal(), 4, length=999, key_mask="random", extents="documents", dtype="bfloat16"),
     Case("contiguous", causal(), 4, length=61, key_extents="any", dropout_rate=0.3),
 ]
+OVERLAPPING = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 
 
 @pytest.fixture(scope="module")
 def gloo():
     """Four processes joined by gloo: NCCL refuses two ranks on one GPU, and symmetric memory takes them by this variable."""
-    pool = Ranks("gloo", 4, {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"})
+    pool = Ranks("gloo", 4, OVERLAPPING)
     yield pool
     pool.close()
 
@@ -58,3 +59,10 @@ def test_pull_and_push_are_exact(gloo, case, strategy):
 @pytest.mark.parametrize("strategy", PEERS)
 def test_a_hundred_runs_with_random_delays_have_the_same_bits(gloo, strategy, ranks):
     assert gloo(ranks, repeated_on_first_gpu, strategy, 100) == [0] * ranks
+
+
+@pytest.mark.parametrize("strategy", PEERS)
+@pytest.mark.parametrize("step", range(5))
+def test_no_process_outlives_a_killed_rank_by_more_than_the_timeout(strategy, step, tmp_path):
+    """The last of three ranks ends before the call, or at the ``step``-th of its four arrivals of keys."""
+    check_survivors(tmp_path, 3, "gloo", strategy, step, **OVERLAPPING)
