@@ -163,6 +163,20 @@ def test_a_traced_layout_is_exact_and_other_documents_do_not_compile_anew(option
     assert programs == programs[:1] * 3
 
 
+@pytest.mark.exhaustive
+def test_fifty_batches_of_other_documents_compile_once():
+    rng, sizes = np.random.default_rng(0), []
+    for _ in range(50):
+        ends = np.sort(rng.choice(np.arange(1, 61), rng.integers(0, 9), replace=False))
+        documents = tuple(np.diff(ends, prepend=0, append=61).tolist())
+        case = Case(balanced_layout(documents, 3, seq_local=22), ranks=3, length=61, **TRACED[0])
+        assert isinstance(case.layout, BalancedLayout)
+        traced = TracedLayout.of(case.layout)
+        of_traced([*case.arrays.values()], case.features, traced, case.seed, mask=case.mask, strategy="auto", dropout_rate=0.3)
+        sizes.append(of_traced._cache_size())  # type: ignore[attr-defined]
+    assert sizes == sizes[:1] * 50
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
