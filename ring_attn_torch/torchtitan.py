@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from ring_attn_core.layouts import LAYOUTS
 from ring_attn_core.masks import causal, sliding_window
 from ring_attn_core.runs import Band
 from ring_attn_core.validation import as_number, check_mixin_first, in_words, is_integer, missing_package
@@ -41,7 +42,7 @@ Base: Any = object
 if TYPE_CHECKING:
     from torchtitan.trainer import Trainer as Base  # type: ignore[import-not-found]
 
-LAYOUTS = {"headtail": "zigzag", None: "contiguous"}
+LAYOUT_OF = {"headtail": "zigzag", None: "contiguous"}
 """The layout of the shards by torchtitan's load balancer; None: no balancer. A ring supports no other balancers."""
 
 __all__ = ["Documents", "RingDocuments", "RingInnerAttention", "cp_shard"]
@@ -65,7 +66,9 @@ class RingInnerAttention(ScaledDotProductAttention):
 
         ``window_size``: the numbers of tokens before and after the query that it sees, as in VarlenAttention; -1 is unlimited.
         In a causal model the number after is 0: with any other number a token would see later tokens.
-        ``layout``: the layout of the load balancer, for calls without documents. ``softcap``, ``strategy``: as in ring_attention.
+        ``layout``: the layout of the shards, for calls without documents: "zigzag", which the load balancer "headtail" makes,
+        "contiguous", which None makes, or "striped". ``softcap``, ``strategy``: as in ring_attention. Building the module raises
+        ValueError if the window or the layout is none of these.
         """
 
         window_size: tuple[int, int] = (-1, 0)
@@ -76,26 +79,32 @@ class RingInnerAttention(ScaledDotProductAttention):
     def __init__(self, config: Config) -> None:
         super().__init__(config)
         self.mask = _band(config.window_size)
+        if not isinstance(config.layout, str) or config.layout not in LAYOUTS:
+            raise ValueError(
+                f"layout of RingInnerAttention.Config is {in_words(config.layout)}: choose one of {', '.join(LAYOUTS)}. "
+                'torchtitan\'s load balancer "headtail" makes "zigzag", and None "contiguous"'
+            )
         self.softcap, self.strategy, self.layout = config.softcap, config.strategy, config.layout
 
     def forward(
         self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
         *,
         attention_masks: Documents | None = None,
         scale: float | None = None,
         out_transform: Callable[[Tensor, Tensor], Tensor] | None = None,
         **others: Any,
     ) -> Tensor:
-        """Return attention [batch, local, heads, v_dim] of this rank's queries. ``q``, ``k``, ``v``: this rank's shards.
+        """Return attention [batch, local, heads, v_dim] of this rank's queries.
 
+        ``q_BLNH``, ``k_BLNH``, ``v_BLNH``: this rank's shards. torchtitan's sharding for tensor parallelism goes by these names.
         ``out_transform``: a function of (out, lse) whose result is returned instead, such as gpt-oss's, which applies sinks. lse
         is [batch, local, heads]. ``others``: score_mod and is_causal are checked, the rest is ignored.
 
         Raise ValueError if attention_masks are not ``Documents``, if score_mod is set, or if is_causal is False. Raise it too if
-        q is not a DTensor although the default group has several ranks, or if ring_attention refuses an argument.
+        q_BLNH is not a DTensor although the default group has several ranks, or if ring_attention refuses an argument.
         """
         if attention_masks is not None and not isinstance(attention_masks, Documents):
             raise ValueError(
@@ -106,8 +115,8 @@ class RingInnerAttention(ScaledDotProductAttention):
             raise ValueError(
                 "RingInnerAttention takes no score_mod and no is_causal=False: set softcap or window_size in its Config"
             )
-        mesh = q.device_mesh if isinstance(q, DTensor) else None
-        q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q, k, v))
+        mesh = q_BLNH.device_mesh if isinstance(q_BLNH, DTensor) else None
+        q, k, v = (x.to_local() if isinstance(x, DTensor) else x for x in (q_BLNH, k_BLNH, v_BLNH))
         if mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
             raise ValueError(
                 "RingInnerAttention got no DTensors, so the model has no cp axis: set context_parallel_degree above 1 (or call "
@@ -137,16 +146,16 @@ class RingDocuments(Base):
         """Return the Trainer's (inputs, labels, other arguments).
 
         If the batch has ``positions``, add as attention_masks the ``Documents`` that begin where ``positions`` is 0. Raise
-        ValueError if it has ``positions`` and the load balancer of a ``cp`` axis is neither "headtail" nor None.
+        ValueError if the load balancer of a ``cp`` axis is neither "headtail" nor None.
         """
-        positions, parallelism = input_dict.get("positions"), self.config.parallelism
+        mesh = self.parallel_dims.get_mesh("cp") if self.parallel_dims.cp_enabled else None
+        balancer = self.config.parallelism.context_parallel_load_balancer if mesh is not None else None
+        if balancer not in LAYOUT_OF:
+            raise ValueError(f'context_parallel_load_balancer is {balancer!r}, and a ring takes "headtail" or None')
+        positions = input_dict.get("positions")
         inputs, labels, others = super().post_dataloading_process(input_dict, labels)
         if positions is not None:
-            mesh = self.parallel_dims.get_mesh("cp") if self.parallel_dims.cp_enabled else None
-            balancer = parallelism.context_parallel_load_balancer if mesh is not None else None
-            if balancer not in LAYOUTS:
-                raise ValueError(f'context_parallel_load_balancer is {balancer!r}, and a ring has "headtail" and None')
-            others["attention_masks"] = documents_of(positions.to(inputs.device), mesh, LAYOUTS[balancer])
+            others["attention_masks"] = documents_of(positions.to(inputs.device), mesh, LAYOUT_OF[balancer])
         return inputs, labels, others
 
 
@@ -162,13 +171,15 @@ def cp_shard(
 
     ``shards`` holds the shard of each of ``inputs``, in order, then the shard of ``positions``. ``inputs``: global arrays [batch,
     length, ...], such as ids and labels, the same on every rank. ``positions``: [batch, length], 0 at the first token of each
-    document. torchtitan's function of this name takes other arguments. Raise ValueError if the layout is unknown or cannot
-    split the length equally, or if shapes do not match.
+    document. ``layout``: "zigzag", "contiguous" or "striped". torchtitan's function of this name takes other arguments. Raise
+    ValueError if the layout is unknown or cannot split the length equally, or if shapes do not match.
     """
     if not isinstance(inputs, tuple | list) or not all(isinstance(x, Tensor) for x in inputs):
         raise ValueError(f"cp_shard takes inputs as a tuple of tensors, (ids,) or (ids, labels), got {in_words(inputs)}")
     if not isinstance(positions, Tensor) or positions.ndim != 2:
-        raise ValueError(f"cp_shard takes positions [batch, length], got {in_words(positions)}: add [None] to a single row")
+        row = isinstance(positions, Tensor) and positions.ndim == 1
+        hint = "add [None] to a single row" if row else "they count from 0 in each document, or in each row without documents"
+        raise ValueError(f"cp_shard takes positions [batch, length], got {in_words(positions)}: {hint}")
     for i, x in enumerate(inputs):
         if x.shape[:2] != positions.shape:
             raise ValueError(

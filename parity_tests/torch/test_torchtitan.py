@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,13 +27,15 @@ BATCH, TOKENS, VOCAB = 2, 32, 64
 ENDS = torch.tensor([0, 5, 18, 19, TOKENS])
 
 
-def model_of(window: tuple[int, int]) -> Any:
-    """torchtitan's debug model of Llama 3, small, with our inner attention."""
+def model_of(window: tuple[int, int], parallelism: Any = None) -> Any:
+    """torchtitan's debug model of Llama 3, small, with our inner attention; sharded as ``parallelism`` says."""
     llama: Any = importlib.import_module("torchtitan.models.llama3")
     config = llama.llama3_configs["debugmodel"](attn_backend="flex")
     config.layers = config.layers[:2]
     for layer in config.layers:
         layer.attention.inner_attention = titan.RingInnerAttention.Config(window_size=window)
+    if parallelism is not None:
+        config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
     torch.manual_seed(0)
     model = config.build()
     model.init_states()
@@ -110,6 +113,40 @@ def test_ten_steps_on_a_cp_axis_are_those_of_one_process(four: Any, window: Any,
         assert {name: x for name, x in worst.items() if x > 1e-5} == {}
 
 
+def sharded_by_heads(group: Any) -> tuple[float, Arrays]:
+    """The loss and gradients of the first of ``steps``, with a window: two ranks along cp by two along tp."""
+    torch.set_grad_enabled(True)
+    ids = torch.randint(VOCAB, (BATCH, TOKENS + 1), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(TOKENS).expand(BATCH, -1)
+    parallel: Any = importlib.import_module("torchtitan.distributed.parallel_dims")
+    settings = importlib.import_module("torchtitan.config").ParallelismConfig(
+        context_parallel_degree=2, tensor_parallel_degree=2, data_parallel_shard_degree=1, spmd_backend="partial_dtensor"
+    )
+    dims = parallel.ParallelDims.from_config(settings, group.size())
+    with patch.object(parallel, "device_type", "cpu"):
+        dims.build_mesh()
+    model = model_of((6, 0), settings)
+    cp: Any = importlib.import_module("torchtitan.distributed.context_parallel")
+    cp.apply_cp_to_forward([layer.attention.inner_attention for layer in model.layers.values()], dims.get_mesh("cp"))
+    model.parallelize(dims)
+    (tokens, labels, positions), _ = titan.cp_shard(dims.get_mesh("cp"), (ids[:, :-1], ids[:, 1:]), positions)
+    logits = model(tokens, positions=positions, attention_masks=None)
+    loss = F.cross_entropy(logits.full_tensor().flatten(0, 1).float(), labels.flatten(), reduction="sum") / (BATCH * TOKENS)
+    loss.backward()
+    told = loss.detach().clone()
+    gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+    for x in (told, *gradients.values()):
+        dist.all_reduce(x, group=dims.get_mesh("cp").get_group())
+    return told.item(), {name: x.numpy() for name, x in gradients.items()}
+
+
+def test_tensor_parallelism_beside_the_cp_axis_leaves_losses_and_gradients(four: Any):
+    losses, gradients, _ = steps(None, (6, 0), False, "zigzag")
+    for got, got_gradients in four(4, sharded_by_heads):
+        assert abs(got / losses[0] - 1) < 1e-5
+        assert apart(got_gradients, gradients[0]) < 1e-5
+
+
 def test_lse_is_handed_to_an_out_transform_as_gpt_oss_needs_it():
     inner = titan.RingInnerAttention.Config().build()
     q = torch.randn(1, 6, 2, 8)
@@ -141,6 +178,12 @@ def test_a_window_that_is_not_two_numbers_of_tokens_is_refused(window: Any):
         titan.RingInnerAttention.Config(window_size=window).build()
 
 
+@pytest.mark.parametrize("layout", ["headtail", "balanced", None, 3])
+def test_another_layout_is_refused_when_the_module_is_built(layout: Any):
+    with pytest.raises(ValueError, match=r"layout of RingInnerAttention.Config is .*: choose .* \"headtail\" makes \"zigzag\""):
+        titan.RingInnerAttention.Config(layout=layout).build()
+
+
 IDS, POSITIONS = torch.ones(1, 32, dtype=torch.long), torch.arange(32)[None]
 
 
@@ -149,11 +192,12 @@ IDS, POSITIONS = torch.ones(1, 32, dtype=torch.long), torch.arange(32)[None]
     [
         (IDS, POSITIONS, r"inputs as a tuple of tensors, .* got Tensor of shape \[1, 32\]"),
         ((IDS,), POSITIONS[0], r"positions \[batch, length\], got Tensor of shape \[32\]: add \[None\]"),
+        ((IDS,), None, r"positions \[batch, length\], got None: they count from 0 in each document, or in each row"),
         ((IDS, IDS[:, :16]), POSITIONS, r"inputs\[1\] of cp_shard is \[1, 16\] and positions \[1, 32\]"),
         ((IDS,), POSITIONS.expand(2, -1), r"inputs\[0\] of cp_shard is \[1, 32\] and positions \[2, 32\]"),
         ((IDS[:, :31],), POSITIONS[:, :31], "31 tokens cannot be split into 4 equal parts"),
     ],
-    ids=["no tuple", "a row of positions", "a shorter input", "more rows of positions", "31 tokens"],
+    ids=["no tuple", "a row of positions", "no positions", "a shorter input", "more rows of positions", "31 tokens"],
 )
 def test_arrays_that_cannot_be_sharded_together_are_refused(inputs: Any, positions: torch.Tensor, message: str):
     with pytest.raises(ValueError, match=message):
@@ -167,3 +211,16 @@ def test_torchtitans_trainer_before_the_documents_in_the_bases_is_refused():
         with pytest.raises(ValueError, match=rf"put RingDocuments first: class Swapped\(RingDocuments, {first.__name__}\)"):
             type("Swapped", (first, titan.RingDocuments), {})
         assert type("Ordered", (titan.RingDocuments, first), {})
+
+
+def test_a_load_balancer_that_no_ring_has_is_refused_by_name():
+    class MyTrainer(titan.RingDocuments, importlib.import_module("torchtitan.trainer").Trainer):
+        pass
+
+    mine: Any = object.__new__(MyTrainer)
+    mine.config = SimpleNamespace(parallelism=SimpleNamespace(context_parallel_load_balancer="ptrr"))
+    mine.parallel_dims = SimpleNamespace(cp_enabled=True, get_mesh=lambda name: SimpleNamespace(size=lambda: 2))
+    mine.model_config = None
+    for batch in ({"input": IDS, "positions": POSITIONS}, {"input": IDS}):
+        with pytest.raises(ValueError, match="context_parallel_load_balancer is 'ptrr', and a ring takes \"headtail\" or None"):
+            mine.post_dataloading_process(batch, IDS)
