@@ -220,6 +220,6 @@ def test_trls_auxiliary_loss_is_refused_and_without_it_experts_train(tmp_path: P
         )
 
     with launched(0, 1):
-        with pytest.raises(ValueError, match=r"takes no aux_loss_enabled: trl weighs .*: pass router_aux_loss_coef=0.0"):
+        with pytest.raises(ValueError, match=r"loss of trl, and router_aux_.* Pass router_aux_loss_coef=0.0 in SFTConfig or"):
             trainer()
         assert trainer(router_aux_loss_coef=0.0).train().global_step == 1

@@ -73,10 +73,15 @@ def check_trainer(trainer: Any) -> None:
     for name, why in (
         ("compute_loss_func", "it would get a shard of the logits and whole labels: leave it out"),
         ("model_init", "pass the model, and make it with one seed on all ranks"),
-        ("aux_loss_enabled", "trl weighs the routers' loss in its own way: pass router_aux_loss_coef=0.0, or use RingTrainer"),
     ):
         if getattr(trainer, name, None):
             raise ValueError(f"a Trainer on a ring takes no {name}: {why}")
+    if getattr(trainer, "aux_loss_enabled", False):
+        raise ValueError(
+            f"a Trainer on a ring takes no auxiliary loss of trl, and router_aux_loss_coef is {trainer.router_aux_loss_coef}: "
+            f"trl weighs it in its own way. Pass router_aux_loss_coef=0.0 in {type(trainer.args).__name__} or in the model's "
+            "config, or use RingTrainer"
+        )
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version != 2:
         raise ValueError('a Trainer on a ring takes FSDP of version 2, got version 1: write "version": 2 in fsdp_config')
