@@ -9,9 +9,9 @@ Example:
     model.enable_parallelism(config=ContextParallelConfig(ring_degree=4, ring_anything=True))
 
 diffusers then shards a model's text and image tokens. Attention without a causal mask does not depend on the order of tokens,
-so a rank's text and image tokens, concatenated, are its shard. Masks of text travel with the keys. Shards of unequal lengths
-(``ring_anything``) are padded to the longest, and the padding is masked. With ``ulysses_degree=n`` above 1 the strategy is
-``Ulysses(ranks=n)``.
+so a rank's text and image tokens, concatenated, are its shard. Cross-attention to a shard of the text runs over the same ring.
+Masks of text travel with the keys. Shards of unequal lengths (``ring_anything``) are padded to the longest, and the padding is
+masked. With ``ulysses_degree=n`` above 1 the strategy is ``Ulysses(ranks=n)``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,13 @@ if find_spec("diffusers") is None:
 from diffusers.models import attention_dispatch as dispatch  # type: ignore[import-not-found]
 
 from .call.signature import ring_attention
+from .ring.agreement import exchange, same_error
 
 NAME = "ring"
 """The name of the attention backend."""
+
+HIDING = -9984.0
+"""The bias from which on a key counts as masked: -10,000 in bfloat16. Its probability is 0 in float32."""
 
 __all__ = ["NAME", "ring_backend"]
 
@@ -55,41 +59,38 @@ def ring_backend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return attention of this rank's queries over the keys of all ranks, [batch, tokens, heads, head_dim].
 
-    ``query``, ``key``, ``value``: this rank's shards, [batch, tokens, heads, head_dim]. ``attn_mask``: the visible keys of this
-    rank, [batch, tokens] or [batch, 1, 1, tokens]: bool, or floats of 0 and -inf (or the dtype's lowest number). ``return_lse``:
-    return (out, lse) with lse [batch, tokens, heads]. Other arguments: as in diffusers. Without a parallel config the call is
-    diffusers' native attention on one device.
+    ``query``, ``key``, ``value``: this rank's shards, [batch, tokens, heads, head_dim]. In cross-attention they may hold another
+    number of keys. Keys that every rank holds whole give the same out too, with lse off by the log of the number of ranks.
+    ``attn_mask``: the visible keys of this rank, [batch, tokens] or [batch, 1 or heads, 1, tokens], equal for all heads: bool, or
+    floats of 0 and at most -9984. A query without visible keys gets 0. ``return_lse``: return (out, lse) with lse
+    [batch, tokens, heads]. Other arguments: as in diffusers. Without a parallel config the call is diffusers' native attention on
+    one device.
 
-    With a parallel config raise ValueError if the call is causal or has dropout, or if the numbers of queries and keys differ, as
-    in cross-attention. Raise it too if the mask differs between queries or heads, or holds other floats than 0, -inf and the
-    dtype's lowest number.
+    With a parallel config raise ValueError if the call is causal or has dropout, or if ``ulysses_degree`` does not divide the
+    heads. Raise it too if the mask differs between queries or heads, or holds other floats between -9984 and 0, or above 0. All
+    ranks raise it if the call is their first of these shapes, or if lengths may be unequal (``ring_anything``).
     """
     if _parallel_config is None or _parallel_config.context_parallel_config is None:
         native: Any = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
         return native(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, return_lse)
-    if is_causal:
-        raise ValueError(
-            'the attention backend "ring" got is_causal=True, and a shard of text and image tokens has no order: leave it False, '
-            "or call ring_attn_torch.ring_attention, whose layouts have positions"
-        )
-    if dropout_p:
-        raise ValueError(f'the attention backend "ring" takes no dropout, got dropout_p={dropout_p}: pass 0.0')
-    if query.shape[1] != key.shape[1]:
-        raise ValueError(
-            f'the attention backend "ring" got {query.shape[1]} queries and {key.shape[1]} keys on this rank: cross-attention '
-            "reads whole keys on every rank and needs no ring, so its processor must pass parallel_config=None"
-        )
     config = _parallel_config.context_parallel_config
-    visible = None if attn_mask is None else _visible_keys(attn_mask, key)
     group = config._flattened_mesh.get_group()
-    own = query.shape[1]
-    if config.ring_anything or config.ulysses_anything:
-        longest = torch.tensor([own], device=query.device)
-        dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
-        padding = int(longest) - own
-        query, key, value = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (query, key, value))
-        visible = torch.ones(key.shape[0], own, dtype=torch.bool, device=key.device) if visible is None else visible
-        visible = F.pad(visible, (0, padding))
+    anything = config.ring_anything or config.ulysses_anything
+    own, keys = query.shape[1], key.shape[1]
+    with same_error(group):
+        try:
+            _check(query, is_causal, dropout_p, config.ulysses_degree)
+            visible = None if attn_mask is None else _visible_keys(attn_mask, key, query.shape[2])
+        except Exception:
+            if anything:
+                _longest(query, key, group, refused=True)  # which the other ranks wait for
+            raise
+    if anything:
+        longest = _longest(query, key, group)
+        query = F.pad(query, (0, 0, 0, 0, 0, longest[0] - own))
+        key, value = (F.pad(x, (0, 0, 0, 0, 0, longest[1] - keys)) for x in (key, value))
+        visible = torch.ones(key.shape[0], keys, dtype=torch.bool, device=key.device) if visible is None else visible
+        visible = F.pad(visible, (0, longest[1] - keys))
     u = config.ulysses_degree
     result = ring_attention(
         query,
@@ -106,24 +107,55 @@ def ring_backend(
     return (result[0][:, :own], result[1][:, :own]) if return_lse else result[:, :own]
 
 
-def _visible_keys(mask: Tensor, key: Tensor) -> Tensor:
+def _check(query: Tensor, is_causal: bool, dropout_p: float, ulysses: int) -> None:
+    """Raise ValueError if the call is causal or has dropout, or if ``ulysses`` ranks cannot share its heads."""
+    if is_causal:
+        raise ValueError(
+            'the attention backend "ring" got is_causal=True, and a shard of text and image tokens has no order: leave it False, '
+            "or call ring_attn_torch.ring_attention, whose layouts have positions"
+        )
+    if dropout_p:
+        raise ValueError(f'the attention backend "ring" takes no dropout, got dropout_p={dropout_p}: pass 0.0')
+    if query.shape[2] % ulysses:
+        raise ValueError(
+            f'the attention backend "ring" got ulysses_degree={ulysses} and {query.shape[2]} heads: pass a ulysses_degree that '
+            "divides the heads, and as ring_degree the number of ranks divided by it"
+        )
+
+
+def _longest(query: Tensor, key: Tensor, group: Any, refused: bool = False) -> tuple[int, int]:
+    """Return the most queries and keys of a rank. ``refused``: this rank raises an error after the call.
+
+    Raise the error of another rank that has ``refused``, except under torch.compile.
+    """
+    lengths = torch.tensor([query.shape[1], key.shape[1], refused], device=query.device)
+    dist.all_reduce(lengths, dist.ReduceOp.MAX, group=group)
+    queries, keys, anywhere = lengths.tolist()
+    if not torch.compiler.is_compiling() and anywhere and not refused:
+        exchange('the attention backend "ring" of diffusers', None, group)
+    return queries, keys
+
+
+def _visible_keys(mask: Tensor, key: Tensor, heads: int) -> Tensor:
     """Return a bool mask [batch, tokens], True for visible keys of this rank.
 
-    Raise ValueError if ``mask`` differs between queries or heads, or holds integers, or biases other than 0, -inf and the dtype's
-    lowest number.
+    Raise ValueError if ``mask`` differs between queries or heads, or holds integers, or biases other than 0 and at most HIDING.
     """
     batch, tokens = key.shape[:2]
-    rows = mask[:, 0, 0] if mask.ndim == 4 and mask.shape[1:3] == (1, 1) else mask
+    same = mask.ndim == 4 and mask.shape[1] in (1, heads) and mask.shape[2] == 1
+    same = same and (mask.shape[1] == 1 or bool((mask == mask[:, :1]).all()))
+    rows = mask[:, 0, 0] if same else mask
     if rows.ndim != 2 or rows.shape[0] not in (1, batch) or rows.shape[1] != tokens:
         raise ValueError(
             f'the attention backend "ring" takes attn_mask [{batch}, {tokens}] or [{batch}, 1, 1, {tokens}], of the keys on this '
             f"rank and the same for all queries and heads, got {list(mask.shape)}: ring_attn_torch.functional takes other masks"
         )
     if rows.dtype != torch.bool:
-        hidden = rows <= torch.finfo(rows.dtype).min if rows.is_floating_point() else None
+        hidden = rows <= HIDING if rows.is_floating_point() else None
         if hidden is None or not bool((hidden | (rows == 0)).all()):
             raise ValueError(
-                f'the attention backend "ring" takes attn_mask of bools, or of 0 and -inf, and no other biases, got {rows.dtype}'
+                'the attention backend "ring" takes attn_mask of bools, or of 0 and -inf (-10,000 counts as -inf), and no other '
+                f"biases, got {rows.dtype}"
             )
         rows = ~hidden
     return rows.expand(batch, -1).contiguous()

@@ -61,6 +61,25 @@ def qwen(tokens: int) -> tuple[Any, dict[str, Any]]:
     return model, given
 
 
+def ltx(tokens: int) -> tuple[Any, dict[str, Any]]:
+    """A small LTX-Video, whose video attends to shards of a padded text: other lengths, and masks of -10,000 for each head."""
+    torch.manual_seed(0)
+    sizes = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "cross_attention_dim": 64}
+    model = diffusers.LTXVideoTransformer3DModel(in_channels=4, out_channels=4, caption_channels=16, **sizes)
+    mask = torch.ones(2, 8)
+    mask[1, 3:] = 0
+    given = {
+        "hidden_states": torch.randn(2, tokens, 4),
+        "encoder_hidden_states": torch.randn(2, 8, 16),
+        "encoder_attention_mask": mask,
+        "timestep": torch.tensor([1000.0, 300.0]),
+        "num_frames": 2,
+        "height": tokens // 8,
+        "width": 4,
+    }
+    return model, given
+
+
 class Trained(NamedTuple):
     """The output of the first step, and of every step the loss and the gradients, summed over the ranks."""
 
@@ -104,8 +123,9 @@ def trained(group: Any, make: Any, tokens: int, degrees: dict[str, Any]) -> Trai
         (flux, 24, {"ring_degree": 2, "ulysses_degree": 2}),
         (qwen, 16, {"ring_degree": 4}),
         (qwen, 16, {"ulysses_degree": 4}),
+        (ltx, 32, {"ring_degree": 4}),
     ],
-    ids=["flux", "flux, ulysses in a ring", "qwen, padded text", "qwen, ulysses"],
+    ids=["flux", "flux, ulysses in a ring", "qwen, padded text", "qwen, ulysses", "ltx, shards of padded text"],
 )
 def test_ten_steps_of_a_model_on_a_ring_are_those_of_one_device(four: Any, make: Any, tokens: int, degrees: dict[str, Any]):
     one = trained(None, make, tokens, {})
@@ -114,6 +134,13 @@ def test_ten_steps_of_a_model_on_a_ring_are_those_of_one_device(four: Any, make:
         assert np.abs(got.out - one.out).max() < 1e-5 * np.abs(one.out).max()
         assert np.abs(np.divide(got.losses, one.losses) - 1).max() < 1e-5
         assert max(map(apart, got.gradients, one.gradients)) < 1e-5
+
+
+def parallel_config(group: Any, **degrees: Any) -> Any:
+    """Such a config of diffusers for ``group``; None is a ring of one."""
+    config = diffusers.ContextParallelConfig(**degrees)
+    config._flattened_mesh = type("Mesh", (), {"get_group": lambda _: group})()  # type: ignore[assignment]
+    return type("Parallel", (), {"context_parallel_config": config})
 
 
 def unequal(group: Any, masked: bool) -> dict[str, float]:
@@ -129,9 +156,7 @@ def unequal(group: Any, masked: bool) -> dict[str, float]:
     (alone * weights).sum().backward()
     mine = lambda x: x.detach().tensor_split(ranks, 1)[rank].clone()
     shards = [mine(x).requires_grad_() for x in whole]
-    config = diffusers.ContextParallelConfig(ring_degree=ranks, ring_anything=True)
-    config._flattened_mesh = type("Mesh", (), {"get_group": lambda _: group})()  # type: ignore[assignment]
-    parallel = type("Parallel", (), {"context_parallel_config": config})
+    parallel = parallel_config(group, ring_degree=ranks, ring_anything=True)
     bias = torch.zeros(2, 22).masked_fill(~mask, -torch.inf)
     out: Any = backend.ring_backend(*shards, attn_mask=mine(bias) if masked else None, _parallel_config=parallel)
     (out * mine(weights)).sum().backward()
@@ -147,6 +172,60 @@ def test_shards_of_unequal_lengths_are_exact(four: Any, masked: bool):
         assert {name: x for name, x in off.items() if x > 1e-5} == {}
 
 
+def crossed(group: Any, whole: bool, anything: bool) -> dict[str, float]:
+    """How far shards of 6, 6, 5 and 5 queries are from one device's, over 3, 3, 2 and 2 keys or all 10 on every rank."""
+    torch.set_grad_enabled(True)
+    torch.manual_seed(1)
+    rank, ranks = group.rank(), group.size()
+    queries, keys = (22, 10) if anything else (24, 8)
+    q, k, v = (torch.randn(2, n, 4, 8, requires_grad=True) for n in (queries, keys, keys))
+    visible = torch.rand(2, keys) < 0.7
+    alone = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=visible[:, None, None]).transpose(
+        1, 2
+    )
+    weights = torch.randn(alone.shape)
+    (alone * weights).sum().backward()
+    mine = lambda x: x.detach().tensor_split(ranks, 1)[rank].clone()
+    own = lambda x: x.detach().clone() if whole else mine(x)
+    shards = [mine(q).requires_grad_(), own(k).requires_grad_(), own(v).requires_grad_()]
+    mask = own(visible)[:, None, None].expand(-1, 4, -1, -1)
+    parallel = parallel_config(group, ring_degree=ranks, ring_anything=anything)
+    out: Any = backend.ring_backend(*shards, attn_mask=mask, _parallel_config=parallel)
+    (out * mine(weights)).sum().backward()
+    if whole:
+        for x in shards[1:]:
+            torch.distributed.all_reduce(x.grad, group=group)
+    off = {"out": (out - mine(alone)).abs().max(), "q": (shards[0].grad - mine(q.grad)).abs().max()}  # type: ignore[operator, arg-type]
+    for name, x, shard in zip("kv", (k, v), shards[1:], strict=True):
+        off[name] = (shard.grad - own(x.grad)).abs().max()  # type: ignore[operator, arg-type]
+    return {name: x.item() for name, x in off.items()}
+
+
+@pytest.mark.parametrize("anything", [False, True])
+@pytest.mark.parametrize("whole", [False, True], ids=["shards of text", "whole text"])
+def test_cross_attention_is_exact(four: Any, whole: bool, anything: bool):
+    for off in four(4, crossed, whole, anything):
+        assert {name: x for name, x in off.items() if x > 1e-5} == {}
+
+
+def refused_alone(group: Any, anything: bool) -> str:
+    """What a rank raises if rank 1 has a mask that differs between queries."""
+    x = torch.ones(2, 6, 2, 8)
+    mask = torch.ones(2, 1, 6 if group.rank() == 1 else 1, 6) > 0
+    try:
+        backend.ring_backend(x, x, x, mask, _parallel_config=parallel_config(group, ring_degree=2, ring_anything=anything))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize("anything", [False, True])
+def test_a_mask_that_one_rank_refuses_is_refused_on_every_rank(four: Any, anything: bool):
+    first, second = four(2, refused_alone, anything)
+    assert first == second
+    assert first.startswith('ValueError: rank 1: the attention backend "ring" takes attn_mask [2, 6]')
+
+
 CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "causal": ({"is_causal": True}, "is_causal=True, and a shard of text and image tokens has no order"),
     "dropout": ({"dropout_p": 0.1}, "takes no dropout, got dropout_p=0.1"),
@@ -157,7 +236,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a mask of integers": ({"attn_mask": torch.ones(2, 6, dtype=torch.int64)}, "and no other biases, got torch.int64"),
     "a bias": ({"attn_mask": torch.full((2, 6), 0.5)}, "no other biases"),
-    "keys of another length": ({"key": torch.ones(2, 5, 2, 8)}, "6 queries and 5 keys on this rank: cross-attention"),
+    "a mask by head": ({"attn_mask": torch.eye(2)[None, :, None].repeat(2, 1, 1, 3) > 0}, r"got \[2, 2, 1, 6\]"),
+    "heads": (
+        {"_parallel_config": parallel_config(None, ulysses_degree=4)},
+        "ulysses_degree=4 and 2 heads: pass a ulysses_degree",
+    ),
 }
 
 
@@ -165,6 +248,6 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_a_ring_cannot_honour_is_refused_by_name(name: str):
     given, message = CALLS[name]
     x = torch.ones(2, 6, 2, 8)
-    config: Any = type("Parallel", (), {"context_parallel_config": diffusers.ContextParallelConfig(ring_degree=2)})
+    config = parallel_config(None, ring_degree=2)
     with pytest.raises(ValueError, match=message):
         backend.ring_backend(**{"query": x, "key": x, "value": x, "_parallel_config": config} | given)
