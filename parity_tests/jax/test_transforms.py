@@ -112,6 +112,17 @@ def test_forward_mode_is_refused_in_words(name, how):
         FORWARD[how](jax.jit(lambda q: call(q, k, v, ONE).sum()), q)
 
 
+@pytest.mark.parametrize("how", ["jacfwd", "hessian"])
+def test_many_tangents_at_once_are_refused_by_the_library_or_under_jit_by_jax(how):
+    """As docs/errors.md says: they map tangents by ``vmap``, which under ``jit`` meets JAX's own refusal first."""
+    q, k, v = drawn(1, tokens=2)
+    derivative = getattr(jax, how)(lambda q: jax.jit(SHARDED["ring"], static_argnums=3)(q, k, v, ONE).sum())
+    with pytest.raises((NotImplementedError, TypeError), match="forward-mode"):
+        derivative(q)
+    with pytest.raises(TypeError, match=r"can't apply forward-mode autodiff \(jvp\) to a custom_vjp function"):
+        jax.jit(derivative)(q)
+
+
 @pytest.mark.parametrize("kind", first([AxisType.Explicit, AxisType.Auto], 1, 1))
 @pytest.mark.parametrize("name", first(SHARDED))
 def test_arrays_that_lie_on_another_device_are_copied_to_the_mesh(name, kind):
