@@ -70,6 +70,8 @@ def test_a_program_of_the_docs_runs_as_it_stands(name, tmp_path):
     for package in ("trl", "datasets", "diffusers", "torchtitan"):
         if re.search(rf"^(from|import) {package}\b", PROGRAMS[name], re.M):
             pytest.importorskip(package)
+    if "RingTrainer" in PROGRAMS[name]:
+        pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
     framework = name.split("_")[0]
     pytest.importorskip(framework)
     (tmp_path / name).write_text(PROGRAMS[name])

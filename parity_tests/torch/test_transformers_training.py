@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers", minversion="5.20", reason="RingTrainer needs it")
 pytest.importorskip("accelerate")
 
 import torch
