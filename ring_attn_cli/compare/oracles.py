@@ -1,7 +1,7 @@
-"""The oracles: inputs of each kind of variant, drawn from a case, and the exact results in at least float64.
+"""The oracles: for each kind of call, such as attention or a layer, the inputs of a ``Case`` and the exact results.
 
-``ORACLES`` holds one record for each kind, such as attention or a layer: the inputs, the truth from ``ring_attn_core.reference``,
-and which arrays are sharded. Add a record to add a kind.
+``ORACLES`` holds one record for each kind: how its inputs are drawn, the truth in at least float64 from
+``ring_attn_core.reference``, and which arrays are sharded. Add a record to add a kind.
 """
 
 from __future__ import annotations

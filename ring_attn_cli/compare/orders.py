@@ -113,7 +113,10 @@ OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "can't allocate memory", "CUDA out of memo
 
 
 def in_words(error: BaseException) -> str:
-    """Describe an error: a ValueError by its message, lack of memory by the options to lower, others by type and first line."""
+    """Return an error as a text for the user: the message of a ValueError; the type and the first line of any other error.
+
+    If memory ran out, the text names the options to lower.
+    """
     text = str(error).strip() or "without a word"
     if isinstance(error, MemoryError) or any(sign in text for sign in OUT_OF_MEMORY):
         return f"there is not enough memory ({text.partition(chr(10))[0]}): lower --batch, --length, --heads or --head-dim"

@@ -87,7 +87,10 @@ def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case)
 
 
 def check_length(text: str, arguments: Offered, case: Case, held: int) -> None:
-    """Raise ValueError if the shards, ``held`` tokens in all, hold padding and the function does not take ``length``."""
+    """Raise ValueError if the shards contain padding but the function takes no ``length``.
+
+    ``held``: the number of tokens in all shards, padding included.
+    """
     if held != case.length and "length" not in arguments:
         raise ValueError(
             f"{text} takes no length, and {case.length} tokens are padded to {held} in {case.layout}: pass a --length that "

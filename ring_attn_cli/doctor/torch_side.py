@@ -84,7 +84,7 @@ class Clock:
         return median([self._launched(run) for _ in range(REPEATS + 1)][1:])
 
     def together(self) -> None:
-        """Make all ranks of the default group repeat warm-ups and measurements if any rank needs it."""
+        """From now on, repeat a warm-up or a measurement on all ranks of the default group if any of them needs to repeat it."""
         self.repeats.on_any_rank = self._on_any_rank
 
     def _on_any_rank(self, flag: bool) -> bool:
@@ -147,7 +147,8 @@ def _passes(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return two functions: the first runs a forward of full attention on the ring ``group``, the second runs a backward.
 
-    ``group``: None for a ring of one rank, while this process has not joined a group. ``tokens``: per rank. ``dim``: per head.
+    ``group``: the ring's process group. None: a ring of one rank; pass None only before this process joins a process group.
+    ``tokens``: per rank. ``dim``: per head.
     """
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))

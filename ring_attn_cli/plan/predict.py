@@ -167,7 +167,10 @@ def _table(problem: Problem) -> RenderableType:
 
 
 def sent(problem: Problem, strategy: Strategy) -> list[str]:
-    """Return [forward, backward]: the most GiB that any of the sampled ranks sends, as texts such as "0.25"."""
+    """Return [forward, backward]: the most GiB that a rank sends, as texts such as "0.25".
+
+    Only the ranks in ``load.sample`` are considered: the first, the last, and others evenly between them.
+    """
     from dataclasses import replace
 
     from ring_attn_core.problem.traffic import traffic

@@ -95,7 +95,10 @@ def parameters(launch: Launch, kernel: Any) -> Parameters:
 
 
 def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorFormat:
-    """Return the format of a descriptor for the driver, from the compiled kernel's ``encoding``."""
+    """Return the driver's format of descriptor ``x``: shape and strides of ``x``, and the values in ``encoding``.
+
+    ``encoding``: the element type, swizzle and block shape of this descriptor in the compiled kernel (``encodings``).
+    """
     strides = (stride * ITEM_BYTES[x.dtype] for stride in reversed(x.strides[:-1]))
     block = tuple(reversed(encoding["block_shape"]))
     return DescriptorFormat(encoding["elem_type"], encoding["swizzle"], tuple(reversed(x.shape)), tuple(strides), block)

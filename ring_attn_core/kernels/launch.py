@@ -70,7 +70,10 @@ class Descriptor:
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number passed at launch; if ``divided``, Triton specializes the kernel on whether 16 divides an int32 number."""
+    """A number passed at launch.
+
+    ``divided``: Triton compiles a separate kernel if 16 divides the number. It has no effect unless the number is an int32.
+    """
 
     value: int | float
     type: str

@@ -228,14 +228,14 @@ def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
     ``tokens``: number of keys in a shard.
 
     Measured on one H200 with bf16 and a causal mask. Q/K heads means Q query heads and K key heads. With 16/16 heads, head_dim
-    192, v_dim 128 and 16,384 tokens, the backward reaches 511 TFLOP/s, or 448 if products read k and v from shared memory. With
-    head_dim 128, by the queries per tile in the pass of dk and dv:
+    192, v_dim 128 and 16,384 tokens, the backward reaches 511 TFLOP/s, or 448 if products read k and v from shared memory. The
+    table has TFLOP/s with head_dim 128, for tiles of 64 and of 128 queries in the pass of dk and dv:
 
-        heads    sequences x tokens    TFLOP/s    64 queries    128 queries
-        32/8     16 x 1,024                          355            340
-        32/8      8 x 2,048                          419            396
-        32/8      4 x 4,096                          443            436
-        64/8      4 x 4,096                          432            459
+        heads    sequences x tokens    64 queries    128 queries
+        32/8     16 x 1,024               355            340
+        32/8      8 x 2,048               419            396
+        32/8      4 x 4,096               443            436
+        64/8      4 x 4,096               432            459
     """
     if head_dim > 192:
         return WideConfig(128, 64, 2, 1 if v_dim > 192 else 2, 64, 2, False, False)  # limited by shared memory

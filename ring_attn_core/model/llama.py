@@ -153,8 +153,7 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
     """Return the Hugging Face config of a model equivalent to ``config``.
 
-    ``length``: max_position_embeddings. None: the value in ``config.published``, or LENGTH if it has none. Raise ValueError if no
-    architecture fits.
+    ``length``: max_position_embeddings; None: that of ``config.published``, else LENGTH. Raise ValueError if no model_type fits.
     """
     windows = _checked_windows(config)
     if length is not None:
@@ -215,9 +214,10 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 
 
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
-    """Return the number of tokens before a query that each layer sees, None for all. Return None if no layer has a window.
+    """Return each layer's window: the number of tokens before itself that a query sees, or None if it sees all of them.
 
-    ``window``: window in tokens, the query included. ``first``: the first layer with a window, if ``layer_types`` is missing.
+    Return None in place of the tuple if no layer has a window. ``window``: window in tokens, the query included. ``first``: the
+    first layer with a window, if ``layer_types`` is missing.
     """
     depth = theirs["num_hidden_layers"]
     if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):

@@ -56,8 +56,8 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
 
     ``found``: the JSON that ``described`` made. ``where``: the place from which it was read, for messages.
 
-    Raise ValueError if a value is missing or not of its type, or if both configs are present and differ; the message names the
-    fields. Fields in ``MAY_CHANGE`` may differ.
+    Raise ValueError if a value is missing or invalid. Raise it also if the checkpoint's config and ``config`` are both present
+    and differ in a field outside ``MAY_CHANGE``; the message names these fields.
     """
     if not isinstance(found, dict):
         raise ValueError(

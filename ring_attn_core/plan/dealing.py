@@ -98,9 +98,10 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return two distances in tokens from a cut before token ``cut``: back to the last edge (<= 0), on to the next (> 0).
+        """Return the distances in tokens from a cut to the edges beside it: to the previous (<= 0) and to the next (> 0).
 
-        An edge is a position at which a document or an item begins or ends. Return (0,) if the cut is at the edge of an item.
+        The cut is before token ``cut``, counted from 0 over all items in order. An edge is the beginning or end of a document or
+        item. Return (0,) if the cut is at the edge of an item.
         """
         index, offset = self.at(cut)
         if not offset:

@@ -20,8 +20,8 @@ class JoinedPlan(RingPlan):
     group have the same runs, and the shifts are multiples of ``k_shards``. ``seq_local``, ``kv_local`` and ``positions`` refer to
     single shards. ``head_split``: the heads that each rank of a group computes; None: all heads.
 
-    In a balanced layout ``q_slot`` and ``k_slot`` cover all joined shards, whose tokens are in order of position, as kernels need
-    them. In other layouts they refer to single shards.
+    In a balanced layout the joined shards form one slot, whose tokens are in order of position, as kernels need them. In other
+    layouts each shard keeps its own slots. ``q_slot``, ``k_slot``: the number of tokens of a slot.
     """
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan

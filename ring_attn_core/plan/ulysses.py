@@ -34,7 +34,7 @@ class HeadSplit(NamedTuple):
 
     Rank i of the group computes the ``heads / ranks`` query heads from ``i * heads / ranks`` on, and receives the key heads that
     these read. On a rank, each received key head must be read by equally many query heads. So a rank receives several copies of a
-    key head if more of its query heads read this key head than another.
+    key head if more of its query heads read this key head than another key head that it receives.
 
     Example: 6 query heads, 3 key heads, 2 ranks. Query heads 0, 1 read key head 0, and so on. Rank 0 computes query heads 0, 1, 2
     and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2.

@@ -1,4 +1,6 @@
-"""The messages and bytes that a rank sends in a call, by strategy, computed from the plan. With "pull" it reads them instead.
+"""The messages and bytes that a rank sends in a call, by strategy, computed from the plan.
+
+With "pull" a rank reads keys from their owner's memory; these reads are counted in place of sends. Gradients are still sent.
 
 Tests compare these numbers with real transfers. ``data/reader.py`` counts the bytes that a rank reads from the files of a
 dataset; ``problem/decode.py`` states how many bytes of one layer's cache a decoding step reads.

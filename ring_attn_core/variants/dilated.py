@@ -208,8 +208,8 @@ class FoldedBatches:
     def of_keys(self) -> HeadSelection:
         """The heads of k and v that the pattern uses, and the head groups that hold them.
 
-        A group holds one copy of each key head that its query heads read, if the pattern uses all query heads of each key head
-        and one of ``head_groups`` and ``group_size`` divides the other. Else it holds a copy for each of its query heads.
+        A group holds one copy of each key head that its query heads read, if the pattern uses all query heads of each key head,
+        and ``head_groups`` divides ``group_size`` or is a multiple of it. Otherwise it holds a copy for each of its query heads.
         """
         first, end = self.first // self.group_size, -(-(self.first + self.heads) // self.group_size)
         whole = self.first % self.group_size == 0 and self.heads % self.group_size == 0

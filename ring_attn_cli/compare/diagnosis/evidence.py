@@ -122,11 +122,11 @@ class Evidence:
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
 
     def counted_parts(self, name: str) -> np.ndarray | None:
-        """Return [rank, giver]: how often the gradient on ``rank`` counts what ``giver``'s tokens contribute to it; 1 is right.
+        """Return factors [rank, giver]: the gradient on ``rank`` holds the contribution of ``giver``'s tokens times this factor.
 
-        ``name``: "dq", "dk" or "dv". The contributions are those of :meth:`parts`. The counts are their least-squares fit to the
-        gradient of batch row 0 and key head 0, NaN if a contribution is zero. Return None if the fit does not explain the
-        gradient's error.
+        A factor of 1 is right. ``name``: "dq", "dk" or "dv". The contributions are those of :meth:`parts`. The factors are fitted
+        by least squares to the gradient of batch row 0 and key head 0. A factor is NaN if its contribution is zero. Return None
+        if the fit does not explain the gradient's error.
         """
         ranks, parts = range(self.plan.ranks), self.parts()[name]
         got = self.got[name][0, :, : parts.shape[2]] if name == "dq" else self.got[name][0, :, 0]

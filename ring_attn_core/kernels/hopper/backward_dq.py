@@ -4,8 +4,8 @@
     dq = scale sums                             ``hopper_dq``, once per ring
 
 Shapes     sums_RX f32 [rows, 256] -> dq_BSHD. Each query tile has SUM_ROWS rows of sums, in the order of the accumulators'
-           registers. After the sums of all tiles come their turns, a word per query tile: the number of key tiles that have
-           added to its sums in this step
+           registers. Behind the sums of all tiles the array holds the tiles' turns, one word per query tile (``TURN_SPACING``
+           words apart): the number of key tiles that have added to its sums in this step
 Program    ``adder`` is a warp of the backward; ``hopper_dq`` runs one program for each (q tile, head, batch row)
 Precision  f32; dq is rounded once to the input dtype
 """

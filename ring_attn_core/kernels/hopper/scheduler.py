@@ -121,7 +121,10 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the int64 index, in ``key_tiles`` and ``intervals``, of the query tile at ``m0`` with the key run of ``pair``."""
+    """Return the int64 index of a query tile and a key run in ``args.key_tiles`` and ``args.intervals``.
+
+    ``m0``: the tile's first query. ``pair``: index of the ``Row`` of the query run and the key run, ``q_run * K_RUNS + k_run``.
+    """
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
     return tile.to(gl.int64) * sizes.K_RUNS + pair % sizes.K_RUNS

@@ -212,8 +212,9 @@ def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_la
     """Return query ``tiles`` restricted to a range: from the first to the last tile with extents that may meet the key tile.
 
     ``k_first``, ``k_last``: positions of the key tile's first and last key. ``bounds_ptr``: the bounds of ``extent_bounds``.
-    Tiles in which the extent of every query holds all these positions need no mask, if they also need none by ``tiles``. If the
-    tiles without a mask are not consecutive, all tiles are masked.
+
+    A tile needs no mask if it is one of the whole tiles of ``tiles``, and the extent of each of its queries holds all keys of the
+    key tile. If such tiles are not consecutive, all tiles are masked.
     """
     first, last = tiles.first, tiles.last
     lowest, highest = last, first

@@ -13,8 +13,8 @@ Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents 
            [B, T, 2], key_mask_BT f32 (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
            and, for inputs in f32, rest_BSH f32
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
-Program    one (q tile, query head, batch row), tiles fastest and the last of a shard first, which under a causal mask is the
-           heaviest; a q tile lies within one run
+Program    one per (q tile, query head, batch row); a q tile lies within one run. Over program ids the tile varies fastest, from
+           the last tile of a shard to the first: under a causal mask the last is the heaviest
 K tiles    every query sees one interval of every run (rows.keys_seen); tiles before the first or after the last interval are not
            visited; tiles inside all intervals need no mask. Key extents are tested tile by tile (rows.some_query_sees)
 State      FIRST: no keys have been seen yet. Else the state of the keys seen so far is out_in (f32), lse_in and rest_in, which
