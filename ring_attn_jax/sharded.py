@@ -184,7 +184,10 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
 def _compiled(
     where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the jitted program, cached because outside jit a new function at each call would be compiled anew."""
+    """Return the jitted program.
+
+    The cache keeps it, because each call outside of jit would otherwise make and compile a new function.
+    """
 
     def on_shards(inputs: dict[str, Any]) -> Any:
         q, k, v = inputs.pop("q"), inputs.pop("k"), inputs.pop("v", None)

@@ -88,8 +88,8 @@ def ring_attention(
         dropout_offset: the global index of the first batch row and of the first head, if these are sharded too. Pass it also if
             ``jax.vmap`` maps rows or heads, which otherwise all get the same mask.
         length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
-            None: the length of a balanced layout; else all tokens that the shards hold, where kv_length is ``length`` if the
-            shards of q and k are equally long.
+            None: in a balanced layout, its length. In other layouts ``length`` counts all tokens of the q shards; ``kv_length``
+            is ``length`` if the shards of q and k are equally long, else it counts all tokens of the k shards.
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32.
         deterministic: no effect here, since gradients always repeat to the bit.

@@ -59,7 +59,9 @@ def pack_rollouts(
     weights: Sequence[Any] | None = None,
     length: int | None = None,
 ) -> Rollouts:
-    """Pack rollouts (token lists) that share prefixes into rows of prefix trees, where a shared token is computed once.
+    """Pack rollouts (token lists) that share prefixes into rows of prefix trees.
+
+    A shared token is computed once, except where rollouts branch.
 
     Each slot of a row holds one token and its label. A shared token that different tokens follow is repeated: it takes one slot
     for each of them.

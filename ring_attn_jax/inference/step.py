@@ -163,9 +163,11 @@ def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Arr
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
     """Return by name ``slots``, the slots that this rank writes, and ``k_positions``, the positions in all slots after the write.
 
-    For each token [b, writes], ``here`` is True if this rank caches it, ``slot_index`` is its slot before wrapping around, and
-    ``position`` its position. Other tokens, and tokens beyond the last free slot, get an index beyond the slots, which the
-    scatter drops. With a window, tokens beyond the last free slot overwrite the oldest slots instead.
+    For each token, ``here`` [b, writes] is True if this rank caches it, ``slot_index`` [b, writes] is its slot before wrapping
+    around, and ``position`` [b, writes] its position.
+
+    Tokens that this rank does not cache get an index beyond the slots, which the scatter drops. Without a window, tokens beyond
+    the last free slot get it too; with a window they overwrite the oldest slots.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = jnp.where(here, slot_index % held.spec.slots, held.spec.slots)

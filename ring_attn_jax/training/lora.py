@@ -24,7 +24,7 @@ from .ranks import agreed
 
 
 class Adapter(nnx.Module):
-    """``scale (x a^T) b^T``, computed in x's dtype: [..., in] -> [..., out], for a [rank, in] and b [out, rank].
+    """``scale (x a^T) b^T``, computed in x's dtype: [..., in] -> [..., out], for ``a`` [rank, in] and ``b`` [out, rank].
 
     ``a`` and ``b`` are variables of the type ``nnx.LoRAParam``, by which an optimizer selects them.
     """

@@ -123,9 +123,9 @@ def _over_ranks(
 
 
 def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labels:
-    """Return int32 labels and constant weights in ``dtype``: 0 at ignored labels, NaN if invalid in a mean.
+    """Return the labels as int32, and the weights in ``dtype`` without gradient.
 
-    A weight is invalid in a mean if it is negative or not finite.
+    The weight of an ignored label becomes 0. In a mean, any other weight that is negative or not finite becomes NaN.
     """
     numbers, weights = int32_labels(labels.labels), labels.weights
     if weights is not None:

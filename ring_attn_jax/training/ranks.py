@@ -1,9 +1,10 @@
 """Checks that all devices and processes hold the same weights, seeds and arguments, by all-gathered digests.
 
-Calls in JAX are not compared between ranks as in PyTorch (``ring/agreement.py`` there): all ranks of a process run one traced
-program, so they cannot disagree about the arguments of ``ring_attention``. Each of several processes traces its own program, and
-``ring_attention`` does not compare them: ``check_ranks`` does, when the user calls it. ``agreed`` and ``together`` raise an error
-of one process in all of them, while weights or checkpoints are read or written.
+In JAX ``ring_attention`` compares no arguments between ranks; in PyTorch it does (``ring/agreement.py`` there). The ranks of one
+process run one traced program, so their arguments are equal. Several processes each trace a program of their own, and the
+arguments may differ: the user calls ``check_ranks`` to compare them.
+
+``agreed`` and ``together`` raise an error of one process in all of them, while weights or checkpoints are read or written.
 """
 
 from __future__ import annotations

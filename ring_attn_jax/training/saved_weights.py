@@ -54,7 +54,7 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
     """Load a RingTransformer from the ``folder`` of ``save_weights`` of either package.
 
-    ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None: that of the config. ``ring``: the
+    ``dtype``, ``compute_dtype``: the dtypes of the weights and of the computation; None: that of the config. ``ring``: the
     arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not ``rngs``. With ``mesh`` the weights are
     copied to all of its devices, else to the default device. Each process of the mesh must call it and reads the files itself,
     one weight at a time.

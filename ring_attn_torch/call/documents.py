@@ -31,8 +31,8 @@ MOST_LOOKED = 32
 class Found(NamedTuple):
     """The results of the checks of a group, equal on all its ranks.
 
-    ``within``: for each problem, True if all its extents so far stayed within the documents. ``looked``: the remembered extents,
-    which are the newest that were found to stay within the documents, with their problems.
+    ``within``: for each problem, True if all its extents so far stayed within the documents. ``looked``: the newest (problem,
+    extents) pairs whose extents were found to stay within the documents. It keeps at most ``MOST_LOOKED`` pairs.
     """
 
     within: dict[Problem, bool]

@@ -97,8 +97,8 @@ def ring_attention(
             ring hold the same rows and heads, so they must pass the same offset. Ranks compare ints, once for each new pair; they
             do not compare tensors, whose values are on the device.
         length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
-            None: the length of a balanced layout; else all tokens that the shards hold, where kv_length is ``length`` if the
-            shards of q and k are equally long.
+            None: in a balanced layout, its length. In other layouts ``length`` counts all tokens of the q shards; ``kv_length``
+            is ``length`` if the shards of q and k are equally long, else it counts all tokens of the k shards.
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
             Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "pull" and "push". "auto": on GPUs with a record of speeds
             the strategy that is predicted to be fastest; otherwise "ring", or in a balanced layout "direct" if little travels.

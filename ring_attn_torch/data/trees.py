@@ -53,7 +53,9 @@ def pack_rollouts(
     weights: Sequence[Any] | None = None,
     length: int | None = None,
 ) -> Rollouts:
-    """Pack rollouts (token lists) that share prefixes into rows of prefix trees, where a shared token is computed once.
+    """Pack rollouts (token lists) that share prefixes into rows of prefix trees.
+
+    A shared token is computed once, except where rollouts branch.
 
     Each token of a row is a slot with one label. A token that several tokens follow takes a slot for each of them.
 

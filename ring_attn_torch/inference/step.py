@@ -158,9 +158,11 @@ def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
 def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: Tensor) -> dict[str, Tensor | None]:
     """Return the slots that this rank writes, and the positions of all its slots afterwards.
 
-    For each token [b, writes], ``here`` is True if this rank caches it, ``slot_index`` is its slot before wrapping around, and
-    ``position`` its position. Other tokens, and tokens beyond the last free slot, go into the extra slot. With a window, tokens
-    beyond the last free slot overwrite the oldest slots instead.
+    For each token, ``here`` [b, writes] is True if this rank caches it, ``slot_index`` [b, writes] is its slot before wrapping
+    around, and ``position`` [b, writes] its position.
+
+    Tokens that this rank does not cache go to the extra slot, which is the last one and always counts as empty. Without a window,
+    tokens beyond the last free slot go there too; with a window they overwrite the oldest slots.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = torch.where(here, slot_index % held.spec.slots, held.spec.slots).long()

@@ -95,7 +95,7 @@ class Peers:
     def begin(self) -> None:
         """Begin a pass on the current stream, after the previous pass, which may have run on another stream.
 
-        Raise RuntimeError if the previous pass ended with an error, because it did not raise all its flags.
+        Raise RuntimeError if the previous pass failed: ranks could then wait forever for flags that it did not set.
         """
         if self.running:
             raise RuntimeError(
@@ -131,7 +131,7 @@ class Peers:
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Let the main stream, with ``side`` the second, wait until this rank's flag (``kind``, ``of``) is at least ``value``."""
+        """Let the main stream wait until a flag of this rank is at least ``value``. Arguments: as in ``raise_flag``."""
         address = self._flags_at[self.rank] + 4 * self._flag(kind, of)
         driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
 

@@ -24,7 +24,7 @@ from .weights import _placed
 
 
 class Adapter(nn.Module):
-    """``scale (x a^T) b^T``, in x's dtype or autocast's: [..., in] -> [..., out], for a [rank, in] and b [out, rank]."""
+    """``scale (x a^T) b^T``, in x's dtype or autocast's: [..., in] -> [..., out], for ``a`` [rank, in] and ``b`` [out, rank]."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()

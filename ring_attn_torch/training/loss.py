@@ -89,11 +89,12 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
     """Return the weighted mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
-    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked,
-    and invalid weights make the loss NaN on CPUs too. An invalid label is outside the vocabulary; an invalid weight of a mean
-    is negative or not finite. One all-reduce sums the loss and the counts of invalid labels and weights. If there are any,
-    every rank raises ValueError on CPUs. On GPUs, where reading the counts would synchronize, and under torch.compile, the loss
-    and its gradient become NaN instead.
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked.
+
+    An invalid label is outside the vocabulary; an invalid weight of a mean is negative or not finite. One all-reduce sums the
+    loss and the counts of invalid labels and weights. On CPUs with ``vocab``, every rank raises ValueError if any is invalid.
+    Without ``vocab``, under torch.compile, and on GPUs, where reading the counts would synchronize, the loss and its gradient
+    become NaN instead.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()

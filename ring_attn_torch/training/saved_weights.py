@@ -63,7 +63,7 @@ def load_weights(
 ) -> RingTransformer:
     """Load a RingTransformer from a folder that ``save_weights`` of the JAX or the PyTorch package wrote, on the default device.
 
-    ``dtype``: the dtype of the weights. ``compute_dtype``: the dtype of the computation. None: that of the config. ``ring``: the
+    ``dtype``, ``compute_dtype``: the dtypes of the weights and of the computation; None: that of the config. ``ring``: the
     arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group must call it. Each
     rank reads the files itself, one weight at a time.
 

@@ -205,7 +205,10 @@ def _content(call_arguments: dict[str, Any]) -> dict[str, str]:
 
 
 def _compare(exchanged: list[list[Any]]) -> None:
-    """Raise ValueError, naming an argument, if it differs between ranks. ``exchanged``: by rank [description, content, seed]."""
+    """Raise ValueError if an argument of the call differs between ranks, and name the argument.
+
+    ``exchanged``: for each rank [result of ``_description``, result of ``_content``, seed]. Seeds are not compared.
+    """
     for part, what in ((0, "shape or value"), (1, "content")):
         first = exchanged[0][part]
         for rank, (*parts, _) in enumerate(exchanged):

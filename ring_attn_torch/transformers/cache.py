@@ -52,10 +52,7 @@ def cache_name(model: PreTrainedModel) -> str:
 
 
 def with_cache_renamed(model: PreTrainedModel, call_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return ``call_arguments`` with the cache argument renamed to the name that ``model`` uses.
-
-    Raise ValueError if the call has arguments of both names.
-    """
+    """Return ``call_arguments`` with the cache under the name that ``model`` uses. Raise ValueError if there are both names."""
     if all(name in call_arguments for name in NAMES):
         raise ValueError(f"the call has a cache and past_key_values, two names of one argument: pass {cache_name(model)} alone")
     return {cache_name(model) if name in NAMES else name: x for name, x in call_arguments.items()}
@@ -84,7 +81,11 @@ class RingCache(Cache):
         return other
 
     def holding(self, k: Tensor, v: Tensor, tokens: int, local: int | None) -> KVCache:
-        """Return the KVCache, of the sizes and dtype of k and v, with room for ``tokens`` more: ``local`` a rank, None: even."""
+        """Return the KVCache with room for ``tokens`` more tokens per row.
+
+        The first call creates it, with the sizes and dtype of k and v. ``local``: the largest number of these tokens that a rank
+        stores. None: the ranks share them evenly.
+        """
         if self.kv is None:
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
             self.kv = KVCache.make(sizes, len(k), tokens, dtype=k.dtype, page=PAGE, group=self.ring.group, device=k.device)
@@ -133,8 +134,7 @@ class RingCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end of each row, such as those rejected in speculative decoding.
 
-        A negative argument ``-n`` removes n tokens. A positive one is the number of tokens to keep, as in transformers 5.13 and
-        5.14.
+        A negative argument ``-n`` removes n tokens. A positive one is how many to keep, as in transformers 5.13 and 5.14.
         """
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.tokens - tokens_to_remove)
         if removed and self.kv is not None:

@@ -40,7 +40,10 @@ IMAGE_BLOCKS = {"gemma3", "gemma3_text"}
 
 
 def sharded(model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]) -> GlobalBatch | CachedCall:
-    """Return the running call of ``model`` with this rank's shards of the global sequences ``args`` and ``kwargs``.
+    """Return the record of a call of ``model``: a ``GlobalBatch``, or a ``CachedCall`` if the call has a cache.
+
+    ``args``, ``kwargs``: the call's arguments, global sequences. The record's ``kwargs`` hold this rank's part of them, or all
+    tokens in some calls with a cache (``cache.py``).
 
     Raise ValueError, the same on every rank, if the call cannot be sharded.
     """

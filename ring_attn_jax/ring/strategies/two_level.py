@@ -94,7 +94,7 @@ class HostSums:
 class TwoLevelStep(RingStep):
     """A ``Step`` of an inner ring. ``before``: the previous step of this inner ring.
 
-    Each step but the inner ring's last sends the keys onward inside the host.
+    The constructor sends the keys onward inside the host, except in the inner ring's last step.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class TwoLevelStep(RingStep):
         """Send ``dkv`` onward inside the host; after the inner ring's last step, to the rank at which the keys entered the host.
 
         In the first step of an inner ring, also add the gradients of the previous inner ring, if there was one, to the hosts'
-        sum, and send the sum to the next host.
+        sum, and send the sum ``crossing`` hosts onward (``HostSums.add``).
         """
         self.travelling = self._inside(dkv, self._onward) if self._onward else dkv
         self._sums.add()

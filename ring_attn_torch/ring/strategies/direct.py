@@ -1,10 +1,10 @@
 """The strategy "direct": each rank receives from each other rank only the keys that it sees, and returns their gradients.
 
-The plan (``plan/direct.py`` of the core) determines the slices. A step places the received slices in a shard of zeros. No query
-sees the zeros. So a step's ``Step.rows``, what each run of queries sees of each run of keys, are those of the strategy "ring",
-and any backend can compute the step. During a step the next step's slices are in transfer. In the backward the previous step's
-gradients are also in transfer, to the keys' owner. The owner adds the gradients in the order of the shifts. For a balanced layout
-see ``needed.py``.
+The plan (``plan/direct.py`` of the core) determines the slices of keys that each rank sends. A step places the received slices in
+a shard of zeros. ``Step.rows`` state what each run of queries sees of each run of keys. They are the same as in the strategy
+"ring", because no query sees the zeros, so any backend can compute the step. During a step the next step's slices are in
+transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner adds the gradients in
+the order of the shifts. For a balanced layout see ``needed.py``.
 """
 
 from __future__ import annotations

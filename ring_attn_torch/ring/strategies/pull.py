@@ -152,7 +152,7 @@ class PeerStep(OwnerStep):
         self._run, self._i = run, i
 
     def home(self) -> Tensor:
-        """Return the gradients of this rank's own keys, summed in step order. After the last step end the pass."""
+        """Return the gradients of this rank's own keys, summed in step order. After the last step, end the pass."""
         total = super().home()
         if self.last:
             self._run.end()

@@ -88,7 +88,7 @@ class HostSums:
 class TwoLevelStep(RingStep):
     """A ``Step`` of an inner ring. ``before``: the previous step of this inner ring.
 
-    The constructor of every step of the inner ring but the last starts to send the keys to the next rank inside the host.
+    The constructor starts to send the keys onward inside the host, except in the inner ring's last step.
     """
 
     def __init__(
@@ -107,8 +107,8 @@ class TwoLevelStep(RingStep):
     def send_home(self, dkv: Gradients) -> None:
         """Send ``dkv`` to the next rank inside the host, or after the last step to the rank at which the keys entered the host.
 
-        Also add the previous inner ring's gradients, which arrived during this step, to the hosts' sum, and send the sum to the
-        next host.
+        In the first step of an inner ring, also add the gradients of the previous inner ring, if there was one, to the hosts'
+        sum, and send the sum ``crossing`` hosts onward (``HostSums.add``).
         """
         self.travelling = self._inside((dkv,), self._onward)
         self._sums.add()
