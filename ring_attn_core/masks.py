@@ -11,7 +11,8 @@ With 6 tokens (rows are queries, columns keys, # is visible):
     ######      ######      ...###              ....##
 
 Other masks are separate arguments of a call. Packed documents and a prefix (with ``full()``) are passed as ``extents=``, made by
-``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages. Padding among the keys is ``key_mask=``.
+``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages. Padding among the keys is ``key_mask=``. A
+query that sees no key is *blank* (plan/ring.py): out 0, and lse -inf or the sink.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command ``ring-attn compare`` and its options."""
+"""The command ``ring-attn compare`` and its options; ``diagnosis/`` names the likely causes of a missed bound."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""A reader of documents' tokens that detects changed files and counts the bytes that a rank reads.
+"""A reader of documents' tokens that detects changed files and counts the bytes that a rank reads (``bytes_read``).
 
-Besides the blocks whose digests show a changed file, the reader reads only the tokens and labels of its shard, and in a striped
-layout the tokens between them. numpy is imported on first use.
+The reader reads the tokens and labels of its shard. In a striped layout it reads the tokens of all ranks twice, for ids and for
+labels; ``bytes_read`` counts the ids and labels of its shard only. If a file's ``stat`` has changed (see ``Reader``), it also
+reads at most 16 blocks of 4,096 bytes (``sample`` of files.py), whose digest tells if the content has changed. numpy is imported
+on first use.
 """
 
 from __future__ import annotations

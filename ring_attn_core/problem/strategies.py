@@ -1,7 +1,8 @@
 """The strategies by which ranks send keys: their names, records and step plans, and reasons why a strategy cannot run a call.
 
-The code of the strategies is in ``ring/strategies/`` of both packages. The section "Add a strategy" of CONTRIBUTING.md lists the
-steps.
+The code of the strategies is in ``ring/strategies/`` of both packages. To add one, see ``ring/strategies/__init__.py`` there: a
+strategy has the methods of ``Strategy`` and ``Step`` (``ring/step.py``). The section "Add a strategy" of CONTRIBUTING.md lists
+all steps.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix o
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
 Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads them with [0, 0). A query with the
-extent [0, 0) sees no key.
+extent [0, 0) sees no key: it is *blank* (``plan/ring.py`` of the core).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A KV cache of growing sequences, sharded over the ring by position: filled by prefill, then step by step."""
+"""A KV cache of growing sequences, sharded by position (``cache/placement.py`` of the core): filled by prefill, then by steps."""
 
 from __future__ import annotations
 

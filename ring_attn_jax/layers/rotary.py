@@ -1,4 +1,4 @@
-"""Rotary position embeddings."""
+"""Rotary position embeddings; the formulas are in ``model/rotary.py`` of the core."""
 
 from __future__ import annotations
 

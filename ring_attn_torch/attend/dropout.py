@@ -1,4 +1,7 @@
-"""Dropout's random numbers in PyTorch: one Philox key per batch row and head, and the keep mask."""
+"""Dropout's random numbers in PyTorch: one Philox key per batch row and head, and the keep mask.
+
+The algorithm is in ``dropout.py`` of the core.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decode loop: each step caches the newest token of each unfinished request and draws the next one, on the device."""
+"""The decode loop, a CUDA graph on GPUs: each step caches each unfinished request's newest token and draws the next one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Checkpoints of a training run, written in the background if possible. Each is complete or ignored. The newest few are kept.
 
-A save writes to a temporary folder, renames it, and writes ``run.json`` last.
+A save writes to a temporary folder, renames it, and writes ``run.json`` last: see ``model/checkpoint_folder.py`` of the core.
 """
 
 from __future__ import annotations

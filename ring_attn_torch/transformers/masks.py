@@ -5,6 +5,7 @@ band and at most one interval of keys per query, but no array of tokens by token
 
 accelerate's hooks for context parallelism replace each layer's mask by is_causal=True, which would lose windows, documents and
 padding. ``AccelerateHooks`` removes these hooks before each call and restores them when ``sequence_parallel`` ends.
+``trainer.py`` describes the device mesh that accelerate sees.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_
            With extents the scout stores a word per query with the keys that it sees; every score is masked
 ALiBi      the scout subtracts the queries' part of the bias from lse2; the keys' part is one number per key
 Dropout    the sign of p holds the mask for dv and ds, which costs 20 % (heads of 128). A mask of bools costs 30 %: ptxas packs it
-Tiles      BLOCK_Q and the stages come from launches.backward
+Tiles      BLOCK_Q comes from ``queries`` of launches.py, the stages from ``backward`` there
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 
 README.md has the timeline and the failed attempts.

@@ -12,8 +12,10 @@ memory, so it works ahead of the producer, which then issues a load as soon as t
 cannot read lse2 and delta, because they are not aligned to 16 bytes. With ALiBi the scout subtracts from lse2 the bias between
 each query and the program's first key.
 
-Fully masked queries have an infinite lse2 and may hold NaN, and 0 times NaN is NaN. The load of a tile with such queries signals
-an mbarrier of the producer. The producer zeroes their rows before it signals the consumers.
+Blank queries (plan/ring.py), which see no key, may hold NaN, and 0 times NaN is NaN. Without a sink their lse is -inf, and their
+lse2 is set to inf. The load of a tile with an infinite lse2 signals an mbarrier of the producer, which zeroes the rows of these
+queries before it signals the consumers. With sinks lse2 is finite, and ``attend/kernels.py`` of both packages has already
+replaced NaN by 0.
 
 Shapes     ``sources``: q_BSHD, dout_BSHE, k_BTGD, v_BTGE as ``Parts`` of TMA descriptors; lse2_BHS, delta_BHS f32;
            key_ranges int32 [B, k_runs, 2, S] (portable/extent_lists.py)
@@ -41,7 +43,7 @@ WHOLE = gl.constexpr(1 << 30)
 """Flag in ``first_query``: each query of the tile sees each key of the program, so no score needs a mask."""
 
 MASKED_ROWS = gl.constexpr(1 << 29)
-"""Flag in ``first_query``: some query of the tile is fully masked."""
+"""Flag in ``first_query``: some query of the tile has an infinite lse2."""
 
 
 class Steps(NamedTuple):
@@ -190,7 +192,7 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def bring_queries(source, at, full, tiles, stage, clean, cleaned, number, shared, TAIL: gl.constexpr):
-    """Load a tile of q or dout by TMA. Unless ``clean``, zero the rows of fully masked queries, whose lse2 is infinite.
+    """Load a tile of q or dout by TMA. Unless ``clean``, zero the rows of blank queries, whose lse2 is infinite.
 
     ``cleaned``: number of tiles that this program has zeroed so far. ``number``: index of the step in ``Steps``.
     """

@@ -4,6 +4,8 @@
     begin_i <= j < end_i         the keys of a run that query i sees: one interval for any band, extent and length
     begin_j <= i < end_j         the queries of a run that may see key j by its key extent
 
+A query that sees no key at all is *blank* (plan/ring.py).
+
 Shapes     rows int32 [q_runs, k_runs, fields]: one ``runs.Row`` for each pair of runs; extents int32 [B, S, 2] and key_extents
            int32 [B, T, 2] in token positions
            i of queries and j of keys broadcast against each other, so the functions serve tiles of scores in either
