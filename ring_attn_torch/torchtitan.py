@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ring_attn_core.layouts import LAYOUTS
+from ring_attn_core.layouts import LAYOUTS, slots
 from ring_attn_core.masks import causal, sliding_window
 from ring_attn_core.runs import Band
 from ring_attn_core.validation import as_number, check_mixin_first, in_words, is_integer, missing_package
@@ -187,7 +187,7 @@ def cp_shard(
                 "same [batch, length]"
             )
     length, ranks = positions.shape[1], cp_mesh.size()
-    parts = ranks * (2 if layout == "zigzag" else 1)
+    parts = ranks * slots(layout)
     if length % parts:
         raise ValueError(f"{length} tokens cannot be split into {parts} equal parts of layout={layout!r}: pad them first")
     shards = tuple(_own(x, cp_mesh, layout) for x in (*inputs, positions))
