@@ -33,7 +33,9 @@ def test_ends_of_documents_that_transformers_collator_writes_beside_positions_pa
     check_documents("a model", given | {"position_ids": torch.zeros(3, 1, 9)}, (1, 9), False)  # without positions in the text
     for ends in ([0, 4, 5, 6, 8, 9], [0, 3, 5, 6, 9]):
         with pytest.raises(ValueError, match="cu_seq_lens_q and position_ids disagree"):
-            check_documents("a model", given | {"cu_seq_lens_q": torch.tensor(ends)}, (1, 9), False)
+            check_documents(
+                "a model", given | dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), torch.tensor(ends)), (1, 9), False
+            )
 
 
 @pytest.mark.parametrize("positions", [[0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 0, 0, 0, 0]])
@@ -59,6 +61,11 @@ CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seq_lens_q": torch.tensor([0, 8]), "position_ids": torch.arange(8)[None] % 3},
         "cu_seq_lens_q and position_ids disagree: by position_ids a document begins at token 3, by cu_seq_lens_q none does",
     ),
+    "other ends of keys": (
+        {"cu_seq_lens_q": torch.tensor([0, 3, 8]), "cu_seq_lens_k": torch.tensor([0, 8])},
+        "cu_seq_lens_k must equal cu_seq_lens_q, since a token attends within its document",
+    ),
+    "ends of keys alone": ({"cu_seq_lens_k": torch.tensor([0, 3, 8])}, "got cu_seq_lens_k without cu_seq_lens_q"),
     "ends with a cache": (
         {"cu_seq_lens_q": torch.tensor([0, 5, 8]), "use_cache": True},
         "cu_seq_lens_q came with a cache, which keeps one growing text a row",

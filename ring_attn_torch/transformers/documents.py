@@ -28,13 +28,15 @@ class DocumentBounds(NamedTuple):
 def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
     """Raise ValueError if the documents of a call of ``shape`` [batch, length] are not defined by its arguments.
 
-    They are not if cu_seq_lens_q disagrees with position_ids that begin again, ends before the length, comes with several rows or
-    a cache, or if seq_idx comes alone. ``name``: that of the model's class.
+    They are not if cu_seq_lens_q disagrees with cu_seq_lens_k or with position_ids that begin again, ends before the length,
+    comes with several rows or a cache, or if cu_seq_lens_k or seq_idx comes alone. ``name``: that of the model's class.
     """
     batch, length = shape
     if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
         raise ValueError(f"{name} got seq_idx alone, which no attention reads: pass position_ids that begin again for a document")
     if "cu_seq_lens_q" not in call_arguments:
+        if "cu_seq_lens_k" in call_arguments:
+            raise ValueError(f"{name} got cu_seq_lens_k without cu_seq_lens_q: pass both, or position_ids that begin again")
         return
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q is for a batch of one row, got {batch}: pass position_ids that begin again")
@@ -43,6 +45,12 @@ def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int,
     if not isinstance(call_arguments["cu_seq_lens_q"], Tensor):
         raise ValueError(f"cu_seq_lens_q must be a tensor, got {in_words(call_arguments['cu_seq_lens_q'])}")
     ends = integers("cu_seq_lens_q", call_arguments["cu_seq_lens_q"], "documents + 1")
+    of_keys = call_arguments.get("cu_seq_lens_k", ends)
+    if not isinstance(of_keys, Tensor) or of_keys.tolist() != ends.tolist():
+        raise ValueError(
+            f"cu_seq_lens_k must equal cu_seq_lens_q, since a token attends within its document: got {in_words(of_keys)} and "
+            f"{in_words(ends)}"
+        )
     if (end := max(ends.tolist(), default=0)) < length:
         raise ValueError(f"cu_seq_lens_q must end at the number of tokens, {length}, got {end}: count padding as a document")
     position_ids, present = text_positions(call_arguments.get("position_ids"), batch), call_arguments.get("attention_mask")
