@@ -22,7 +22,7 @@ from types import NoneType
 from typing import Any
 
 from .runs import Band
-from .validation import as_number, in_words, is_traced, number_in_words
+from .validation import as_number, in_words, is_integer, is_traced, number_in_words
 
 
 def full() -> Band:
@@ -49,7 +49,8 @@ def sliding_window(before: int, after: int = 0, offset: int = 0) -> Band:
     if before < 0 or after < 0:
         raise ValueError(
             f"sliding_window needs before >= 0 and after >= 0, got before={before}, after={after}: "
-            "before=0, after=0 is a token that sees only itself; use offset to shift the window"
+            "before=0, after=0 is a token that sees only itself. For an open side (-1 in flash_attn) pass causal(after) or "
+            "Band(hi=before); use offset to shift the window"
         )
     return Band(lo=-after - offset, hi=before - offset)
 
@@ -59,13 +60,18 @@ MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "slidin
 
 
 def check_mask(mask: Any) -> None:
-    """Raise ValueError if ``mask`` is not a ``Band``. The message names the arguments ``key_mask`` and ``extents``."""
+    """Raise ValueError if ``mask`` is not a ``Band``. The message names the arguments that fit what was passed."""
     if isinstance(mask, Band):
         return
-    raise ValueError(
-        f"mask must be full(), causal(...) or sliding_window(...), got {in_words(mask)}: pass which keys are no padding as "
-        "key_mask=, a bool array, and where the documents of packed sequences begin and end as extents=, made by document_extents"
-    )
+    if isinstance(mask, tuple | list) and len(mask) == 2 and all(map(is_integer, mask)):
+        got, hint = str(tuple(mask)), "a window (before, after) is sliding_window(before, after)"
+    else:
+        got = in_words(mask)
+        hint = (
+            "pass which keys are no padding as key_mask=, a bool array, and where the documents of packed sequences begin and "
+            "end as extents=, made by document_extents"
+        )
+    raise ValueError(f"mask must be full(), causal(...) or sliding_window(...), got {got}: {hint}")
 
 
 def with_numbers(band: Band) -> Band:

@@ -60,7 +60,8 @@ def in_words(x: Any) -> str:
     shape = getattr(x, "shape", None)
     if is_traced(x):
         return f"a traced array of shape {list(shape or ())}"
-    return type(x).__name__ if shape is None else f"{type(x).__name__} of shape {list(shape)}"
+    name = type(x).__name__.removesuffix("Impl")  # JAX's ArrayImpl
+    return name if shape is None else f"{name} of shape {list(shape)}"
 
 
 def number_in_words(x: Any) -> str:

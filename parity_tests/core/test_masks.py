@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ring_attn_core import masks
-from ring_attn_core.masks import MASKS, causal, full, parse, sliding_window
+from ring_attn_core.masks import MASKS, causal, check_mask, full, parse, sliding_window
 from ring_attn_core.runs import Band
 
 POSITIONS = range(12)
@@ -54,9 +54,16 @@ def test_a_window_sees_before_and_after_keys_around_the_query_moved_by_offset(be
 @pytest.mark.parametrize("make", [lambda: sliding_window(-1), lambda: sliding_window(2, after=-1)], ids=["before", "after"])
 def test_a_window_with_a_negative_side_is_refused(make):
     with pytest.raises(
-        ValueError, match=r"needs before >= 0 and after >= 0, got before=.*, after=.*use offset to shift the window"
+        ValueError,
+        match=r"needs before >= 0 and after >= 0, got before=.*, after=.*Band\(hi=before\); use offset to shift the window",
     ):
         make()
+
+
+@pytest.mark.parametrize("window", [(4, 0), [4, np.int64(2)]])
+def test_a_window_as_flash_attn_takes_it_is_told_its_name(window: Any):
+    with pytest.raises(ValueError, match=r"got \(4, .*\): a window \(before, after\) is sliding_window\(before, after\)"):
+        check_mask(window)
 
 
 @pytest.mark.parametrize("value", [1.5, "3", None, True])
