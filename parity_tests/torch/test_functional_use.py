@@ -145,6 +145,39 @@ def test_a_window_that_flash_attn_computes_otherwise_than_it_documents_is_refuse
             assert call(window_size=window).isfinite().all()
 
 
+@pytest.mark.parametrize("window", [(2, -1), (-1, 4), (2, 4)])
+def test_a_window_is_refused_by_the_longest_document_and_not_by_max_seqlen(window):
+    """Programs round max_seqlen up: no query here lies 4 tokens before its last one."""
+    (q, _, _), (k, v, _) = drawn(6, 2, 8), drawn(8, 2, 8)
+    ends = torch.tensor([0, 2, 6]), torch.tensor([0, 4, 8])
+    exact, rounded = (functional.flash_attn_varlen_func(q, k, v, *ends, most, 4, window_size=window) for most in (4, 64))
+    assert torch.equal(rounded, exact)
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (2, 3)}])
+def test_without_keys_no_window_is_refused(options):
+    q, k, v = drawn(1, 9, 2, 8)
+    ends = torch.tensor([0, 9]), torch.tensor([0, 0])
+    assert not functional.flash_attn_func(q, k[:, :0], v[:, :0], **options).any()
+    assert not functional.flash_attn_varlen_func(q[0], k[0], v[0], *ends, 9, 0, **options).any()
+
+
+@pytest.mark.parametrize("options", [{"causal": True}, {"window_size": (2, 3)}])
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_max_seqlen_may_come_from_cu_seqlens_inside_torch_compile(options):
+    ends = torch.tensor([0, 5, 12])
+
+    def call(q: Tensor, k: Tensor, v: Tensor, item: bool) -> Tensor:
+        longest: Any = ends.diff().max()
+        longest = longest.item() if item else longest
+        return functional.flash_attn_varlen_func(q, k, v, ends, ends, longest, longest, **options)
+
+    qkv = drawn(12, 2, 8)
+    for item in (False, True):
+        compiled = torch.compile(partial(call, item=item), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*qkv), call(*qkv, item))
+
+
 def test_max_seqlen_may_be_an_integer_tensor():
     q, k, v = drawn(12, 2, 8)
     ends = torch.tensor([0, 5, 12])

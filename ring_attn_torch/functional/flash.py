@@ -59,11 +59,12 @@ class _FlashOptions(NamedTuple):
 
         Its kernels take a right side of ``keys`` or more as open, and then an open right side beside a left side below ``keys``
         as ``keys``. This matters only to a query that lies more than that before the last query.
+        For packed documents, ``queries`` is the number in the longest, and ``keys`` is max_seqlen_k, which they read.
         """
         left, right = self.sides
         documented = queries if right is None else right
         computed = documented if documented < keys else keys if left is not None and left < keys else queries
-        if min(computed, queries - 1) != min(documented, queries - 1):
+        if keys and min(computed, queries - 1) != min(documented, queries - 1):
             raise ValueError(
                 f"window_size={tuple(self.window_size)}: of {queries} queries and {keys} keys flash_attn computes another window "
                 f"than it documents. Pass a right side below {keys}, or the mask that you mean to ring_attention"
@@ -188,7 +189,8 @@ def flash_attn_varlen_func(
 
     Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, end beyond
     the row or differ in number. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a ``block_table`` is
-    passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown, and not checked.
+    passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown. So they are not
+    checked, and no window is refused for how flash_attn reads it.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -199,13 +201,9 @@ def flash_attn_varlen_func(
             raise ValueError("block_table pages a cache, which ring attention does not read: use KVCache and decode_step")
         check_dims({"q": q, "k": k, "v": v}, "tokens", "heads", "head_dim")
         shards = shards_of(q[None], k[None], ring)
-        ends = tuple(
-            _ends(name, x, total, longest).to(q.device)
-            for name, x, total, longest in (
-                ("q", cu_seqlens_q, shards.lengths[0], max_seqlen_q),
-                ("k", cu_seqlens_k, shards.lengths[1], max_seqlen_k),
-            )
-        )
+        ends_q, longest = _ends("q", cu_seqlens_q, shards.lengths[0], max_seqlen_q)
+        ends_k, _ = _ends("k", cu_seqlens_k, shards.lengths[1], max_seqlen_k)
+        ends = ends_q.to(q.device), ends_k.to(q.device)
         if ends[0].shape != ends[1].shape:
             raise ValueError(
                 f"cu_seqlens_q and cu_seqlens_k must have one entry for each document and a 0 in front, got {ends[0].shape[0]} "
@@ -213,7 +211,7 @@ def flash_attn_varlen_func(
             )
         same = cu_seqlens_q is cu_seqlens_k or (not torch.compiler.is_compiling() and torch.equal(*ends))
         score = options.score(q.shape[1], same, dropout_seed)
-        window = options.window(max_seqlen_q, max_seqlen_k)
+        window = options.sides if longest is None else options.window(longest, int(max_seqlen_k))
         extents = shards.own(_extents(ends[0], ends[1], shards.lengths[0], window), 0, q.device)
         band = _band(window, 0) if same else full()  # a band tells the ring which hops it needs
         return (q[None], k[None], v[None]), {**shards.arguments, **score, "mask": band, "extents": extents}
@@ -235,8 +233,8 @@ def _band(sides: tuple[int | None, int | None], offset: int) -> Band:
     return Band(None if right is None else -right - offset, None if left is None else left - offset)
 
 
-def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
-    """Check cu_seqlens, and return it as an int64 tensor.
+def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> tuple[Tensor, int | None]:
+    """Check cu_seqlens. Return it as an int64 tensor, and the tokens of its longest document, or None if they are unknown.
 
     Raise ValueError if it does not begin with 0, decreases, ends after the ``total`` tokens of the row, or has a document of
     more than ``longest`` tokens. Under torch.compile or for a meta tensor only dtype and shape are checked. ``of``: "q" or "k",
@@ -248,7 +246,7 @@ def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
         raise ValueError(f"{name} must be 0 and then the end of each document, got no entry")
     values = on_host(ends)
     if values is None:
-        return ends
+        return ends, None
     steps = values[1:] - values[:-1]
     if values[0] != 0 or (steps < 0).any():
         raise ValueError(f"{name} must be 0 and then the end of each document, none before the last, got {values.tolist()[:9]}")
@@ -262,7 +260,7 @@ def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> Tensor:
             f"max_seqlen_{of} must be an int, at least the longest document of {name}, {max(steps, default=0)} tokens, got "
             + in_words(longest)
         )
-    return ends
+    return ends, int(max(steps, default=0))
 
 
 def _extents(ends_q: Tensor, ends_k: Tensor, length: int, sides: tuple[int | None, int | None]) -> Tensor:
