@@ -174,8 +174,8 @@ def test_max_seqlen_may_come_from_cu_seqlens_inside_torch_compile(options):
 
     qkv = drawn(12, 2, 8)
     for item in (False, True):
-        compiled = torch.compile(partial(call, item=item), fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(compiled(*qkv), call(*qkv, item))
+        compiled: Any = torch.compile(partial(call, item=item), fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(compiled(*qkv), call(qkv[0], qkv[1], qkv[2], item))
 
 
 def test_max_seqlen_may_be_an_integer_tensor():
