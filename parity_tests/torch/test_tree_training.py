@@ -109,6 +109,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "slopes alone": ({"alibi": True}, TREE | {"longest_path": None}, "key_extents came to a layer with ALiBi slopes"),
     "no positions": ({}, TREE | {"positions": None}, "a tree came without positions, .*: pass positions=shard.positions"),
+    "no positions, a layout": ({}, TREE | {"positions": None, "layout": "contiguous"}, "a tree came without positions"),
     "no extents": ({}, TREE | {"key_extents": None}, "longest_path came without key_extents"),
     "no number": ({}, TREE | {"longest_path": 4.0}, "longest_path must be an int of at least 1, .* got 4.0"),
     "no path": ({}, TREE | {"longest_path": 0}, "longest_path must be an int of at least 1, .* got 0"),

@@ -110,9 +110,9 @@ class RingAttention(Projections):
             if value is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
+        mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)
         if positions is None and layout is not None and self.config.rotary is not None:
             positions = self.ring.positions(x.shape[1], layout)
-        mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
             rate = 0.0 if dropout_seed is None else self.config.dropout_rate

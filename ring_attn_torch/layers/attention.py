@@ -109,10 +109,10 @@ class RingAttention(Projections):
             if value is not None and context is None:
                 raise ValueError(f"{name} was given without context: pass the sequence that it is about, or positions and length")
 
+        mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)
         if positions is None and layout is not None and self.config.rotary is not None:
             with same_error(ring_of(self.ring.group)):
                 positions = self.ring.positions(x.shape[1], x.device, layout)
-        mask = self._mask_on_tree(key_extents is not None, longest_path, positions is not None or self.config.rotary is None)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             offset = layer_offset(dropout_offset, 1, self.first_head) if self.first_head else dropout_offset
