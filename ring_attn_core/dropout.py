@@ -8,9 +8,9 @@ section 3.3). Nothing is stored, and the mask is the same for every layout, ring
     key    = philox4x32(counter = (0, 0, head, batch), key = seed)[0]       the Philox key of a batch row and head
     words  = philox2x32(counter = (of_q, of_k), key = key)                  two words of 32 bits
     n      = the upper 16 bits of (words[which] rotated left by turn bytes)
-    kept if n >= rate 2^16
+    kept if n >= rate * 2^16
 
-The rate is rounded to a multiple of 2^-16, and ``rescale`` returns the factor of the kept probabilities for the rounded rate.
+The rate is rounded to a multiple of 2^-16. Kept probabilities are multiplied by ``rescale(rate)`` = 1 / (1 - rounded rate).
 
 One call of philox2x32 serves eight probabilities: queries q and q + 8 with keys k, k + 1, k + 8 and k + 9. When a tensor core
 computes a 16 x 16 tile of scores, one GPU thread holds these eight, so it calls Philox once for them.
@@ -109,9 +109,9 @@ def rescale(rate: float) -> float:
 
 
 def check_seed(seed: Any, first_batch: Any, first_head: Any) -> None:
-    """Raise ValueError if ``seed`` does not fit a signed 64-bit integer, or an index is not in 0 .. 2^32 - 1.
+    """Raise ValueError if ``seed`` does not fit a signed 64-bit integer, or a first index is not in 0 .. 2^32 - 1.
 
-    ``first_batch``, ``first_head``: global index of the first local batch row and head. Only ints are checked, no arrays.
+    ``first_batch``, ``first_head``: global index of the first local batch row and head. Arrays are not checked, only ints.
     """
     if isinstance(seed, int) and not -(2**63) <= seed < 2**63:
         raise ValueError(f"dropout_seed must fit in 64 bits with a sign, got {seed}: take it modulo 2**63")

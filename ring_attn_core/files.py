@@ -1,4 +1,4 @@
-"""Readers of files that may be damaged, replaced or not regular. Each ValueError names the file, except that of ``parse_json``.
+"""Readers of files that may be damaged, replaced or not regular. Each ValueError names the file, except in ``parse_json``.
 
 Files are checked by ``stat``, opened without blocking, and checked again by ``fstat``.
 """
@@ -45,8 +45,8 @@ def identity(place: str | Path | int) -> Identity:
 def open_file(path: str | Path) -> BinaryIO:
     """Open a regular file for unbuffered reading. A FIFO without a writer does not block.
 
-    Raise ValueError, naming the path, if it is a folder, FIFO, socket or device, or if ``stat`` fails, as for a loop of symbolic
-    links. Raise OSError, as ``open`` does, if the file is missing or not readable.
+    Raise ValueError, naming the path, if it is a folder, FIFO, socket or device, or if ``stat`` fails, for example because
+    symbolic links form a loop. Raise OSError, as ``open`` does, if the file is missing or not readable.
     """
     check_regular(path)
     number = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
@@ -112,7 +112,7 @@ def read_at(file: OpenFile, offset: int, count: int) -> bytes:
 def sample(file: OpenFile, samples: int = SAMPLES) -> str:
     """Return 32 hex digits of the SHA-256 over a file's size and ``samples`` blocks of BLOCK bytes, spread evenly over the file.
 
-    A file that is not larger than these blocks together is read whole.
+    A file of at most ``samples`` x BLOCK bytes is hashed whole.
     """
     size = os.fstat(file.fileno()).st_size
     last = max(size - BLOCK, 0)

@@ -32,7 +32,8 @@ ELSEWHERE = {
 def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
     """Wrap ``function`` so that an unknown keyword raises a TypeError.
 
-    The message suggests the argument in ELSEWHERE, or else a known keyword of similar spelling, if there is one.
+    If the keyword is one of another library (ELSEWHERE), the message names the argument to pass instead. Otherwise it suggests a
+    keyword of ``function`` with a similar spelling, if there is one.
     """
     known = list(inspect.signature(function).parameters)
 
@@ -49,7 +50,7 @@ def named_keywords(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def _instead(name: str, known: list[str]) -> str:
-    """Return the hint for an unknown keyword, or an empty string if no known keyword is equivalent or close."""
+    """Return the hint for the unknown keyword ``name``, or "" if none of ``known`` has its meaning or a similar spelling."""
     meant = ELSEWHERE.get(name, "")
     if meant and meant.partition("=")[0].split(",")[0] in known:
         return f": pass {meant}"

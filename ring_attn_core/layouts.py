@@ -6,12 +6,13 @@ With 16 tokens over 4 ranks:
     striped      rank 0:  0  4  8 12    rank 1:  1  5  9 13    rank 2:  2  6 10 14    rank 3:  3  7 11 15
     zigzag       rank 0:  0  1 14 15    rank 1:  2  3 12 13    rank 2:  4  5 10 11    rank 3:  6  7  8  9
 
-Under a causal mask contiguous gives the last rank up to twice the mean work; striped and zigzag balance it. Striped is
-from Brandon et al., "Striped Attention" (arXiv:2311.09431); zigzag is the order of Llama 3 training (arXiv:2407.21783,
+Under a causal mask, contiguous gives the last rank up to twice the mean work; striped and zigzag balance the work. Striped is
+from Brandon et al., "Striped Attention" (arXiv:2311.09431); Llama 3 was trained with zigzag (arXiv:2407.21783,
 section 3.3.2).
 
-If the tokens do not fill the shards (``padded_local``), the last positions are padding, which is *blank* (plan/ring.py): a padded
-query sees no key, and no query sees a padded key. A cache has *empty* slots instead, at position -1 (inference/requests.py).
+If the tokens do not fill the shards (``padded_local``), the last positions are padding. Padding is *blank* (plan/ring.py): a
+padded query sees no key, and no query sees a padded key. A cache has *empty* slots instead, at position -1
+(inference/requests.py of both packages).
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LAYOUTS: dict[str, Layout] = {"contiguous": contiguous, "striped": striped, "zig
 
 
 def slots(layout: object) -> int:
-    """Return the number of runs that ``layout`` gives a rank. A shard is divided into slots of equal size, one for each run."""
+    """Return the number of slots: the equal parts of a shard, each of which holds one run of positions in ``layout``."""
     return len(named(layout)(0, 1, 0))
 
 
@@ -90,8 +91,8 @@ def check_rank(rank: object, ranks: int) -> None:
 def check_pad_value(pad_value: Any, bounds: tuple[int, int] | None) -> None:
     """Raise ValueError if ``pad_value``, a Python or NumPy number, is not an integer within ``bounds``.
 
-    ``bounds``: the least and the greatest value of an integer or bool dtype; None for another dtype, which takes any number.
-    Arrays of a framework are not checked.
+    ``bounds``: the least and the greatest value of the array's dtype, if it is an integer or bool dtype; None for another dtype,
+    which takes any number. A ``pad_value`` that is an array of a framework is not checked.
     """
     value = as_number(pad_value)
     if bounds is None or not isinstance(value, int | float | complex):
@@ -116,14 +117,14 @@ def named(layout: object) -> Layout:
 
 
 def gathered_length(shape: tuple[int, ...], layout: Any, ranks: int, length: object) -> int:
-    """Return the global number of tokens. This is ``length`` if it is not None.
+    """Return the global number of tokens: ``length``, unless it is None.
 
-    Otherwise it is the length of a balanced layout, or with any other layout the number of tokens of all shards together.
+    If it is None, return the ``length`` of a balanced layout. For a layout given by name, return the sum of all shard sizes.
 
     ``shape``: the shape of a shard, [batch, tokens, ...]. ``layout``: a name, a BalancedLayout or a TracedLayout.
 
-    Raise ValueError if ``shape`` has fewer than 2 dimensions, its token dimension is not the shard size, or another argument is
-    invalid.
+    Raise ValueError if ``shape`` has fewer than 2 dimensions, its number of tokens is not the shard size for this global number,
+    or another argument is invalid.
     """
     if len(shape) < 2:
         raise ValueError(f"x must be this rank's shard [batch, tokens, ...], got shape {list(shape)}")

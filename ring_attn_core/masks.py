@@ -1,4 +1,4 @@
-"""Masks as bands in the lag ``q_pos - k_pos``.
+"""Masks as bands: a query sees a key if the lag ``q_pos - k_pos`` is between two limits.
 
 With 6 tokens (rows are queries, columns keys, # is visible):
 
@@ -11,8 +11,8 @@ With 6 tokens (rows are queries, columns keys, # is visible):
     ######      ######      ...###              ....##
 
 Other masks are separate arguments of a call. Packed documents and a prefix (with ``full()``) are passed as ``extents=``, made by
-``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages. Padding among the keys is ``key_mask=``. A
-query that sees no key is *blank* (plan/ring.py): out 0, and lse -inf or the sink.
+``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages. Padding among the keys is hidden by
+``key_mask=``. A query that sees no key is *blank* (plan/ring.py): its out is 0, and its lse is -inf, or the sink if there is one.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def full() -> Band:
 def causal(offset: int = 0) -> Band:
     """Return the mask in which a query sees the keys at or before ``q_pos + offset``.
 
-    ``offset`` counts token positions. If the queries are the last tokens of the keys (bottom-right alignment), ``offset`` is
-    ``kv_length - length``.
+    ``offset`` counts token positions. If the queries are the last tokens of the key sequence (bottom-right alignment), pass
+    ``kv_length - length``: the number of keys minus the number of queries.
     """
     return Band(lo=-_integer("offset", offset))
 
@@ -42,7 +42,7 @@ def causal(offset: int = 0) -> Band:
 def sliding_window(before: int, after: int = 0, offset: int = 0) -> Band:
     """Return the mask in which a query sees keys ``q_pos + offset - before`` to ``q_pos + offset + after``.
 
-    All three count token positions; a query sees at most ``before + after + 1`` keys. A Hugging Face window of ``w`` is
+    The arguments count token positions; a query sees at most ``before + after + 1`` keys. A Hugging Face window of ``w`` is
     ``before = w - 1``. Raise ValueError if an argument is not an int, or ``before`` or ``after`` is negative.
     """
     before, after, offset = _integer("before", before), _integer("after", after), _integer("offset", offset)
@@ -60,7 +60,7 @@ MASKS: dict[str, Callable[..., Band]] = {"full": full, "causal": causal, "slidin
 
 
 def check_mask(mask: Any) -> None:
-    """Raise ValueError if ``mask`` is not a ``Band``. The message names the arguments that fit what was passed."""
+    """Raise ValueError if ``mask`` is not a ``Band``. The message suggests what to pass instead."""
     if isinstance(mask, Band):
         return
     if isinstance(mask, tuple | list) and len(mask) == 2 and all(map(is_integer, mask)):

@@ -16,7 +16,7 @@ MOST_KNOWN = 1024
 def remembered(make: Callable[P, T]) -> Callable[P, T]:
     """Cache the records that ``make`` returns, in an LRU cache of 4096 entries. The key is the arguments and their types.
 
-    After a TypeError, as for an argument that cannot be hashed, call ``make`` without the cache, so that its own checks raise.
+    If the cached call raises TypeError, e.g. for an unhashable argument, call ``make`` itself, so that its own checks raise.
     """
     known = lru_cache(maxsize=4096, typed=True)(make)
 

@@ -1,4 +1,4 @@
-"""Tested releases of other packages, and the warning about any other release."""
+"""Tested releases of other packages (TRIED), and the warning about any other release."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _looked_at: set[str] = set()
 
 
 def warn_if_untried(package: str, first_rank: bool = True) -> None:
-    """Warn once per process, on the first rank only, if the installed release of ``package`` is not in TRIED."""
+    """Warn once per process if the installed release of ``package`` is not in TRIED. Do nothing if ``first_rank`` is False."""
     if not first_rank or package in _looked_at:
         return
     _looked_at.add(package)

@@ -1,8 +1,8 @@
-"""Runs (a rank's token positions), bands (masks), and rows (the integers that describe two runs and their band to a kernel).
+"""Runs (token positions), bands (masks) and rows (integers for kernels).
 
-A *run* is an arithmetic progression of token positions. A *band* is a mask that depends only on the lag ``q_pos - k_pos``.
-Between two runs of equal stride, a band of positions is also a band of local indices. Therefore kernels do not depend on the
-layout.
+A *run* is an arithmetic progression of token positions of a rank. A *band* is a mask that depends only on the lag
+``q_pos - k_pos``. A *row* describes two runs and their band to a kernel. Between two runs of equal stride, a band of positions is
+also a band of local indices (indices in the runs). Therefore kernels do not depend on the layout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Sampling of the next token: parameters, checks, and the random bits of the Gumbel-max trick.
 
     score_i = (logit_i - max logit) / temperature
-    kept    = the top_k highest scores, and of them the fewest, highest first, whose probabilities sum to at least top_p
+    kept    = the top_k highest scores in descending order, cut off once their probabilities sum to at least top_p
     token   = argmax over kept of score_i + gumbel_i         so that P(token = i) = softmax over kept of score_i
 
 ``drawn`` in ``inference/sampling.py`` of both packages computes the token.
@@ -85,9 +85,9 @@ class Sampling:
             raise ValueError(f"seed must be an int that fits in 64 bits with a sign, got {in_words(self.seed)}")
 
     def _check_effects(self) -> None:
-        """Raise ValueError if ``top_k`` or ``top_p`` is set for a request of temperature 0, which takes the most probable token.
+        """Raise ValueError if ``top_k`` or ``top_p`` has no effect because the temperature is 0 (greedy decoding).
 
-        A ``top_k`` or ``top_p`` that is one number for all requests raises ValueError only if every temperature is 0.
+        A value in a list has no effect if its request has temperature 0, a single number only if every temperature is 0.
         """
         counts = {len(x) for name in PER_REQUEST if isinstance(x := getattr(self, name), tuple)}
         for i in range(*counts) if len(counts) == 1 else range(not counts):
@@ -129,7 +129,7 @@ def _held(x: Any) -> Any:
 
 
 def _each(name: str, value: Any) -> list[tuple[str, Any]]:
-    """Return the values of an option as pairs (name for errors, value): a single pair, or a pair for each request."""
+    """Return the values of an option as pairs (name, value): one pair, or a pair named ``name[i]`` for each request i."""
     return [(f"{name}[{i}]", x) for i, x in enumerate(value)] if isinstance(value, tuple) else [(name, value)]
 
 
@@ -174,9 +174,9 @@ def number_words(numbers: Any) -> Any:
 def words(seed: tuple[Any, Any], request: Any, position: Any, token: Any, philox: tuple[Multiply, Any]) -> Any:
     """Return 32 random bits, as an integer, for each (request, position, token) triple.
 
-    ``seed``: the lower and upper 32 bits of the seed. ``philox``: the arguments ``multiply`` and ``word`` of ``philox4x32``. The
-    other arguments are integers below 2^32 that broadcast. The Philox key of a (request, position) pair is one word, so the
-    probability that any two of n pairs share a key is about n^2 / 2^33.
+    ``seed``: the lower and upper 32 bits of the seed. ``request``, ``position``, ``token``: integers below 2^32 that broadcast.
+    ``philox``: the arguments ``multiply`` and ``word`` of ``philox4x32``. Each (request, position) pair has a Philox key of 32
+    bits. The probability that two of n pairs share a key is about n^2 / 2^33.
     """
     nothing = request * 0
     key = philox4x32((nothing, nothing + philox[1](DOMAIN), position, request), seed, *philox)[0]

@@ -70,7 +70,7 @@ def number_in_words(x: Any) -> str:
 
 
 def check_integer(name: str, x: Any, static: bool = False) -> None:
-    """Raise ValueError if ``x`` is not a single integer, as in ``is_integer``, or if it is traced and must be ``static``."""
+    """Raise ValueError, naming ``name``, if ``is_integer(x)`` is False, or if ``static`` is True and ``x`` is traced."""
     if not is_integer(x):
         raise ValueError(f"{name} must be one integer, got {in_words(x)}")
     if static and is_traced(x):
@@ -87,9 +87,9 @@ def counts_of(name: str, values: Any) -> tuple[int, ...]:
 
 
 def check_mixin_first(kind: type, mixin: type, is_base: Callable[[type], bool]) -> None:
-    """Raise ValueError if, in the method resolution order of ``kind``, a class that ``mixin`` extends comes before ``mixin``.
+    """Raise ValueError if a class that ``mixin`` extends precedes ``mixin`` in the method resolution order of ``kind``.
 
-    ``is_base``: a function that tells whether ``mixin`` extends a class.
+    Otherwise methods of that class would run in place of the mixin's. ``is_base(x)``: whether ``mixin`` extends class ``x``.
     """
     order = kind.__mro__
     first = next((each for each in order[: order.index(mixin)] if is_base(each)), None)
@@ -105,7 +105,7 @@ def check_mixin_first(kind: type, mixin: type, is_base: Callable[[type], bool]) 
 def missing_package(needing: str, package: str, extra: str | None = None) -> ModuleNotFoundError:
     """Return the error to raise when ``needing``, a function or module, needs a package that is not installed.
 
-    ``extra``: the pip extra that installs it; default: the name of the package.
+    ``extra``: the extra of ring-attn that installs the package; default: the name of the package.
     """
     message = f"{needing} needs {package}: run pip install 'ring-attn[{extra or package}]'"
     return ModuleNotFoundError(message, name=package)

@@ -13,9 +13,9 @@ from .spec import DTYPES, FP8, CacheSizes, CacheSpec
 
 
 def check_tokens(spec: CacheSpec, tokens: Any) -> None:
-    """Raise ValueError if ``tokens`` is not an int of at least 1, or exceeds ``spec.room`` of a cache with a window.
+    """Raise ValueError if ``tokens`` is not an int of at least 1, or exceeds ``spec.room``.
 
-    ``tokens``: number of new tokens of each request in a step.
+    ``tokens``: number of new tokens of each request in a step. ``spec.room``: limit of ``tokens`` in a cache with a window.
     """
     if not is_integer(tokens) or tokens < 1:
         raise ValueError(f"tokens must be an int of at least 1, how many new ones a request has, got {in_words(tokens)}")
@@ -27,7 +27,7 @@ def check_tokens(spec: CacheSpec, tokens: Any) -> None:
 
 
 def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
-    """Raise ValueError if growing a request by ``tokens`` from ``length`` tokens exceeds the cache's capacity.
+    """Raise ValueError if the ``length`` cached and ``tokens`` new tokens of a request exceed the cache's capacity.
 
     ``row``: index of the request, for the message. With a window the capacity is unlimited.
     """
@@ -40,10 +40,10 @@ def check_full(spec: CacheSpec, length: int, tokens: int, row: int) -> None:
 
 
 def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], row: int) -> None:
-    """Raise ValueError if a rank has too few empty slots for a request's new tokens. With a window nothing is refused.
+    """Raise ValueError if a rank has too few empty slots for a request's new tokens.
 
     ``counts``, ``held``: numbers of the request's cached and new tokens on each rank. ``row``: index of the request, for the
-    message.
+    message. With a window nothing is refused, because slots are reused.
     """
     needed = max(count + more for count, more in zip(counts, held, strict=True))
     larger = f"reserve({(needed - max(counts)) * spec.ranks})" if spec.page else f"make it with capacity={needed * spec.ranks}"
@@ -58,7 +58,7 @@ def check_shards(spec: CacheSpec, counts: Sequence[int], held: Sequence[int], ro
 def check_lengths(lengths: Any, batch: int, most: int, what: str) -> list[int]:
     """Return ``lengths`` as ints. Raise ValueError if they are not one int in 0 .. ``most`` for each request.
 
-    ``what``: the words that end the message and explain ``most``.
+    ``what``: the last words of the message, which explain ``most``.
     """
     values = list(lengths) if isinstance(lengths, Sequence) else [lengths]
     if len(values) != batch or not all(is_integer(x) for x in values):
@@ -122,8 +122,8 @@ def check_layer(spec: CacheSpec, layer: Any) -> None:
 def check_new(spec: CacheSpec, tokens: tuple[int, int], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]) -> None:
     """Raise ValueError if the shapes or dtypes of new k and v do not fit the cache, or if the two dtypes differ.
 
-    A float8 cache takes k and v in every other dtype that a cache may have. ``tokens``: (number of requests, number of new tokens
-    of each request). ``shapes``, ``dtypes``: those of k, then of v.
+    A float8 cache takes k and v in any of ``DTYPES`` except float8. ``tokens``: (number of requests, number of new tokens of each
+    request). ``shapes``, ``dtypes``: those of k, then of v.
     """
     sizes = spec.sizes
     for name, shape, dim in (("k", shapes[0], sizes.head_dim), ("v", shapes[1], sizes.v_dim)):
@@ -172,10 +172,10 @@ def check_kept(shape: tuple[int, ...], dtype: str, batch: int) -> None:
 
 
 def check_window(spec: CacheSpec, window: Any) -> int | None:
-    """Return the number of earlier positions that a query of a call sees: ``window``, or if that is None, the cache's window.
+    """Return ``window``, the number of earlier positions that a query sees. If it is None, return the cache's window.
 
-    The result is None if both windows are None: a query then sees all earlier positions. Raise ValueError if ``window`` is not an
-    int of at least 0, or exceeds the cache's window, because older keys may be overwritten.
+    If both windows are None, return None: a query then sees all earlier positions. Raise ValueError if ``window`` is not an int
+    of at least 0, or exceeds the cache's window, because keys outside the cache's window may be overwritten.
     """
     if window is None:
         return spec.window
@@ -191,8 +191,8 @@ def check_window(spec: CacheSpec, window: Any) -> int | None:
 def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
     """Raise ValueError if a rollback to ``length`` tokens goes more than ``spec.room`` tokens below ``reached``.
 
-    ``reached``: the greatest length that the request has had since it was last empty. ``row``: the request's index, for the
-    message. If ``spec.room`` is None, any rollback is allowed.
+    ``reached``: the greatest length that the request has had since it was last empty. After a longer rollback a query might need
+    overwritten tokens. ``row``: the request's index, for the message. If ``spec.room`` is None, any rollback is allowed.
     """
     if spec.room is not None and length < reached - spec.room:
         raise ValueError(
@@ -202,11 +202,11 @@ def check_back(spec: CacheSpec, reached: int, length: int, row: int) -> None:
 
 
 def grown(spec: CacheSpec, counts: Sequence[Sequence[int]], tokens: Any) -> CacheSpec:
-    """Return the spec with pages added for ``tokens`` more tokens of each request, shared evenly by the ranks.
+    """Return the spec of a cache with enough slots for ``tokens`` more tokens of each request, shared evenly by the ranks.
 
-    ``counts`` [requests][ranks]: cached tokens. All ranks get equally many slots: the largest count plus ``tokens / ranks``,
-    rounded up to whole pages, but never fewer slots than before. Raise ValueError if the cache has no page, or if ``tokens`` is
-    not an int of at least 0.
+    ``counts`` [requests][ranks]: numbers of cached tokens. Each rank gets the same number of slots per request: the largest count
+    plus ``tokens / ranks``, rounded up to whole pages, but never fewer slots than before. Raise ValueError if ``spec.page`` is
+    None, or if ``tokens`` is not an int of at least 0.
     """
     if spec.page is None:
         raise ValueError("this cache has a fixed capacity: make it with page=, the tokens of a page, to let it grow")
@@ -224,10 +224,10 @@ def check_cache(cache: Any, kind: type) -> None:
 
 
 def check_model(spec: CacheSpec, sizes: Any, dtype: str, windows: Sequence[int | None]) -> None:
-    """Raise ValueError if the cache differs from the model in sizes or dtype, or has a smaller window than a layer.
+    """Raise ValueError if the cache's sizes or dtype differ from the model's, or if a layer's window exceeds the cache's.
 
-    A float8 cache fits any compute dtype. ``sizes``: the model's config; ``dtype``: its compute dtype; ``windows``: for each
-    layer, the number of earlier tokens that a query sees; None means all.
+    A float8 cache fits any compute dtype. ``sizes``: the model's config. ``dtype``: the model's compute dtype. ``windows``: for
+    each layer, the number of earlier tokens that a query sees; None means all.
     """
     expected = CacheSizes.of(sizes)
     if spec.sizes != expected:

@@ -1,4 +1,4 @@
-"""The host's record of the number of tokens in a cache, updated at each step mostly without reading the device."""
+"""The host's record of the number of tokens in a cache. Most steps update the record without reading the device."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class HostState:
             self.reached[row] = max(self.reached[row], self.lengths[row] + more)
 
     def prefilled(self, rows: Iterable[int], held: Sequence[Sequence[int]]) -> None:
-        """Add the tokens of a prefilled chunk to the lengths and counts of the requests ``rows``.
+        """Add the tokens of a prefilled chunk to the length bounds and counts of the requests ``rows``.
 
         ``held`` [requests][ranks]: new tokens of each of these requests on each rank.
         """
@@ -58,7 +58,7 @@ class HostState:
                 self.counts[row] = [a + b for a, b in zip(self.counts[row], more, strict=True)]
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Lower each request's length bound to its entry of ``lengths``. Mark the counts as unknown if a bound falls."""
+        """Lower the length bound of each request ``i`` to ``lengths[i]`` if that is less. Then mark ``counts`` as unknown."""
         if any(new < old for new, old in zip(lengths, self.lengths, strict=True)):
             self.counts = None
         self.lengths = [min(pair) for pair in zip(lengths, self.lengths, strict=True)]
@@ -75,7 +75,7 @@ class HostState:
                 self.counts[row] = [0] * len(self.counts[row])
 
     def fork(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy the bounds and counts of each request in ``sources`` to the request at the same place in ``targets``."""
+        """Copy the bounds and counts of request ``sources[i]`` to request ``targets[i]``, for each ``i``."""
         for known in (self.lengths, self.reached, self.counts):
             if known is not None:
                 copies = [known[row] for row in sources]

@@ -2,19 +2,20 @@
 
 Prefilled tokens stay where the layout puts them. Each later token goes to the rank with the fewest tokens of its request; the
 lowest rank wins a tie. A rank fills its slots in order of position, so truncating a sequence removes the last tokens of each
-rank. With 5, 3 and 4 tokens on the ranks, ``counts = (5, 3, 4)``, the next tokens go to
+rank. For example, if three ranks hold 5, 3 and 4 tokens of a request (``counts = (5, 3, 4)``), the next tokens go to these slots:
 
     slot      3    4    5    6
     rank 0              4th  7th      new tokens come in order of slot index, then of rank
     rank 1    1st  2nd  5th  8th
     rank 2         3rd  6th  9th
 
-because the rank with the fewest tokens has the free slot of the lowest index. So the *append index* of a token, the number of
-tokens appended before it, follows from its rank and its slot, without a loop over tokens:
+The rank with the fewest tokens always has the empty slot of the lowest index. Therefore the rank and the slot of a token
+determine its *append index*, the number of tokens appended before it, without a loop over tokens:
 
     append_index(rank, slot) = sum over ranks r of max(0, slot + [r < rank] - counts[r])
 
-``place`` is the reference, one token at a time; both frameworks run the arithmetic of ``append_indices`` on the device.
+``[r < rank]`` is 1 if r < rank, else 0. ``place`` is the reference implementation, one token at a time. Both frameworks run the
+arithmetic of ``append_indices`` on the device.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def place(counts: Sequence[int], tokens: int) -> list[int]:
 
 
 def earlier(ranks: int) -> list[list[int]]:
-    """Return a table [rank][other]: 1 if ``other`` receives a token before ``rank`` when their counts are equal, else 0."""
+    """Return the tie-break table [rank][other]: 1 if ``other`` gets a token before ``rank`` at equal counts, else 0."""
     check_ranks(ranks)
     return [[int(other < rank) for other in range(ranks)] for rank in range(ranks)]
 
@@ -61,7 +62,7 @@ def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
 
 
 def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
-    """Return each rank's runs for shards of ``local`` tokens. Raise ValueError if the layout has no shards of that size."""
+    """Return each rank's runs (ranges of positions). Raise ValueError if the layout has no shards of ``local`` tokens."""
     check_ranks(ranks)
     runs = [named(layout)(rank, ranks, local) for rank in range(ranks)]
     if len(runs[0]) * runs[0][0].length != local:
@@ -79,8 +80,8 @@ def owners(layout: str, ranks: int, local: int) -> list[int]:
 
 
 def held(layout: str, ranks: int, local: int, length: int) -> list[int]:
-    """Return, for each rank, how many of the first ``length`` tokens of a chunk it holds.
+    """Count the tokens of each rank among the first ``length`` tokens of a chunk.
 
-    The chunk has ``ranks * local`` tokens. The counted tokens come first in the rank's shard of ``local`` tokens.
+    The chunk has ``ranks * local`` tokens. A rank's counted tokens are the first ones of its shard of ``local`` tokens.
     """
     return [sum(run.before(length).length for run in of_rank) for of_rank in _runs(layout, ranks, local)]

@@ -35,9 +35,9 @@ class CacheSizes:
 
     @classmethod
     def of(cls, config: Any) -> CacheSizes:
-        """Return ``config`` if it is a CacheSizes, else the sizes that its ``depth``, ``kv_heads`` and ``head_dim`` give.
+        """Return ``config`` if it is a CacheSizes, else make a CacheSizes from its ``depth``, ``kv_heads`` and ``head_dim``.
 
-        Raise ValueError if ``config`` lacks one of these, or if a size is not an int of at least 1.
+        Raise ValueError if ``config`` lacks one of these three, or if a size is not an int of at least 1.
         """
         if isinstance(config, cls):
             return config
@@ -51,12 +51,12 @@ class CacheSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class CacheSpec:
-    """The static description of a cache: ``batch`` requests with ``slots`` slots each on every rank. A slot holds one token.
+    """The static description of a cache: each rank has ``slots`` slots for each of ``batch`` requests. A slot holds one token.
 
-    ``window``: the number of earlier positions that a query sees; None: all. A slot is reused after its token has left the
-    window. ``room``: with a window, the largest number of tokens that a step adds or a rollback removes; a prefill of empty
-    requests may add more. ``page``: a rank's shard grows by multiples of this number of slots; None: the shard does not grow.
-    ``scaled``: True if the caller passes the scales of a float8 cache.
+    ``window``: the number of earlier positions that a query sees; None: all. With a window, a slot is reused after its token has
+    left the window, and ``room`` limits the number of tokens that a step adds or a rollback removes; a prefill of empty requests
+    may add more. ``page``: a rank's number of slots grows by multiples of ``page``; None: it does not grow. ``scaled``: True if
+    the caller passes the scales of a float8 cache; if not, the cache's first completed step determines them.
     """
 
     sizes: CacheSizes
@@ -71,13 +71,14 @@ class CacheSpec:
 
     @classmethod
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
-        """Return the spec of a cache. ``capacity``: largest number of tokens of a request; with a window, slots of a rank.
+        """Return the spec of a cache.
 
-        Without a window ``capacity`` is rounded up, so that all ranks have equally many slots, with ``page`` in whole pages. On
-        several ranks this number of slots is even, so that a prompt of ``capacity`` tokens fits in every layout.
-        ``options``: the other fields of the spec. With a window, the default of ``room`` is ``window`` and that of ``capacity``
-        is ``window + room``. A ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes.
-        Raise ValueError if a value is invalid.
+        Without a window, ``capacity`` is a request's largest number of tokens. It is rounded up so that all ranks have equally
+        many slots, on several ranks an even number: a prompt of ``capacity`` tokens then fits in every layout. If ``page`` is
+        set, the slots of a rank are then rounded up to whole pages. With a window, ``capacity`` is the number of slots of each
+        rank, by default ``window + room``, and ``room`` is by default ``window``. ``options``: the other fields of the spec. A
+        ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes. Raise ValueError if a value
+        is invalid.
         """
         check_ranks(ranks)
         if options.get("dtype") is None:
@@ -122,16 +123,16 @@ class CacheSpec:
 
     @property
     def capacity(self) -> int | None:
-        """The largest number of tokens of a request whose tokens are shared evenly by the ranks. None with a window: no limit."""
+        """The largest number of tokens of a request if the ranks hold equal shares of them. None (no limit) with a window."""
         return None if self.window is not None else self.ranks * self.slots
 
     @property
     def remembered(self) -> int:
-        """Number of a request's newest tokens whose rank is recorded. A rollback removes at most this number of tokens."""
+        """The number of newest tokens of a request with a recorded owner rank. A rollback removes at most this number."""
         return self.ranks * self.slots if self.room is None else self.room
 
     def fingerprint(self) -> tuple[tuple[str, Any], ...]:
-        """Return (name, value) of each field of the sizes and of this record. They must be equal on all ranks."""
+        """Return a (name, value) pair for each field of the sizes and of this record. All ranks must have equal pairs."""
         own = asdict(self)
         return tuple((own.pop("sizes") | own).items())
 

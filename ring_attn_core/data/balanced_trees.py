@@ -11,10 +11,11 @@ Prompts of 6, 4 and 8 tokens (A, D, G), each with two completions, over 4 ranks 
     zigzag               51  60  36  32                        10  10   8   2
     contiguous           36  36  32  75                         0   6   4   6
 
-A query costs one pair for each token on its path from the root, itself included. Only the tokens of a subtree see its keys. So
-each subtree that fits into a shard is one *item*. A larger subtree is divided into its first segment and the subtrees below.
-``plan/balanced.py`` assigns items to ranks, as it assigns documents. It expects that the cost of a query rises within an item,
-which is true of a segment, but not of a subtree. If the ranks are then out of balance, each segment is tried as an item.
+A query costs one visible (query, key) pair for each token on its path from the root, itself included. Only the tokens of a
+subtree see the subtree's keys. So each subtree that fits into a shard is one *item*, which one rank holds if possible. A larger
+subtree is divided into its first segment and the subtrees below. ``plan/balanced.py`` assigns items to ranks, as it assigns
+documents. It expects the cost of a query to rise within an item. The cost does rise within a segment, but not always within a
+subtree. If the largest cost of a rank then exceeds the mean by more than 1 %, each segment is tried as an item.
 """
 
 from __future__ import annotations
@@ -38,11 +39,12 @@ Runs = tuple[tuple[tuple[int, int], ...], ...]
 
 
 def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int | None = None) -> BalancedLayout:
-    """Assign prefix trees to ``ranks`` ranks: equal tokens, equal cost within about 1 %, and few keys that travel.
+    """Return a layout that gives each rank equally many tokens of prefix trees, about equal cost, and few keys from other ranks.
 
-    With fewer than 100 tokens per rank the costs can differ more.
+    The cost of a rank is its number of visible pairs in all rows together. The costs differ by at most about 1 %, or by more if
+    a rank has fewer than 100 tokens.
 
-    ``parents``, ``lengths``: as in :func:`tree_extents`, for one row or for each row of a batch. The costs of all rows are added.
+    ``parents``, ``lengths``: as in :func:`tree_extents`, for one row or for each row of a batch.
     ``length``: number of tokens of a row, padding included; None: the tokens of the longest row.
 
     The result depends on the arguments alone, so each rank can compute it. On one CPU it took 0.4 ms for 8 ranks and 17 segments,
@@ -67,7 +69,7 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
 
 
 def tree_work(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
-    """Return the work of a rank that holds ``runs``: number of visible (query, key) pairs, and of keys read from other ranks."""
+    """Return the work of a rank that holds ``runs``: the number of visible pairs, and the number of keys from other ranks."""
     pairs, remote, begin = 0, 0, 0
     for length, depth, reach in zip(tree.lengths, tree.depths(), tree.ends(), strict=True):
         end, newest = begin + length, -1
@@ -84,9 +86,9 @@ def tree_work(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
 
 
 def _edges(trees: Iterable[Tree], most: int, tokens: int) -> list[int]:
-    """Return the positions at which an item of any row begins or ends, in order, from 0 to ``tokens``.
+    """Return, in ascending order, all positions at which an item begins or ends in at least one row, from 0 to ``tokens``.
 
-    An item is a subtree of at most ``most`` tokens, or the first segment of a larger subtree.
+    An item is a subtree of at most ``most`` tokens, or the first segment of a larger subtree. ``trees``: one for each row.
     """
     found = {0, tokens}
     for tree in trees:
@@ -115,7 +117,8 @@ def _cost_before(tree: Tree) -> Callable[[int], int]:
 def _balance(dealt: Runs, cost_before: Callable[[int], float]) -> float:
     """Return the largest cost of a rank divided by the mean cost.
 
-    ``dealt``: the runs of each rank. ``cost_before``: the cost of all queries before a position.
+    ``dealt``: for each rank, its (start, length) runs. ``cost_before``: a function that maps a position to the cost of all
+    queries before it.
     """
     costs = [sum(cost_before(start + length) - cost_before(start) for start, length in rank) for rank in dealt]
     return max(costs) * len(costs) / max(sum(costs), 1)

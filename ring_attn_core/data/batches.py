@@ -1,4 +1,4 @@
-"""The arrays of a rank's batches. numpy is imported on first use."""
+"""The batches that a rank reads from a folder, as numpy arrays. numpy is imported on first use."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _check_rows(files: Sequence[File], settings: DatasetSettings) -> None:
 
 
 class BatchArrays(NamedTuple):
-    """One batch as numpy arrays: the tokens of one rank, or of all ranks in turn if ``DatasetSettings.rank`` is None."""
+    """One batch as numpy arrays: the tokens of one rank, or of all ranks in rank order if ``DatasetSettings.rank`` is None."""
 
     ids: np.ndarray
     """int32 [batch, tokens]: token ids; 0 in padding."""
@@ -91,9 +91,9 @@ class Batches:
         """Batch numbers. ``start``: the first of the next iteration. ``yielded``: the last yielded + 1, at first ``start``."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
-        """Yield the batches ``start + offset``, ``start + offset + every``, ... of all epochs; without end if ``epochs`` is None.
+        """Yield every ``every``-th batch of all epochs, from batch ``self.start + offset`` on; endlessly if ``epochs`` is None.
 
-        Raise ValueError before the first batch if a file has vanished or changed, as ``Reader.check`` finds.
+        Raise ValueError before the first batch if a file has vanished or changed (see ``Reader.check``).
         """
         self.reader.check()
         start = self.start
@@ -127,12 +127,13 @@ class Batches:
         return BatchArrays(ids, labels, positions, extents, dealt)
 
     def state(self, batches: int | None = None) -> str:
-        """Return the state after ``batches`` batches as JSON, for ``resume``. Default: the batches yielded so far."""
+        """Return the state of the run after ``batches`` batches (None: those yielded so far), as JSON for :meth:`resume`."""
         return state_of(self.yielded if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
         """Start the next iteration at the batch where ``state`` was taken.
 
-        Raise ValueError if ``state`` is not a state, or belongs to other documents or to settings that give other batches.
+        Raise ValueError if ``state`` is not a result of :meth:`state`, or belongs to other documents or to
+        settings that give other batches.
         """
         self.start = self.yielded = batches_of(state, (self._digest, self._former), self.index, self.settings)

@@ -2,17 +2,18 @@
 
 The cache is a folder, by default ``.ring-attn`` in the folder of the data, with two files for each version of the texts:
 
-    <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian; the digest is the
-                       hash of ids, names and lengths, so equal contents share a file
-    <key>.json         the index: where each document lies in the tokens. The key is a hash of the tokenizer's file, ``end``,
-                       ``column``, ``chat``, the chat template, and the names, sizes and times of the files, so a second start
-                       reads no text. The index also holds each text's ctime and hash. A text with another ctime, such as a
-                       copy with the old name, size and time, is read, and its hash is compared
+    <digest>.tokens    the ids of all documents one after the other, 1, 2 or 4 bytes each, little-endian. The digest is a hash
+                       of ids, names and lengths, so datasets with equal contents share this file
+    <key>.json         the index: the number of tokens of each document. The key is a hash of the tokenizer's file, ``end``,
+                       ``column``, ``chat``, the chat template, and the names, sizes and modification times of the files. So
+                       a second start finds the index without reading the texts. The index also holds the ctime and the hash
+                       of each file. A file with another ctime, such as a copy with the old name, size and modification
+                       time, is read again, and the index is used only if the hash is the same
 
-Each is written to a temporary file in the folder and renamed: first the tokens, after an fsync, then the index. So the tokens of
-an index are always complete. If several processes start at once, one locks the folder and tokenises while the others wait; the
-system releases the lock if that process dies. On Windows or a file system without locks each process tokenises, and all write
-equal files. Files of older versions of the texts may be deleted when no run reads them.
+Both files are written under temporary names in the folder and then renamed: first the tokens, after an fsync, then the index. So
+the tokens of an index are always complete. If several processes start at once, one locks the folder and tokenises while the
+others wait; the system releases the lock if that process dies. On Windows or a file system without locks each process tokenises,
+and all write equal files. Files of older versions of the texts may be deleted when no run reads them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ TOKENIZER = "tokenizer.json"
 
 
 def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocuments:
-    """Return the documents of text files or files of rows from the cache. Tokenise and write them first if the cache lacks them.
+    """Return the cached documents of text files or files of rows. If the cache lacks them, tokenise and store them first.
 
     Raise ValueError if a file, the tokenizer or its chat template is invalid, or the cache cannot be written.
     """
@@ -70,9 +71,9 @@ def tokenised(files: Sequence[File], settings: DatasetSettings) -> TokenizedDocu
 
 
 def _tokenizer_text(settings: DatasetSettings) -> bytes | None:
-    """Return the bytes of the tokenizer's file, or None if no tokenizer is set.
+    """Return the bytes of the tokenizer's file, or None if no tokenizer is set. Raise ValueError if it cannot be read.
 
-    The cache's key and the encoder share this one read, so that they agree even if the file changes meanwhile.
+    The cache's key and the encoder are made from the same bytes, so the key names the right tokenizer even if the file changes.
     """
     if settings.tokenizer is None:
         return None
@@ -125,7 +126,7 @@ def _kept(index: Path, files: Sequence[File]) -> TokenizedDocuments | None:
 
 
 def _rows(kept: dict[str, Any], files: Sequence[File]) -> list[list[int] | None]:
-    """Return, for each file, the row numbers of its documents, or None for a text, which is one document.
+    """Return, for each file, the row numbers of its documents, or None if the file is a text, a single document.
 
     ``kept``: the content of the index. Raise ValueError if the index and ``files`` have different numbers of files.
     """

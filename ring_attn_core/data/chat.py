@@ -4,8 +4,9 @@ A template is a program in Jinja. jinja2, imported on first use, runs it in a sa
 ``add_generation_prompt`` and special tokens such as ``bos_token``, as in transformers. It does not see ``strftime_now``, because
 a text with the date would have other tokens every day.
 
-The module also finds the assistant's parts of a text: the text inside ``{% generation %}`` blocks. If a template has no such
-block, each message of the assistant is a part, without the generation prompt before it.
+The module also finds the assistant's parts of a text: the parts that the template writes inside ``{% generation %}`` blocks. If
+a template has no such block, each message of the assistant is a part. The generation prompt before a message does not belong to
+the part.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class ChatTemplate:
             raise missing_package("chat=", "jinja2", "data") from missing
 
         class AssistantBlock(jinja2.ext.Extension):
-            """The block ``{% generation %} ... {% endgeneration %}``, whose text is marked."""
+            """The block ``{% generation %} ... {% endgeneration %}``. Its text is written between the marks BEGIN and END."""
 
             tags = {"generation"}  # noqa: RUF012  # as jinja2 declares it
 
@@ -119,11 +120,11 @@ class ChatTemplate:
             raise ValueError(f"the chat template of {self._files.path} is no Jinja ({error}): mend it") from error
 
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
-        """Return (text, spans) of a chat. The spans are those of the assistant's parts, in order; None without ``parts=True``.
+        """Return the text of a chat, and the spans of the assistant's parts in order (None without ``parts=True``).
 
-        Raise ValueError if the chat, its tools or its tool calls are invalid, or if the template is invalid, refuses the chat or
-        leaves out its tools or tool calls. Raise it also if the assistant's parts cannot be located.
-        ``where``: file and row, the first words of errors about the chat.
+        Raise ValueError if the chat, its tools or its tool calls are invalid, if the template is invalid, refuses the chat or
+        leaves out its tools or tool calls, or if the assistant's parts cannot be located.
+        ``where``: the file and row of the chat. Error messages about the chat begin with this text.
         """
         chat = _checked(row, where)
         written = self._write(chat, where)
@@ -163,11 +164,11 @@ class ChatTemplate:
                 )
 
     def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
-        """Return the span in ``text``, the whole chat, of each message of the assistant, without its generation prompt.
+        """Return the span of each assistant message in ``text``, the text of the whole chat, without its generation prompt.
 
-        The span begins at the end of the earlier messages and the generation prompt, rendered together. It ends at the end of the
-        messages up to this one, rendered without a prompt. Raise ValueError unless the first of these two texts is a prefix of
-        the second, and the second is a prefix of ``text``.
+        For each such message two texts are rendered: the earlier messages with the generation prompt, and the messages up to
+        and including this message, without a prompt. The span lies between the ends of the two texts. Raise ValueError unless
+        the first text is a prefix of the second, and the second is a prefix of ``text``.
         """
         spans = []
         for i, message in enumerate(chat.messages):
@@ -188,7 +189,8 @@ class ChatTemplate:
 def _checked(row: ChatRow, where: str) -> ChatRow:
     """Return a chat in the form that templates read, without null fields of messages and empty lists of tool calls.
 
-    Raise ValueError if the chat is not a list of messages, its tools or tool calls are invalid, or it holds U+FDD0 or U+FDD1.
+    Raise ValueError if the chat is not a list of messages, its tools or tool calls are invalid, or it holds U+FDD0 or U+FDD1,
+    the marks BEGIN and END.
     """
     chat, tools = row.messages, tools_of(row.tools, where)
     if not isinstance(chat, list) or not chat:
@@ -222,8 +224,8 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 def inside(offsets: list[Span], spans: list[Span]) -> list[bool]:
     """Return for each token whether any of its characters lies in one of ``spans``.
 
-    ``offsets``: the span of each token's characters. ``offsets`` and ``spans`` are in order of the text. A turn without text has
-    an empty span, which marks no token, even if it lies in the middle of a token.
+    ``offsets``: the span of each token's characters. Both lists are sorted by position in the text. A message without text has
+    an empty span. It contains no character, so no token counts as inside, even if the span lies in the middle of a token.
     """
     spans = [(begin, end) for begin, end in spans if begin < end]
     found, at = [], 0

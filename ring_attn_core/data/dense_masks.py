@@ -1,6 +1,7 @@
 """Conversion of a dense mask, bool [rows, queries, keys], to a band, extents, key extents and a key mask.
 
-``dense_mask_arguments`` serves ``functional/`` of both packages. The masks of layers go through ``layers/dense_mask.py``.
+Extents hold an interval of keys for each query, key extents an interval of queries for each key. ``dense_mask_arguments`` serves
+``functional/`` of both packages. The masks of layers go through ``layers/dense_mask.py``.
 
 With 5 tokens (rows are queries, columns keys, # is visible):
 
@@ -12,13 +13,13 @@ With 5 tokens (rows are queries, columns keys, # is visible):
     ####.        ..###                    #.##.                       ##.#.
     #####        ..###                    #...#                       #...#
 
-A mask is the intersection of intervals if and only if it equals the intersection of its *hulls*: the tightest interval around
-the keys that each query sees, and around the queries that see each key. So no other intervals are tried. Keys that no query sees
-and queries that see no key have an empty hull.
+The *hull* of a query is the tightest interval around the keys that it sees; the hull of a key is the tightest interval around
+the queries that see it. A hull around no keys or queries is empty. If a mask is an intersection of such intervals at all, then
+it is the intersection of its hulls. So no other intervals are tried.
 
-``Hulls.parts`` tries a band, extents, each of these with a key mask, key extents, and extents with key extents. A band's limits
-are the least and the greatest lag (query - key) of the visible pairs, or one of the two, or neither. A candidate permits every
-visible pair, so it equals the mask if it permits as many pairs as the mask. numpy is imported on first use.
+``Hulls.parts`` tries a band, extents, each of these with a key mask, key extents, and extents with key extents. A band is limited
+by the least lag (query - key) of the visible pairs, by the greatest, by both or by neither. Each candidate permits all visible
+pairs, so it equals the mask if both permit equally many pairs. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Hulls:
     def parts(self) -> DenseMaskArguments | None:
         """Return the arguments that express the mask, a band if possible. Return None if no arguments can express it.
 
-        None can if the mask is not the intersection of its hulls, which the module's docstring defines.
+        A mask cannot be expressed if it is not the intersection of its hulls (see the module's docstring).
         """
         import numpy as np
 
@@ -104,9 +105,9 @@ class Hulls:
         return DenseMaskArguments(full(), self.extents, self.key_extents) if both else None
 
     def _band(self, key_mask: Any) -> Band | None:
-        """Return a band that, combined with ``key_mask``, equals the mask, or None.
+        """Return a band that equals the mask if combined with ``key_mask``, bool [rows, keys]; None if no such band exists.
 
-        If there are several, return one with the fewest limits (``lo``, ``hi``).
+        If there are several such bands, return one with the fewest limits (``lo``, ``hi``).
         """
         import numpy as np
 
@@ -124,9 +125,9 @@ class Hulls:
         return None
 
     def _fits(self, key_mask: Any, first: Any, end: Any) -> bool:
-        """Return whether each query sees all keys of ``key_mask`` in its interval ``first .. end - 1``.
+        """Return whether each query sees all keys in its interval ``first .. end - 1`` that ``key_mask`` permits.
 
-        Comparing the numbers of keys is enough, because a query sees no keys outside its interval.
+        Comparing their number with ``counts`` is enough, because a query sees only such keys.
         """
         import numpy as np
 
@@ -136,7 +137,7 @@ class Hulls:
         return bool((between == self.counts).all())
 
     def _fitting_columns(self) -> tuple[bool, bool]:
-        """Return whether the mask equals the key hulls alone, and whether it equals both kinds of hulls intersected."""
+        """Return whether the keys' hulls alone equal the mask, and whether their intersection with the queries' hulls does."""
         import numpy as np
 
         _, queries, _ = self.extents.shape
@@ -155,9 +156,9 @@ class Hulls:
 
 
 def dense_mask_arguments(visible: Any) -> DenseMaskArguments | None:
-    """Convert a numpy mask, bool [rows, queries, keys] of global sequences, to arguments of ``ring_attention``.
+    """Convert a numpy mask of the global sequences, bool [rows, queries, keys], to arguments of ``ring_attention``.
 
-    Return None if the mask is not the intersection of its hulls.
+    Return None if the mask is not the intersection of its hulls (see the module's docstring).
     """
     hulls = Hulls(*visible.shape)
     for some in _blocks(visible.shape[1], visible.shape[0] * visible.shape[2]):
@@ -166,9 +167,9 @@ def dense_mask_arguments(visible: Any) -> DenseMaskArguments | None:
 
 
 def _blocks(queries: int, pairs: int) -> Iterable[slice]:
-    """Return slices that divide ``queries`` queries into blocks of at most BLOCK (query, key) pairs, or of one query.
+    """Return slices that divide ``queries`` queries into blocks of at most BLOCK (query, key) pairs.
 
-    ``pairs``: the number of pairs of one query.
+    ``pairs``: the number of pairs of one query in all rows. If it exceeds BLOCK, each block is one query.
     """
     step = max(BLOCK // max(pairs, 1), 1)
     return (slice(start, min(start + step, queries)) for start in range(0, queries, step))

@@ -50,7 +50,7 @@ class Document(NamedTuple):
 
 
 class TokenizedDocuments(NamedTuple):
-    """The documents of a folder's matching files, in order of file name, then of row number."""
+    """The documents of the files that match a dataset's pattern, in order of file name, then of row number."""
 
     documents: tuple[Document, ...]
     digest: str
@@ -64,8 +64,8 @@ class TokenizedDocuments(NamedTuple):
 def found(settings: DatasetSettings) -> list[File]:
     """Return the files that match the pattern, in order of name, without hidden files.
 
-    Raise ValueError if ``settings.folder`` is not a folder, no file in it matches, a file is empty or not a regular file, or the
-    cache lies in the folder and is not hidden.
+    Raise ValueError if ``settings.folder`` is not a folder, if no file in it matches, if a matching file is empty, unreadable or
+    not a regular file, or if ``_check_cache`` refuses the folder of the cache.
     """
     folder = Path(settings.folder)
     if not folder.is_dir():
@@ -119,7 +119,7 @@ def unchanged(file: File) -> None:
 
 
 def content_of(file: File) -> str:
-    """Return the SHA-256 of a file in hex. Raise ValueError if the file cannot be read, or changes meanwhile."""
+    """Return the SHA-256 of a file in hex. Raise ValueError if the file cannot be read, or has changed since it was found."""
     content = sha256()
     update(content, file)
     unchanged(file)

@@ -30,10 +30,11 @@ An id has ``width`` bytes, little-endian. A text is one document, at row 1. The 
 
 
 def encoder(settings: DatasetSettings, tokenizer_text: bytes | None, template: TemplateFiles | None) -> tuple[Encode, int]:
-    """Return the function that encodes a file, and the vocabulary size.
+    """Return the function that encodes a file (see ``Encode``), and the vocabulary size.
 
-    ``tokenizer_text``: the content of a tokenizer.json; None: each byte is an id. ``template``: the chat template, if the rows
-    are chats, else None. If only the assistant's tokens have labels, the ids of all other tokens have their highest bit set.
+    ``tokenizer_text``: the content of a tokenizer.json; None: each byte of a text is an id. ``template``: the chat template if
+    the rows are chats, else None. If ``settings.chat`` is "assistant", only the assistant's tokens have labels; the function
+    sets the highest bit in the ids of all other tokens.
     """
     end = -1 if settings.end is None else int(settings.end)
     if tokenizer_text is None:
@@ -86,7 +87,7 @@ def _packed(ids: Sequence[int], width: int) -> bytes:
 
 
 def _widened(text: bytes, width: int) -> bytes:
-    """Return the bytes of a text as little-endian ids, ``width`` bytes for each."""
+    """Return one id for each byte of a text: the value of the byte as ``width`` bytes, little-endian."""
     ids = bytearray(width * len(text))
     ids[::width] = text
     return bytes(ids)
@@ -97,7 +98,7 @@ def _bytes_of_rows(texts: Sequence[str], width: int) -> list[bytes]:
 
 
 def _chats(settings: DatasetSettings, tokenizer: Any, files: TemplateFiles) -> Encode:
-    """Return the function that encodes a file of chats."""
+    """Return the function that encodes a file of chats with the chat template in ``files``."""
     template, column = ChatTemplate(files, parts=settings.marks_labels), settings.column
 
     def encode(file: File, width: int, content: Any) -> Iterator[tuple[int, Iterable[bytes]]]:
@@ -133,7 +134,8 @@ def _rows(
 ) -> Iterator[tuple[int, Iterable[bytes]]]:
     """Yield (row number, ids as bytes) for each row that has tokens. Raise ValueError if no row has tokens.
 
-    ``rows``: (row number, value) pairs. ``ids_of``: encodes a list of values. ``what``: what a value is, for the message.
+    ``rows``: (row number, value) pairs. ``ids_of``: a function that encodes a list of values. ``what``: the noun for a value in
+    the error message.
     """
     empty = True
     while some := list(islice(rows, ROWS)):
@@ -163,7 +165,7 @@ def _bytes(file: File, width: int, content: Any) -> Iterator[bytes]:
 
 
 def _utf8(file: File, content: Any) -> Iterator[bytes]:
-    """Yield a file in chunks and hash them into ``content``. Raise ValueError if it is not UTF-8 or has a 0 byte."""
+    """Yield the chunks of a file and update the hash ``content``. Raise ValueError if the file is not UTF-8 or has a 0 byte."""
     decoder, seen = codecs.getincrementaldecoder("utf-8")(), 0
     with _opened(file) as opened:
         while chunk := opened.read(CHUNK):

@@ -1,8 +1,8 @@
-"""The index: the tokens of each batch, the part that a rank reads, and the state for resuming a run.
+"""The index of a dataset: the tokens of each batch, the part of it that each rank reads, and the state for resuming a run.
 
-A batch has a number, counted from the beginning of the first epoch. Its tokens depend on the number, the documents and the
-settings in ``_decides``, not on the ranks or the layout. So each process can make any batch, and the position of a run is one
-number. A run may resume with other ranks, layout and workers.
+Batches are numbered from the beginning of the first epoch. The tokens of a batch depend on its number, the documents and the
+settings that ``_decides`` returns, not on the ranks or the layout. So each process can make any batch, and one number says where
+a run stands. A run may resume with another layout and other numbers of ranks and workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FORMAT = 1
 
 
 class ShardSpan(NamedTuple):
-    """Consecutive slots of a shard, filled with tokens of one document that are ``stride`` tokens apart."""
+    """Consecutive slots of a shard that hold tokens of one document. Tokens in neighbouring slots are ``stride`` tokens apart."""
 
     slot: int
     """Index in the shard of the first of these slots."""
@@ -36,12 +36,13 @@ class ShardSpan(NamedTuple):
 
 
 def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardSpan]:
-    """Yield what a rank reads for one packed row: the part of each document span that lies in each run of the rank.
+    """Yield the parts of one packed row that a rank reads: each overlap of a document span with a run of the rank.
 
     ``spans``: the document spans of the row. ``runs``: the rank's runs of positions in the row.
 
-    The label of a token is the next token. With stride 1, one more token is therefore read after the part, unless the part ends
-    the document span. With another stride, labels are read separately.
+    The label of a token is the next token of its document span; the last token of a span has no label. In a run of stride 1 the
+    reader therefore reads one token more than the part, unless the part ends the span. With another stride it reads the labels
+    separately.
     """
     spans, slot = tuple(spans), 0
     for run in runs:
@@ -75,9 +76,9 @@ class Index:
         """Number of batches of all epochs; None if epochs are unlimited."""
 
     def batch(self, number: int) -> list[tuple[DocumentSpan, ...]]:
-        """Return the document spans of each packed row of this replica in batch ``number``.
+        """Return, for each packed row of this replica in batch ``number``, the document spans in the row.
 
-        The tuple of a row is empty if the row lies after the epoch's last row.
+        The tuple of a row is empty if the row is all padding, because the tokens of the epoch end before it.
         """
         epoch, at = divmod(number, self.batches)
         packed_rows, order = self._packed_rows(epoch)
@@ -86,7 +87,7 @@ class Index:
         return [packed_rows.spans(order[row] if row < len(order) else row) for row in wanted]
 
     def _packed_rows(self, epoch: int) -> tuple[PackedRows, Sequence[int]]:
-        """Return the packed rows of an epoch and the order of the full rows. A row that is not full stays last."""
+        """Return the packed rows of an epoch, and the order in which batches take full rows. A row that is not full is last."""
         if self._epoch is None or self._epoch[0] != epoch:
             of, key = self._settings, (self._settings.seed, epoch)
             documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
@@ -105,10 +106,11 @@ def state_of(batches: int, data: str, index: Index, settings: DatasetSettings) -
 def batches_of(state: object, data: Sequence[str | None], index: Index, settings: DatasetSettings) -> int:
     """Return the batch count stored in ``state``.
 
-    Raise ValueError if ``state`` is not a state of this format, or belongs to other documents or other settings in ``_decides``.
+    Raise ValueError if ``state`` is not a result of :func:`state_of` in this format, belongs to other documents, or differs from
+    ``settings`` in a value that ``_decides`` returns.
 
-    ``data``: the digest of this dataset's documents, then the digest that an older release computed of them, or None if the two
-    are equal. A state may hold either of them.
+    ``data``: two digests of this dataset's documents, either of which ``state`` may hold: the present one, and the one that an
+    older release computed, or None if the two are equal.
     """
     found: Any = state
     if isinstance(state, str | bytes):
@@ -151,7 +153,7 @@ def _counted(batches: Any, index: Index, settings: DatasetSettings) -> int:
 
 
 def _decides(data: str, settings: DatasetSettings) -> dict[str, object]:
-    """Return the documents' digest and some settings by name. Together with the number of a batch they determine its tokens."""
+    """Return the documents' digest and some settings by name. These and the number of a batch determine the batch's tokens."""
     of = settings
     same = {
         "length": int(of.length),

@@ -4,8 +4,8 @@ Four documents of 5, 2, 8 and 4 tokens in rows of 6, with documents as letters; 
 
     row 0   A A A A A B     row 1   B C C C C C     row 2   C C C D D D     row 3   D . . . . .
 
-Padding comes only after the last token of an epoch. A document that is cut continues in the next row, which a shuffled epoch may
-put into another batch. So attention treats each *piece*, the span of a document in one row, as a separate document. The last
+Padding comes only after the last token of an epoch. A document that is cut continues in the next row. In a shuffled epoch that
+row may be in another batch. So attention treats each *piece*, the span of a document in one row, as a separate document. The last
 token of a piece has no label.
 """
 
@@ -46,7 +46,7 @@ class PackedRows:
         return -(-self.tokens // self._length)
 
     def spans(self, row: int) -> tuple[DocumentSpan, ...]:
-        """Return the spans of documents in row number ``row``, in order of position; none for a row after the last token."""
+        """Return the spans of documents in row number ``row``, in order of position; () if the row is all padding."""
         start, found = row * self._length, []
         position, stop = start, min(start + self._length, self.tokens)
         at = bisect_right(self._ends, position)

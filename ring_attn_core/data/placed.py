@@ -1,14 +1,14 @@
 """The check that each token of a shard is at a position that its extent allows. It finds calls with a wrong layout.
 
-A query sees keys of its own document, so under a causal mask the extent of a query begins at or before the query. Documents of 3
-and 5 tokens, dealt to 2 ranks in a balanced layout, and taken for zigzag:
+A query sees keys of its own document, so under a causal mask the extent of a query begins at or before the query. An example:
+documents of 3 and 5 tokens are sharded over 2 ranks in a balanced layout, but the call says that the layout is zigzag:
 
     rank 0 holds      0  1  2  3         rank 1 holds      4  5  6  7
     extents begin     0  0  0  3         extents begin     3  3  3  3
     zigzag says       0  1  6  7         zigzag says       2  3  4  5        an extent begins at 3, its query would be at 2
 
-If tokens of one document have exchanged their positions, the check does not notice it. In a prefix tree the key extent of a token
-begins at the token, so some rank notices every exchange.
+The check does not notice if tokens of one document exchange their positions. In a prefix tree at least one rank notices every
+exchange, because the key extent of a token begins at the token.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ AGAIN = (
 
 
 def misplaced(extents: Any, tokens: Any, of_tree: bool) -> Any:
-    """Return a bool array [rows, tokens], True if the extent of a token is impossible at its position; False for empty extents.
+    """Return bool [rows, tokens]: True if a token's extent is impossible at the token's position. Empty extents give False.
 
-    ``extents`` [rows, tokens, 2], ``tokens`` (positions) [tokens] or [rows, tokens]: arrays of any framework. ``of_tree``: True
-    for the key extents of a tree, each of which contains its token; False for the extents of causal queries, each of which begins
-    at or before its query.
+    ``extents`` [rows, tokens, 2] and ``tokens``, the positions [tokens] or [rows, tokens], are arrays of any framework.
+    ``of_tree``: True if ``extents`` are the key extents of a tree: each must contain its token. False if they are the extents of
+    causal queries: each must begin at or before its query.
     """
     first, end = extents[..., 0], extents[..., 1]
     outside = first > tokens

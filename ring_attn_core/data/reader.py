@@ -1,9 +1,9 @@
 """A reader of documents' tokens that detects changed files and counts the bytes that a rank reads (``bytes_read``).
 
-The reader reads the tokens and labels of its shard. In a striped layout it reads the tokens of all ranks twice, for ids and for
-labels; ``bytes_read`` counts the ids and labels of its shard only. If a file's ``stat`` has changed (see ``Reader``), it also
-reads at most 16 blocks of 4,096 bytes (``sample`` of files.py), whose digest tells if the content has changed. numpy is imported
-on first use.
+The reader reads the tokens and labels of its shard. In a striped layout the tokens of all ranks alternate, so it reads them all,
+once for ids and once for labels; ``bytes_read`` counts the ids and labels of its shard only. At the first read of a file
+of the cache, and if a file's ``stat`` has changed (see ``Reader``), the reader also reads at most 16 blocks of 4,096 bytes
+(``sample`` of files.py). Their digest shows if the content has changed. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class Reader:
     """A reader of documents' tokens. An unpickled copy opens the files again.
 
     After each read the file's ``stat`` is checked. ValueError is raised if the size or the modification time has changed since
-    the dataset was made. A file of the cache may have another modification time if a new file has replaced it. After any
-    other change (a rename, link or chmod, or a time that was reset) a digest of sampled blocks is compared.
+    the dataset was made. Only a file of the cache may have another time, if a new file has replaced it. After such a replacement,
+    after any other change (a rename, link or chmod, or a time that was reset) and at the first read of a file of the cache, the
+    digest of sampled blocks is compared. ValueError is raised if it differs.
     """
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
@@ -78,9 +79,9 @@ class Reader:
                 raise vanished(path, error) from error
 
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
-        """Return the ids [read.count] and labels [read.labelled] of a span. The label of a token is the id of the next token.
+        """Return the ids [read.count] and the labels [read.labelled] of the tokens in a span.
 
-        A label is -1 if the next token is marked as a token without a label (see ``Document.marked``).
+        The label of a token is the id of the next token, or -1 if ``Document.marked`` is True and the next id has its mark.
         """
         if read.stride == 1:
             tokens = self._tokens(read.span.document, read.first, max(read.count, read.labelled + 1), 1)
@@ -93,10 +94,10 @@ class Reader:
         return ids, labels
 
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
-        """Return the ids of ``count`` tokens as int64, from token ``first`` on, every ``stride``-th token.
+        """Return the ids of ``count`` tokens as int64: the tokens ``first``, ``first + stride`` and so on of a document.
 
-        If ``Document.marked`` is True, a token without a label is returned as the bitwise complement of its id, a negative
-        number. Otherwise raise ValueError if an id is outside 0 .. LARGEST. Raise ValueError if the file has changed.
+        If ``Document.marked`` is True, an id that is marked as having no label is returned as its bitwise complement, a negative
+        number. If it is False, raise ValueError if an id is outside 0 .. LARGEST. Raise ValueError if the file has changed.
         """
         import numpy as np
 
@@ -152,7 +153,7 @@ class Reader:
 def _check_unwritten(document: Document, now: Identity) -> None:
     """Raise ValueError if the file's size or modification time has changed since the dataset was made.
 
-    ``now``: the present identity of the file. The time is not compared if ``document.identity`` is None.
+    ``now``: the present identity of the file. The time is not compared for a file of the cache (``document.identity`` is None).
     """
     if now.size != document.size:
         had = f"had {document.size} bytes when the dataset was made and has {now.size}"

@@ -28,7 +28,7 @@ def is_records(file: File) -> bool:
 
 
 def without_descriptions(files: list[File]) -> list[File]:
-    """Return ``files``. If any of them is an Arrow file, leave out the metadata files in ``BESIDE``."""
+    """Return ``files``. If any of them is an Arrow file, leave out the metadata files of Hugging Face's datasets (``BESIDE``)."""
     if not any(file.name.endswith(ARROW) for file in files):
         return files
     return [file for file in files if file.name.rpartition("/")[2] not in BESIDE]
@@ -51,10 +51,10 @@ def chats(file: File, column: str, content: Any) -> Iterator[tuple[int, ChatRow]
 
 
 def _filled(value: Any) -> Any:
-    """Return a value of an Arrow column without the null fields of nested dicts.
+    """Return a value of an Arrow column without the null fields of the dicts in it.
 
-    If the value is a list of dicts, such as messages, null fields of these dicts themselves stay. In Arrow all dicts of a column
-    have the same fields: a field that only some of them had is null in the others.
+    If the value is a list of dicts, such as messages, the dicts in the list keep their null fields; only dicts inside them are
+    changed. In Arrow all dicts of a column have the same fields: a field that only some of them had is null in the others.
     """
     pruned = lambda x: _without_nulls(x) if isinstance(x, dict | list) else x
     if not isinstance(value, list):
@@ -89,10 +89,10 @@ def texts(file: File, column: str, content: Any) -> Iterator[tuple[int, str]]:
 
 
 def _of_lines(file: File, columns: Sequence[str], content: Any) -> Iterator[tuple[int, Any]]:
-    """Yield the number of each nonblank line, from 1, and the values of ``columns`` in its JSON object.
+    """Yield, for each line with a JSON object, the number of the line and the object's values of ``columns``.
 
-    Every column but the first may be missing; its value is then None. Blank lines are counted. Update the hash ``content`` with
-    the file.
+    Lines are numbered from 1. Blank lines are counted, but not yielded. An object must have the first column; the value of any
+    other column that it lacks is None. Update the hash ``content`` with the file.
     """
     try:
         with io.BufferedReader(open_file(file.path), CHUNK) as opened:  # type: ignore[arg-type]
@@ -122,10 +122,10 @@ def _without(where: str, column: str, names: Any) -> ValueError:
 
 
 def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "texts") -> Iterator[tuple[int, Any]]:
-    """Yield the number of each row of a Parquet or Arrow file, from 1, and its values in ``columns``.
+    """Yield the number of each row of a Parquet or Arrow file, from 1, and the row's values in ``columns``.
 
-    Every column but the first may be missing; its value is then None. Update the hash ``content`` with the file. ``what``: the
-    first column's type in the error message. The column must hold strings if ``what`` is "texts", else lists.
+    The file must have the first column; the values of any other column that it lacks are None. Update the hash ``content`` with
+    the file. ``what``: "texts" if the first column must hold strings; any other noun if it must hold lists. Errors quote it.
     """
     try:
         import pyarrow as pa  # type: ignore[import-not-found]  # optional
@@ -150,8 +150,8 @@ def _of_arrow(file: File, columns: Sequence[str], content: Any, what: str = "tex
 def _batches(pa: Any, file: File, opened: Any, columns: Sequence[str], what: str) -> Iterator[Any]:
     """Yield the record batches of an open file. Raise ValueError if the first column is missing or does not hold ``what``.
 
-    ``pa``: the package pyarrow. ``columns``: names of columns, of which all but the first may be missing. ``what``: "texts" for
-    strings; any other text, which the error message quotes, for lists.
+    ``pa``: the package pyarrow. ``columns``: the names of the columns; all but the first may be missing. ``what``: as in
+    :func:`_of_arrow`.
     """
     column = columns[0]
     if file.name.endswith(PARQUET):

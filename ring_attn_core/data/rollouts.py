@@ -1,14 +1,15 @@
 """Rollouts: token lists that share prefixes, packed into rows as prefix trees with labels and weights.
 
-Two completions of the prompt a b c, in two rollouts "a b c d e" and "a b c f"; x: no label:
+Two completions of the prompt a b c, in two rollouts "a b c d e" and "a b c f"; x means no label:
 
     rollouts   a b c d e    a b c f           row       a b   c d e   c f        segments: the prompt, and each completion
     labels     b c d e x    b c f x           labels    b c   d e x   f x        parents -1 0 0, lengths 2 3 2
     weights    1 1 1 1 0    1 1 1 0           weights   2 2   1 1 0   1 0        the sum of both rollouts
 
-The label of c differs between the two. So c is stored as the first token of each completion instead of the last token of the
-prompt. Two tokens can share a slot (a place in a row) if they, their prefixes and their labels are equal. The last token of a
-rollout has no label, so its label need not be equal. numpy is imported on first use.
+The label of a token is the next token. The label of c differs between the two rollouts. So c is stored as the first token of
+each completion instead of the last token of the prompt. Two tokens can share a slot (one index of a row) if they, their prefixes
+and their labels are equal. The last token of a rollout has no label, so it can share a slot with a token of any label. numpy is
+imported on first use.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Rollouts:
 
     @property
     def tree(self) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-        """Return (parents, lengths), the argument ``tree`` of ``shard_batch``."""
+        """Return the pair (``parents``, ``lengths``), which ``shard_batch`` takes as its argument ``tree``."""
         return self.parents, self.lengths
 
     @property
@@ -108,7 +109,7 @@ class _Row:
         return path
 
     def tree(self) -> Tree:
-        """Return the row's segments, the longest chains of slots without a fork."""
+        """Return the row's segments. A segment is a chain of slots that ends only at a leaf or a fork of the tree."""
         import numpy as np
 
         parents = np.concatenate(self.parents)
@@ -120,9 +121,10 @@ class _Row:
 
 
 def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, length: int | None = None) -> Rollouts:
-    """Pack rollouts (token lists) into rows of at most ``length`` tokens, or one row if ``length`` is None, as numpy arrays.
+    """Pack rollouts (token lists) into rows of at most ``length`` tokens, or into one row if ``length`` is None.
 
-    The packages' ``pack_rollouts`` documents the other arguments and the errors.
+    The result holds numpy arrays. ``pack_rollouts`` of ring_attn_jax documents the other arguments and the errors, and so does
+    that of ring_attn_torch.
     """
     import numpy as np
 
@@ -156,9 +158,10 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
 
 
 def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int) -> None:
-    """Raise ValueError if ``shape`` is not [rows, tokens, ...] of ``rollouts``, which must be the result of ``pack_rollouts``.
+    """Raise ValueError if ``rollouts`` is not a result of ``pack_rollouts``, or an array of this shape does not fit its rows.
 
-    ``layout``: the layout if ``tokens`` are those of one rank's shard; None if they are all tokens of a row.
+    ``shape``: [rows, tokens, ...]. ``layout``: None if the array covers whole rows. If it covers one rank's shard of each row,
+    ``layout`` is the layout of the shards, and ``ranks`` their number.
     """
     if not isinstance(rollouts, Rollouts):
         raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")
@@ -173,10 +176,11 @@ def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int)
 
 
 def _placed(lists: list[np.ndarray], length: int | None) -> tuple[list[tuple[int, np.ndarray]], list[_Row]]:
-    """Assign each rollout to a row. Return the row and the slots of each rollout, and all rows.
+    """Assign each rollout to a row. Return each rollout's row index and slots, and a list of all rows.
 
-    A rollout goes to the row to which it adds the fewest tokens, among the rows that have room for these. In a tie it goes to the
-    first of these rows. If no row has room, it goes to a new row.
+    A rollout adds to a row the tokens that it does not share with the last rollout there. It goes to the row to which it adds the
+    fewest tokens, or in a tie to the first such row. Rows without room for the added tokens are left out. If no row has room, the
+    rollout goes to a new row.
     """
     rows: list[_Row] = []
     placed: list[Any] = [None] * len(lists)
@@ -221,8 +225,8 @@ def _checked(rollouts: Any, length: int | None) -> list[np.ndarray]:
 def _values(name: str, values: Any, lists: list[np.ndarray], what: str) -> list[np.ndarray]:
     """Return ``values``, such as weights, as one float64 array for each rollout, with one value for each token.
 
-    ``values``: for each rollout an array or, unless ``name`` is "loss_masks", a number; None means 1 everywhere. ``what``: the
-    expected values in words, for the message of a ValueError.
+    ``values``: a list with one array for each rollout; None means 1 everywhere. Unless ``name`` is "loss_masks", a number can
+    replace an array of equal values. ``what``: the expected values in words, for the message of a ValueError.
     """
     import numpy as np
 

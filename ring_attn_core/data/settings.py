@@ -124,9 +124,9 @@ class DatasetSettings:
         return replace(balanced_layout(rows, self.ranks, seq_local=self.length // self.ranks), length=self.length)
 
     def runs(self, dealt: BalancedLayout | None = None) -> tuple[Run, ...]:
-        """Return the runs of packed-row positions that ``rank`` holds, or those of all ranks in order if ``rank`` is None.
+        """Return the runs of positions in a packed row that ``rank`` holds, or if ``rank`` is None, those of all ranks in order.
 
-        ``dealt``: the balanced layout of the batch; None in other layouts.
+        A run is an arithmetic progression. ``dealt``: the balanced layout of the batch; None in other layouts.
         """
         if dealt is not None:
             held = dealt.runs if self.rank is None else [dealt.runs[int(self.rank)]]

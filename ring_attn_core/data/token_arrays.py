@@ -38,7 +38,7 @@ def described(files: Sequence[File]) -> TokenizedDocuments:
 
 
 def _array(file: File, opened: BinaryIO) -> Document:
-    """Return the document of a token array. Read only the header and a sample of blocks.
+    """Return the document of a token array. Read only the header and the blocks that ``sample`` hashes.
 
     Raise ValueError if the file is not a nonempty 1-d integer array written by numpy.save, or is truncated.
     """
@@ -79,7 +79,7 @@ def _short(error: Exception) -> str:
 
 
 def _ends(document: Document, opened: BinaryIO) -> bytes:
-    """Return the first and the last ``ENDS`` bytes of a document's tokens. An older release hashed no other tokens."""
+    """Return the first and the last ``ENDS`` bytes of a document's tokens. An older release's digest covers only these tokens."""
     size = document.tokens * int(document.dtype[-1])
     count = min(ENDS, size)
     return read_at(opened, document.offset, count) + read_at(opened, document.offset + size - count, count)

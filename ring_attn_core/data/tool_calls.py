@@ -15,17 +15,17 @@ CALLS = "tool_calls"
 
 
 class ChatRow(NamedTuple):
-    """A chat: its messages, and its tools or None. :func:`records.chats` reads both from a row without checks."""
+    """The messages of a chat, and its tools or None, unchecked, as :func:`records.chats` reads them from a row of a file."""
 
     messages: Any
     tools: Any
 
 
 def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """Return the tools of a row as a list of dicts, or None for a chat without tools.
+    """Return the tools of a chat as a list of dicts, or None for a chat without tools.
 
-    ``value``: a list of dicts, its JSON text, or None; if it is not one of these, raise ValueError. ``where``: file and row, the
-    first words of the error.
+    ``value``: the tools as the file holds them: a list of dicts, the JSON text of such a list, or None. Raise ValueError if it
+    is anything else. ``where``: names of the file and the row, with which the error begins.
     """
     tools = value
     if isinstance(value, str):
@@ -46,8 +46,8 @@ def tools_of(value: Any, where: str) -> list[dict[str, Any]] | None:
 def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a message with the arguments of its tool calls as dicts, because templates convert dicts to JSON themselves.
 
-    In OpenAI's API the arguments are JSON text. Raise ValueError if the calls are not a list of dicts, or an arguments text is
-    not a JSON object. ``where``: file, row and message, the first words of the error.
+    In OpenAI's API the arguments are JSON text. Raise ValueError if the calls are not a list of dicts, or this text is not
+    a JSON object. ``where``: names of the file, the row and the message, with which the error begins.
     """
     calls = message[CALLS]
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
@@ -61,7 +61,7 @@ def with_calls(message: dict[str, Any], where: str) -> dict[str, Any]:
 def _with_arguments(call: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a tool call with the JSON text of its arguments parsed to a dict. Raise ValueError if the text is not an object.
 
-    The arguments are in the dict ``call["function"]``, or in ``call`` if it has no such dict.
+    The arguments are in ``call["function"]`` if that is a dict, else in ``call``. Arguments that are not text stay unchanged.
     """
     if isinstance(call.get("function"), dict):
         return call | {"function": _with_arguments(call["function"], where)}

@@ -1,16 +1,17 @@
 """The check that the shards of all ranks hold the same prefix trees.
 
-A rank holds the key extents and path positions of its own tokens only. So no rank can compare its tree with that of another rank.
-Instead each rank describes its shard by spans, and every rank joins the spans of all ranks into global rows. These rows are trees
-if and only if the end of each subtree lies inside the subtree of its parent, and the positions count the ancestors:
+A rank holds path positions and key extents (trees.py explains both) of its own tokens only. So no rank can compare its tree with
+the tree of another rank. Instead each rank describes its shard by spans, and every rank joins the spans of all ranks into global
+rows. These rows are trees if and only if each subtree ends inside the subtree of its parent, and the path position of each token
+is the number of its ancestors:
 
     token      0 1   2 3   4 5   6         a prompt of 2 tokens, and completions of 2 and 3
-    rank       0 0   1 1   0 0   1
-    end        7 7   4 4   7 7   7
-    position   0 1   2 3   2 3   4
+    rank       0 0   1 1   0 0   1         the rank that holds the token
+    end        7 7   4 4   7 7   7         the end of the token's subtree, exclusive
+    position   0 1   2 3   2 3   4         the path position
 
-A span is (row, first token, step, number of tokens, end, position of the first token): tokens ``step`` apart whose subtrees end
-at the same token. Here rank 0 describes its shard by (0, 0, 1, 2, 7, 0) and (0, 4, 1, 2, 7, 2).
+A span describes tokens of a row that are ``step`` apart and whose subtrees have the same end: (row, first token, step, number of
+tokens, end, position of the first token). Here rank 0 describes its shard by (0, 0, 1, 2, 7, 0) and (0, 4, 1, 2, 7, 2).
 
 numpy is imported on first use.
 """
@@ -27,10 +28,11 @@ AGAIN = "pass the same tree to shard_batch on every rank, and its key_extents an
 
 
 def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
-    """Return the spans of a shard, without the keys that no query sees.
+    """Return the spans of a shard. Leave out padding, the keys that no query sees.
 
-    ``key_extents`` [rows, tokens, 2], ``positions`` [rows, tokens]: arrays of a shard. ``tokens``: the position of each token in
-    its row. Raise ValueError if the extent of a key begins after the key.
+    ``key_extents`` [rows, tokens, 2], ``positions`` [rows, tokens]: arrays of the shard. ``tokens`` [tokens]: the index of each
+    token of the shard in its global row. Raise ValueError if the extent of a key begins after the key, which then does not see
+    itself.
     """
     import numpy as np
 
@@ -58,8 +60,8 @@ def spans_of(key_extents: Any, positions: Any, tokens: Any) -> list[Span]:
 def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool) -> None:
     """Raise ValueError if the spans of all ranks do not form rows of trees whose paths have at most ``longest`` tokens.
 
-    ``spans``: for each rank the spans of its shard. ``counted``: True if the positions in the spans count along the path; else
-    positions are not checked. The error is the same on every rank that passes the same spans.
+    ``spans``: for each rank the spans of its shard. ``counted``: True if the spans hold path positions; False if they
+    hold other positions, which are not checked. Ranks that pass the same arguments raise the same error.
     """
     import numpy as np
 
@@ -78,8 +80,8 @@ def check_one_tree(spans: Iterable[Sequence[Span]], longest: int, counted: bool)
 def _check_row(row: int, tokens: Any, ends: Any, positions: Any, ranks: Any, longest: int) -> None:
     """Raise ValueError if a row is not a tree, or has a path of more than ``longest`` tokens.
 
-    ``tokens``: the indices of the row's tokens, sorted. ``ends``, ``positions``, ``ranks``: for each token its subtree's end,
-    its path position and its rank. ``positions`` None: do not check them.
+    ``tokens``: the sorted indices of the row's tokens. For each token, ``ends`` holds the end of its subtree, ``positions`` its
+    path position, and ``ranks`` its rank for the error messages. If ``positions`` is None, path positions are not checked.
     """
     import numpy as np
 

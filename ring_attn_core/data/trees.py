@@ -5,10 +5,10 @@ A prompt of 4 tokens with two completions, the second of which forks again:
     segment      0          1        2     3      4           parents   -1 0 0 2 2
     tokens       0 1 2 3    4 5 6    7     8 9    10          lengths    4 3 1 2 1
     end         11         7        11    10      11          the end of the segment's subtree, exclusive
-    position     0 1 2 3    4 5 6    4     5 6    5           counted along the path from the root
+    position     0 1 2 3    4 5 6    4     5 6    5           the *path position*, counted along the path from the root
 
-A token sees itself and its ancestors. In this order a subtree is an interval, so key j is seen by the queries j <= i < end: its
-*key extent* [j, end). numpy is imported on first use.
+A token sees itself and its ancestors. In depth-first order a subtree is an interval, so the queries that see key j are those of
+the interval [j, end), the *key extent* of key j. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_TOKENS = 2**31 - 1
 
 
 class TreeExtents(NamedTuple):
-    """The arrays of prefix trees, one or several trees in each row. Shorter rows are padded with 0."""
+    """The key extents and path positions of rows that hold one or several prefix trees. Shorter rows are padded with 0."""
 
     key_extents: Any
     """int32 [rows, tokens, 2]: first and end (exclusive) position of the queries that may see each key; [0, 0) in padding."""
@@ -62,11 +62,11 @@ class Tree(NamedTuple):
 
 
 def tree_extents(parents: Any, lengths: Any, tokens: int | None = None) -> TreeExtents:
-    """Return each token's key extent and its position on the path from the root, as numpy arrays, for rows of prefix trees.
+    """Return numpy arrays of each token's key extent and its position on the path from the root.
 
-    A token's key extent is the range of queries that may see it. Arguments: see :func:`trees_of`.
+    A token's key extent is the range of queries that may see it. ``parents``, ``lengths``: prefix trees as in :func:`trees_of`.
 
-    ``tokens``: the width of the arrays, by default the tokens of the longest row. Raise ValueError if a row has more tokens.
+    ``tokens``: number of tokens of a row in the arrays, by default that of the longest row. Raise ValueError if a row has more.
     """
     import numpy as np
 
@@ -91,8 +91,8 @@ def batch_of_trees(tree: Any, batch: int, tokens: int) -> tuple[Any, Any, Any]:
     """Return each token's key extent [batch, tokens, 2], path position [batch, tokens] and segment index [batch, tokens].
 
     All are int32 numpy arrays; the segment index is -1 in padding. ``tree``: the pair (parents, lengths), as in
-    :func:`trees_of`, of all rows or of one row that all rows share. Raise ValueError if ``tree`` is not such a pair, or does not
-    fit the batch.
+    :func:`trees_of`, for every row of the batch, or for one row if all rows are alike. Raise ValueError if ``tree`` is not such a
+    pair, or does not fit the batch.
     """
     import numpy as np
 
@@ -123,9 +123,9 @@ def longest_path(trees: Iterable[Tree]) -> int:
 def tree_objection(mask: Band, key_extents: bool, longest: Any, alibi: bool, of_path: bool) -> str | None:
     """Return the reason why a layer cannot attend over the key extents of a tree, or None if it can.
 
-    ``mask``: the band of the layer; on a tree the layer takes :func:`causal` instead. ``key_extents``: True if the call has key
-    extents. ``longest``: number of tokens of the longest path, None if not passed. ``alibi``: True if the layer has slopes.
-    ``of_path``: False if the caller passed no positions to a rotary layer.
+    ``mask``: the layer's mask. On a tree :func:`causal` replaces it, so it must hide no ancestor. ``key_extents``: True if the
+    call has key extents. ``longest``: number of tokens of the longest path, None if not passed. ``alibi``: True if the layer has
+    ALiBi slopes. ``of_path``: False if the layer has a rotary embedding and the caller passed no positions to it.
     """
     if longest is None:
         counting = "ALiBi slopes" if alibi else "a window" if mask.hi is not None or (mask.lo or 0) > 0 else None

@@ -27,10 +27,10 @@ OLDEST_GPU = 80
 
 @dataclass(frozen=True)
 class Candidate:
-    """A backend: its name, and functions that return a reason against a problem in words, or None.
+    """A backend: its name, and three functions of a problem, each of which returns a reason in words or None.
 
-    ``objection``: why the backend cannot run the problem. ``drawback``: why "auto" skips the backend, although it runs the
-    problem if requested by name. ``leaves``: why "auto" takes the backend for the forward only, and "triton" for the backward.
+    ``objection``: why the backend cannot run the problem. ``drawback``: why "auto" skips the backend, although the user can
+    request it by name. ``leaves``: why "auto" takes the backend for the forward only, and "triton" for the backward.
     """
 
     name: str
@@ -40,9 +40,9 @@ class Candidate:
 
 
 def _balanced(problem: Problem) -> str | None:
-    """Return why a balanced layout keeps the Triton kernels from running a problem; None in every other case.
+    """Return why the Triton kernels cannot run a balanced layout; None if they can, or if the problem has another layout.
 
-    The kernels take each shard of a balanced layout as one run of tokens.
+    The kernels take a shard of a balanced layout as one run. So its positions must ascend, and ALiBi and dropout are excluded.
     """
     layout = problem.options.layout
     if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
@@ -116,11 +116,11 @@ def _untried() -> str | None:
 
 
 def _slower_than_portable(problem: Problem) -> str | None:
-    """Return why "auto" runs the backward by the portable kernels, if they are faster than Hopper's; else None.
+    """Return why Hopper's backward is slower than the portable one, which "auto" then runs; None if it is not slower.
 
-    Measured on one H200 with 2 x 8,192 tokens, causal, 16 heads of 64; milliseconds of Hopper's / the portable backward: with
-    softcap 1.79 / 3.53 on Triton 3.6 and 3.34 / 3.05 on 3.9; with dropout 2.18 / 3.13 on 3.6 and 3.67 / 3.58 on 3.9. With heads
-    of 128 Hopper's backward is faster on both releases.
+    Milliseconds on one H200, with 2 x 8,192 tokens, a causal mask and 16 heads of 64: with softcap Hopper's backward took 1.79 on
+    Triton 3.6 and 3.34 on 3.9, the portable one 3.53 and 3.05; with dropout Hopper's took 2.18 and 3.67, the portable one 3.13
+    and 3.58. With heads of 128 Hopper's backward is faster on both releases.
     """
     softcap, dropout_rate = problem.options.softcap, problem.options.dropout_rate
     if triton_release() >= (3, 9) and problem.q_shape[-1] <= 64 and (softcap is not None or dropout_rate > 0):
@@ -189,7 +189,7 @@ def _cudnn(problem: Problem) -> str | None:
 
 
 def check_vendor(options: Options, differentiates_lse: bool) -> None:
-    """Raise ValueError if a backend of ``VENDORS`` is to compute deterministic gradients or a gradient of lse."""
+    """Raise ValueError if a backend of ``VENDORS`` is asked for deterministic gradients or for the gradient of lse."""
     backend = options.backend
     if backend in VENDORS and options.deterministic:
         raise ValueError(f'backend={backend!r} adds gradients in any order, so it is not deterministic: use backend="auto"')
@@ -219,10 +219,10 @@ PASSES = "forward", "backward"
 def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] = PASSES) -> RingCall | None:
     """Select a backend, compile its kernels, and return the launch parameters; None for "blockwise" or a backend of ``VENDORS``.
 
-    ``anywhere``: the runs of tokens may start at any position, as in the public ``attend_block``. ``passes``: the passes whose
-    kernels are compiled. If a kernel cannot run, or spills more registers than obstacles.py allows, "auto" warns and takes the
-    next backend. For Hopper's kernels "auto" decides about forward and backward separately. Raise ValueError if a backend
-    requested by name cannot run, or its name is unknown.
+    ``anywhere``: the runs of tokens may start at any position, as in the public ``attend_block``. ``passes``: compile the kernels
+    of these passes only. If a kernel cannot run, or spills more registers than obstacles.py allows, "auto" warns and takes the
+    next backend. If only one pass of "hopper" has such a kernel, "auto" replaces the kernels of this pass only. Raise ValueError
+    if a backend requested by name cannot run, or its name is unknown.
     """
     from .call import call_of
 
@@ -284,7 +284,7 @@ def _left_to_portable(problem: Problem) -> frozenset[str]:
 
 
 def _new_to_hopper(problem: Problem) -> str | None:
-    """Return the reason if "auto" skips Hopper's kernels only because this release of Triton is untested; else None."""
+    """Return why "auto" skips Hopper's kernels, if the only reason is an untested release of Triton; else return None."""
     return _untried() if _hopper(problem) is None else None
 
 
@@ -298,7 +298,7 @@ def check_backend(backend: str, framework: str = "torch") -> None:
 def select(problem: Problem, backend: str = "auto", failed: Collection[str] = ()) -> str:
     """Return ``backend`` if it can run the problem; for "auto", the first backend that has no objection and no drawback.
 
-    An objection says why a backend cannot run the problem, and a drawback why "auto" does not take a backend that can.
+    An objection says why a backend cannot run the problem. A drawback says why "auto" skips a backend that can run it.
     ``failed``: names of backends that "auto" skips. Raise ValueError if the name is unknown, if the named backend has an
     objection, or if "auto" finds no backend.
     """

@@ -12,7 +12,7 @@ WITH_SIZE = 0x04
 
 
 def stack_bytes(cubin: bytes) -> int:
-    """Return the stack bytes per thread, summed over all kernels of a binary; spilled registers are on the stack.
+    """Return the stack size in bytes per thread, summed over all kernels of a binary. The stack holds spilled registers.
 
     Raise ValueError if ``cubin`` is not a 64-bit ELF file.
     """

@@ -1,6 +1,6 @@
-"""Launches bound to a compiled kernel on one GPU, so that each start only fills in the addresses of the arrays.
+"""Launches bound to a compiled kernel on one GPU. To start a bound launch, only the addresses of its arrays are filled in.
 
-The offsets of a kernel's parameters come from its PTX; TMA descriptors are cached by the address of the array.
+The offsets of a kernel's parameters come from its PTX. TMA descriptors are cached by the address of their array.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class BoundLaunch:
 
 
 def parameters(launch: Launch, kernel: Any) -> Parameters:
-    """Return the parameters of a launch's compiled kernel, without Triton's scratch memory, which these kernels do not use."""
+    """Return the parameters of a launch's compiled kernel. Leave out Triton's scratch memory: these kernels do not use it."""
     arguments, formats = dict(launch.arguments), iter(encodings(kernel))
     of = Parameters([], [], [])
     for x in (arguments[name] for name in kernel_function(launch.kernel).arg_names if name in arguments):
@@ -95,9 +95,9 @@ def parameters(launch: Launch, kernel: Any) -> Parameters:
 
 
 def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorFormat:
-    """Return the driver's format of descriptor ``x``: shape and strides of ``x``, and the values in ``encoding``.
+    """Return the TMA descriptor ``x`` in the driver's format: its shape and strides, and the values in ``encoding``.
 
-    ``encoding``: the element type, swizzle and block shape of this descriptor in the compiled kernel (``encodings``).
+    ``encoding``: the element type, swizzle and block shape that ``encodings`` reads for ``x`` from the compiled kernel.
     """
     strides = (stride * ITEM_BYTES[x.dtype] for stride in reversed(x.strides[:-1]))
     block = tuple(reversed(encoding["block_shape"]))
@@ -107,9 +107,9 @@ def descriptor_format(x: Descriptor, encoding: Mapping[str, Any]) -> DescriptorF
 def layout(ptx: str, tensor_maps: list[bool]) -> tuple[struct.Struct, list[int]]:
     """Return the ``struct`` packing of a kernel's parameters, and the offset of each parameter in bytes.
 
-    The packing follows the ".param" declarations of the PTX (PTX ISA). ``tensor_maps``: for each parameter of the launch, whether
-    it is a TMA descriptor. Pointers to Triton's scratch memory, at most two, come last and are packed as 0. Raise RuntimeError if
-    the declarations do not match ``tensor_maps``.
+    The packing follows the ".param" declarations of the PTX (PTX ISA). ``tensor_maps``: one bool for each parameter of the
+    launch, True for a TMA descriptor. After these parameters the PTX declares at most two pointers to Triton's scratch memory;
+    they are packed as 0. Raise RuntimeError if the declarations do not match ``tensor_maps``.
     """
     entry = ptx[ptx.index(".entry") :]
     found = _PARAMETER.findall(entry[: entry.index("\n)")])

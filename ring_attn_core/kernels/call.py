@@ -25,11 +25,11 @@ BEYOND = 2**30
 class RingCall:
     """The parameters that all launches of one call of ring attention share; ``array_names`` names the call's optional arrays.
 
-    ``seq_local``, ``kv_local``: number of queries and of keys in a step's shards; a strategy may join the shards of several ranks
-    into one. A shard consists of ``q_runs`` or ``k_runs`` equally long runs: arithmetic progressions of token positions, or in a
-    balanced layout one run of indices. ``packed``: k and v are one array. If keys travel between ranks, it is [batch, tokens,
-    kv_heads, head_dim + v_dim], with float32 gradients. With ``values_in_keys`` it is k alone, because the values are the first
-    ``v_dim`` columns of k; forward only. Otherwise k and v are two arrays.
+    ``seq_local``, ``kv_local``: number of queries and of keys in the shards of one step; a strategy may join the shards of
+    several ranks into one. ``q_runs``, ``k_runs``: number of equally long runs in a shard of queries and of keys. A run is an
+    arithmetic progression of token positions; a shard of a balanced layout is one run of indices instead. ``packed``: k and v are
+    one array, else two. If keys travel between ranks, this array is [batch, tokens, kv_heads, head_dim + v_dim], with float32
+    gradients. With ``values_in_keys`` (forward only) this array is k, and the values are the first ``v_dim`` columns of k.
 
     ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
     ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,
@@ -66,7 +66,7 @@ class RingCall:
 
     @property
     def key_columns(self) -> tuple[int, int, int]:
-        """Return (columns of a head in k's array, columns of a head in v's array, first column of v in v's array)."""
+        """Return (columns per head of the array that holds k, the same for v, first column of v in the array that holds v)."""
         if self.values_in_keys:
             return self.head_dim, self.head_dim, 0
         together = self.head_dim + self.v_dim
@@ -74,15 +74,15 @@ class RingCall:
 
     @property
     def tail(self) -> int | None:
-        """Return ``tail_of`` of the head dimensions, the width of k's second tile, if the values are in the keys; else None.
+        """Return the width of k's second tile (see ``tail_of``) if the values are in the keys; else None.
 
-        If the result is 0, the first tile holds all columns of k. It is None also if the second tile would be too wide.
+        The width is 0 if the first tile holds all columns of k. Return None also if the second tile would be too wide.
         """
         return tail_of(self.head_dim, self.v_dim) if self.values_in_keys else None
 
     @property
     def carries_rest(self) -> bool:
-        """Return whether the state also has a ``rest``, the rounding error of lse. It has one if the inputs are float32."""
+        """Return True for float32 inputs: then steps pass on ``rest``, the rounding error of lse, besides out and lse."""
         return self.dtype == "float32"
 
     @property
@@ -96,8 +96,8 @@ class RingCall:
         return not self.array_names.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:
-        """Return ``tiles_override`` if set; else a kernel's tiles by ``latent_tiles`` (a forward with ``tail``) or
-        ``choose_tiles``."""
+        """Return ``tiles_override`` if set, else the tiles chosen for the kernel of this name. ``latent_tiles`` chooses them for
+        "forward" if ``tail`` is not None, ``choose_tiles`` in all other cases."""
         if self.tiles_override is not None:
             return self.tiles_override
         if self.tail is not None and kernel == "forward":
@@ -108,8 +108,8 @@ class RingCall:
     def numbers(self) -> dict[str, Argument | None]:
         """Return the scalar arguments of the kernels that compute scores, by parameter name.
 
-        ``softcap`` is None without softcap, ``threshold`` without dropout. ``inner`` times q . k is the score in base 2, or with
-        softcap the argument of tanh.
+        ``softcap`` is None without softcap, ``threshold`` without dropout. Kernels multiply q . k by ``inner``. The product is
+        the score times log2(e) or, with softcap, the argument of tanh.
         """
         cap, log2e = self.softcap, math.log2(math.e)
         return {
@@ -135,9 +135,9 @@ class RingCall:
         return self.k_runs * -(-(self.kv_local // self.k_runs) // block)
 
     def array(self, source: str, dtype: str = "float32", name: str = "") -> Array | None:
-        """Return the kernel argument of the optional array ``source``; None if the call does not have that array.
+        """Return the kernel argument for the optional array ``source``; None if the call does not have that array.
 
-        ``name``: the name of an array computed from ``source``, which the kernel gets in its place.
+        ``name``: the name of an array that is computed from ``source`` and passed to the kernel instead of ``source``.
         """
         return Array(name or source, dtype) if source in self.array_names else None
 

@@ -1,6 +1,6 @@
-"""Compilation of launches, on any host and once per process, and queries about the installed Triton.
+"""Compilation of launches, on any host and once per process, and information about the installed Triton.
 
-Triton's on-disk cache holds the binaries. If that folder cannot be written, this process uses a temporary folder instead.
+Triton's on-disk cache holds the binaries. If its folder cannot be written, this process uses a temporary folder instead.
 """
 
 from __future__ import annotations
@@ -76,8 +76,9 @@ def kernel_function(name: str) -> Any:
 def compiled(launch: Launch, capability: int) -> Any:
     """Compile a launch for a GPU of compute capability ``capability``, such as 90, and return Triton's compiled kernel.
 
-    The host needs no GPU. Launches with equal types, constants and divisibility share the result. Errors of Triton are cached and
-    raised again; after OSError and MemoryError the next call compiles again. One thread compiles at a time, and the others wait.
+    The host needs no GPU. Launches share the result if they have the same kernel, types, constants, warps and stages, and if 16
+    divides the same arguments. An error of Triton is cached, and later calls raise it again. After OSError or MemoryError the
+    next call compiles again. One thread compiles at a time, and the others wait.
     """
     of = launch.kernel, launch.signature, launch.constants, launch.divisible, launch.warps, launch.stages
     with _one_at_a_time:
@@ -117,7 +118,7 @@ def _compiled(
     stages: int,
     capability: int,
 ) -> Any:
-    """Compile a kernel; cache and return it, or the error that Triton raised. OSError and MemoryError are raised, not cached."""
+    """Compile a kernel and return it, or return the error of Triton; cache either. Raise OSError and MemoryError, uncached."""
     try:
         source = _source(kernel, dict(signature), dict(constants), divisible)
         options = {
@@ -201,7 +202,7 @@ def cache_folder() -> str:
 
 @cache
 def broken_triton() -> str | None:
-    """Return why Triton cannot be imported (it is not installed, or broken), else None."""
+    """Return the reason why Triton cannot be imported, such as a missing package; return None if the import works."""
     try:
         if find_spec("triton") is None:
             return "the package triton is not installed: pip install triton"
@@ -214,14 +215,14 @@ def broken_triton() -> str | None:
 
 
 def triton_release() -> tuple[int, ...]:
-    """Return (major, minor) of Triton's version: (0, 0) without Triton, (sys.maxsize, 0) if the version has no such numbers."""
+    """Return Triton's (major, minor) version: (0, 0) without Triton, (sys.maxsize, 0) if it does not begin with two numbers."""
     version = triton_version()
     number = re.match(r"(\d+)\.(\d+)", version)
     return (int(number[1]), int(number[2])) if number else (sys.maxsize, 0) if version else (0, 0)
 
 
 def triton_version() -> str:
-    """Return the version of the imported or installed Triton; an empty string without Triton."""
+    """Return the version of the imported Triton, else of the installed one; return an empty string without Triton."""
     if (triton := sys.modules.get("triton")) is not None and hasattr(triton, "__version__"):
         return triton.__version__
     try:

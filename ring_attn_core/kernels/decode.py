@@ -22,10 +22,11 @@ MOST_ROWS = 64
 @hashed_once
 @dataclass(frozen=True)
 class DecodeCall:
-    """The parameters that all launches of one decoding call share. ``array_names``: names of the call's optional arrays.
+    """The parameters that all launches of one decoding call share.
 
     ``queries``: queries per batch row and head. ``slots``: tokens that this rank's cache has room for, per batch row. ``fp8``: k
-    and v have one byte per element. ``tiles_override``, ``splits_override``: replacements of the computed values, for comparison.
+    and v have one byte per element. ``array_names``: names of the call's optional arrays. ``tiles_override``,
+    ``splits_override``: values that replace the results of ``decode_tiles`` and ``count_splits``, to compare other choices.
     """
 
     batch: int
@@ -74,16 +75,17 @@ class DecodeCall:
 
 
 def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) -> TileConfig:
-    """Return the tiles of ``decode`` for ``rows`` query rows and heads padded to ``width``.
+    """Return the tiles of the kernel ``decode`` for ``rows`` query rows per kv head and heads padded to ``width``.
 
-    A tile has at least 16 rows, the fewest that a matrix product takes. The bytes in flight decide the speed: to read at full
-    speed, an H200 needs some 50 KB in flight on each multiprocessor (4.2 TB/s x 1.5 us / 132). A tile of 64 slots, with k and v
-    of 128 two-byte elements each, is 32 KiB. Triton loads positions one loop iteration before the k and v that depend on them, so
-    4 stages keep one tile in flight, and 6 stages keep two.
+    A tile has at least 16 rows, the fewest that a matrix product takes. The bytes in flight decide the speed: an H200 reads at
+    full speed if each of its 132 multiprocessors has some 50 KB in flight (4.2 TB/s times a latency of 1.5 us, over 132). A tile
+    of 64 slots, with k and v of 128 two-byte elements each, is 32 KiB. Triton loads the positions of a tile one loop iteration
+    before its k and v, which depend on them. So 4 stages keep one tile in flight, and 6 stages keep two.
 
-    With 16 rows the fastest on an H200 (``benchmarks.decode --part tiles``) is four programs per multiprocessor with one tile in
-    flight each, 3 % ahead of three programs with two. In FP8 two warps are faster than four by a third. With more rows the
-    registers suffice for two programs only, so each needs two tiles in flight, or larger tiles.
+    With 16 rows, an H200 is fastest if a multiprocessor runs four programs with one tile in flight each: 3 % faster than with
+    three programs of two tiles each (``benchmarks.decode --part tiles``). In FP8, two warps per program are faster than four by
+    a third. With more rows, a multiprocessor has registers for two programs only, so each program needs two tiles in flight, or
+    larger tiles.
     """
     block_q = min(MOST_ROWS, max(16, 1 << (rows - 1).bit_length()))
     if dtype == "float32":
@@ -97,9 +99,9 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
 
 
 def residents(call: DecodeCall) -> int:
-    """Return the occupancy: programs per multiprocessor, limited by shared memory and registers.
+    """Return the occupancy: the number of programs per multiprocessor that shared memory and registers allow, at least 1.
 
-    Shared memory must hold the tiles in flight; registers suffice for 4 programs, or for 2 with more than 16 rows.
+    Shared memory must hold the tiles in flight. The registers suffice for 4 programs with query tiles of 16 rows, else for 2.
     """
     itemsize = 1 if call.fp8 else 4 if call.dtype == "float32" else 2
     tile = call.tiles.block_k * (padded(call.head_dim) + padded(call.v_dim)) * itemsize
@@ -110,10 +112,11 @@ def residents(call: DecodeCall) -> int:
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
     """Return the number of splits at which decoding a cache of ``tiles`` key tiles takes the least time.
 
-    There are at most ``tiles / least`` splits, but at least one. ``programs``: programs per split; ``at_once``: programs that
-    the GPU runs at the same time. All programs read equally much at the same rate, so they run in waves. A wave takes about 3 us
-    per tile, plus about 10 us (4 tiles) to start and end its programs. Among equal times this function takes the fewest splits,
-    because splits are merged afterwards. Without programs the result is 1.
+    ``programs``: programs per split. ``at_once``: programs that the GPU runs at the same time. ``least``: key tiles that each of
+    several splits must have on average, so there are at most ``tiles / least`` splits, but at least one. All programs read the
+    same number of tiles at the same rate, so they run in waves. A wave takes about 3 us per tile, plus about 10 us, counted as 4
+    tiles, to start and end its programs. Among equal times this function takes the fewest splits, because splits are merged
+    afterwards. Without programs the result is 1.
     """
     if programs == 0:
         return 1

@@ -16,7 +16,7 @@ BACKENDS = "triton", "blockwise"
 
 
 def objection(problem: Decode) -> str | None:
-    """Return why the Triton kernels cannot decode a problem; None without a reason. The kernels are not compiled here."""
+    """Return the reason, found without compiling, why the Triton kernels cannot decode a problem; None if no reason is found."""
     if not problem.capability:
         return f"its kernels run on NVIDIA GPUs, and these arrays are on {problem.device}"
     if problem.capability < OLDEST_GPU:
@@ -33,10 +33,11 @@ def objection(problem: Decode) -> str | None:
 
 @lru_cache(maxsize=4096)
 def runnable_decode(problem: Decode) -> DecodeCall | None:
-    """Compile the kernels for a checked problem and return the parameters of their launches; None if "blockwise" runs it.
+    """Compile the Triton kernels for a checked problem and return the parameters of their launches, or None.
 
-    The backend "auto" takes the kernels if they can run, and warns if they fail on a GPU that should run them. Raise ValueError
-    if the backend's name is unknown, or if it is "triton" and the kernels cannot run.
+    None means that "blockwise" (plain jnp or torch) decodes: the caller chose it, or chose "auto" and the kernels cannot run.
+    With "auto" this function warns if the kernels fail on a GPU that should run them. Raise ValueError if the backend's name is
+    unknown, or if it is "triton" and the kernels cannot run.
     """
     backend = problem.backend
     if backend not in ("auto", *BACKENDS):

@@ -50,7 +50,8 @@ class Kernel(NamedTuple):
 class DescriptorFormat(NamedTuple):
     """A TMA descriptor without its address; ``shape``, ``strides`` and ``block`` list the last dimension first.
 
-    ``element`` and ``swizzle``: CUtensorMapDataType and CUtensorMapSwizzle. ``strides``: in bytes, without the last dimension's.
+    ``element``: a CUtensorMapDataType. ``swizzle``: a CUtensorMapSwizzle. ``strides``: in bytes, of all dimensions but the last,
+    which is contiguous.
     """
 
     element: int
@@ -129,7 +130,7 @@ def write_value(stream: int, address: int, value: int) -> None:
 
 
 def wait_value(stream: int, address: int, value: int) -> None:
-    """Let the stream wait until the 32-bit difference ``*address - value``, taken as a signed number, is at least 0."""
+    """Let the stream wait until ``*address - value`` is at least 0 as a signed 32-bit number, so that counters may overflow."""
     check(_driver().cuStreamWaitValue32_v2(stream, address, value, WAIT_GEQ), "cuStreamWaitValue32")
 
 

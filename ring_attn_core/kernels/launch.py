@@ -34,8 +34,9 @@ class Array:
 class Descriptor:
     """A host TMA descriptor of an array that kernels access in blocks of shape ``block``; TMA reads 0 outside of the array.
 
-    ``pitch``: elements per row of the array, if the array has more columns than ``shape`` says. ``gluon``: the kernel is in
-    Gluon, whose descriptor type includes the shared-memory layout. ``swizzled``: this layout is swizzled; else it is row-major.
+    ``pitch``: number of elements from one row of the array to the next, more than ``shape[-1]`` if the array has columns that the
+    descriptor leaves out; 0 means ``shape[-1]``. ``gluon``: the kernel is in Gluon, whose descriptor type includes the
+    shared-memory layout. ``swizzled``: this layout is swizzled, else row-major.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Descriptor:
 class Scalar:
     """A number passed at launch.
 
-    ``divided``: Triton compiles a separate kernel if 16 divides the number. It has no effect unless the number is an int32.
+    ``divided``: Triton compiles a separate kernel if 16 divides the number. Only an int32 number uses this field.
     """
 
     value: int | float
@@ -120,7 +121,7 @@ class Launch:
 
     @cached_property
     def zeros(self) -> dict[str, Output]:
-        """Return the scratch arrays that overwrite a zero-filled input, by the name of that input."""
+        """Return a dict from the name of each zero-filled input to the scratch array that overwrites this input."""
         return {x.over: x for x in self.scratch if x.over}
 
     @cached_property
@@ -141,7 +142,7 @@ class Launch:
 
     @cached_property
     def divisible(self) -> frozenset[str]:
-        """Return the parameters that 16 divides: array addresses (by contract), and int32 numbers if ``divided`` is set."""
+        """Return the parameters that 16 divides: addresses of arrays (by contract), and int32 numbers with ``divided`` set."""
         return frozenset(
             parameter
             for parameter, x in self.arguments

@@ -1,4 +1,4 @@
-"""Reasons why kernel launches cannot run on a GPU, found by compiling them. With backend="auto" another backend then runs."""
+"""Reasons why kernel launches cannot run on a GPU, found by compiling them; backend="auto" then takes another backend."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ With Triton 3.6 and 3.9, heads of 64 and 128 need at most 352 bytes in the forwa
 def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True) -> str | None:
     """Return why one of the launches cannot run on a GPU of compute capability ``capability``, such as 90; None if all can.
 
-    ``spilling``: accept a kernel whose stack exceeds ``MOST_STACK``, although the spilled registers make it slow. If Triton
-    interprets kernels on the CPU, nothing is compiled, and the result is None.
+    ``spilling``: also accept kernels whose stack exceeds ``MOST_STACK``, which spilled registers make slow. If Triton interprets
+    kernels on the CPU, nothing is compiled, and the result is None.
     """
     if interpreted():
         return None
@@ -38,7 +38,7 @@ def obstacle(launches: Iterable[Launch], capability: int, spilling: bool = True)
 
 
 def _of_kernel(launch: Launch, kernel: Any, capability: int, spilling: bool) -> str | None:
-    """Return why a compiled kernel cannot run, or None. If not ``spilling``, also refuse a kernel whose spills make it slow."""
+    """Return why a compiled kernel cannot run, or None. If not ``spilling``, also refuse a stack above ``MOST_STACK``."""
     its, triton, most = f"its kernel {launch.kernel}", f"Triton {triton_version()}", shared_memory(capability)
     if kernel.metadata.shared > most:
         return f"{its} needs {kernel.metadata.shared} bytes of shared memory, and sm_{capability} has {most}"

@@ -4,10 +4,10 @@ The tensor-core instruction wgmma multiplies A and B. It reads B, and usually A,
 holds the address in its low bits. A tile of 128 x 128 takes eight instructions, whose descriptors differ by constants. Three
 changes in Triton made the kernels slower:
 
-    3.8   If A is in registers, it is copied to other registers before the wgmma. ``as_before`` removes the copies
-    3.9   The constants are added to the 32-bit address, and each descriptor is assembled from two 32-bit words. LLVM computes
-          all eight descriptors early, so they occupy 16 registers of each thread, or spill to memory. Before 3.9 the constant
-          was added to the 64-bit descriptor, in uniform registers, right before its wgmma. ``as_before`` restores that
+    3.8   If A is in registers, Triton copies A to other registers before the wgmma. ``as_before`` removes the copies
+    3.9   Triton adds the constants to the 32-bit address and assembles each descriptor from two 32-bit words. LLVM computes
+          all eight descriptors early, so they occupy 16 registers of each thread, or spill to memory. Before 3.9, the constant
+          was added to the 64-bit descriptor, in uniform registers, right before its wgmma; ``as_before`` restores this addition
     3.9   Triton assembles for Hopper with ptxas of CUDA 13.4. It still ships ptxas of CUDA 12.9, which our kernels use
 
 No computed value changes. The table holds measurements with Triton 3.9: the spilled registers reloaded in one unmasked step of
@@ -84,7 +84,7 @@ def as_before(ptx: str) -> str:
 
 
 def _copies(ptx: str, definitions: Definitions, written: Counter[str]) -> dict[str, str]:
-    """Return {copy: source}: each register that only wgmma instructions read, and the register from which it is copied."""
+    """Return {copy: source} for each register that is a copy of another register and that only wgmma instructions read."""
     uses, in_products = Counter(_REGISTER.findall(ptx)), Counter(_REGISTER.findall("".join(_PRODUCT.findall(ptx))))
     moved = {register: operands[0] for register, (operation, operands) in definitions.items() if operation == "mov.b32"}
     return {
@@ -115,7 +115,7 @@ def _descriptor(register: str, definitions: Definitions) -> tuple[str, int] | No
 
 @contextmanager
 def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
-    """In the with block, rewrite the PTX of the kernels that this thread compiles by ``as_before``, from Triton 3.8 on.
+    """Within the block, apply ``as_before`` to the PTX that this thread compiles, if Triton's ``release`` is 3.8 or later.
 
     Other threads compile as usual.
     """
@@ -143,10 +143,10 @@ def changed_for_products(release: tuple[int, ...]) -> Iterator[None]:
 def _add_stage(*of: Any) -> tuple[str, str] | None:
     """Act as Triton's ``add_stages_inspection_hook`` for the threads that compile our kernels.
 
-    Triton calls the hook in two ways. Without arguments it asks for two strings that become part of the cache key: return strings
-    that change with this file and with the assembler. With (backend, stages, options, language, capability) the hook may replace
-    compilation stages: apply ``as_before`` to the PTX, and on Hopper assemble it with the older ptxas if Triton ships one. A hook
-    that was installed before is called too. On other threads only that hook runs.
+    Triton calls the hook in two ways. Without arguments, the hook returns two strings that become part of the cache key; here
+    they change with this file and with the assembler. With (backend, stages, options, language, capability), it may replace
+    stages of the compilation: here it applies ``as_before`` to the PTX, and on Hopper it assembles with the older ptxas if Triton
+    ships one. A hook that was installed earlier is called too. On threads that compile other kernels, only the earlier hook runs.
     """
     if threading.get_ident() not in _threads:
         return _before(*of) if _before else None if of else ("", "")

@@ -1,6 +1,6 @@
 """Tile sizes and tile ranges as pure functions, with measured reasons beside most numbers.
 
-No tile is tuned at run time. Each function chooses tiles by the properties of a call in the third column:
+No tile is tuned at run time. The table lists functions, their kernels, the call properties they choose by, and callers:
 
     choose_tiles       portable kernels      kernel, dtype, widths, compute capability, features    call.py
     latent_tiles       forward, v in k       dtype, widths, compute capability, features            call.py
@@ -10,9 +10,9 @@ No tile is tuned at run time. Each function chooses tiles by the properties of a
     wide_tiles         two-pass backward     widths, keys                                           hopper/wide_launches.py
     blockwise_tiles    backend "blockwise"   batch * query heads, tokens of a run                   attend/tiles.py
 
-widths: padded head dimensions of q, k and of v; features: softcap and the optional arrays. The last column names the caller,
-which for ``decode_tiles`` also defines it; attend/tiles.py is in both packages. ``hopper_passes`` chooses between one pass and
-two. In one pass a tile has ``HOPPER_BACKWARD_KEYS`` keys, and as many queries as ``queries`` of hopper/launches.py returns.
+widths: padded head dimensions of q, k and of v; features: softcap and the optional arrays. ``decode_tiles`` is defined in
+decode.py; attend/tiles.py is in both packages. ``hopper_passes`` chooses between one pass and two. The tiles of the
+one-pass backward have ``HOPPER_BACKWARD_KEYS`` keys; ``queries`` of hopper/launches.py returns their number of queries.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HOPPER_BACKWARD_KEYS = 128
 class TileConfig:
     """A tile configuration: ``block_q`` queries and ``block_k`` keys per tile, ``warps`` per program, ``stages`` tiles in flight.
 
-    ``tma``: read tiles by TMA if the arrays allow it.
+    ``tma``: read tiles by TMA if the call allows it (``tma_fits`` of portable/launches.py).
     """
 
     block_q: int
@@ -59,10 +59,10 @@ def shared_memory(capability: int) -> int:
 
 
 def padded(width: int) -> int:
-    """Return the padded head dimension of a tile for heads of ``width``: a power of two, of at least 64.
+    """Return the number of columns to which a tile pads heads of ``width``: the next power of two, but at least 64.
 
-    A product needs only 16 columns. But Triton 3.6 computes wrong numbers on Hopper if a 16-bit tile with rows shorter than 128
-    bytes goes from registers to shared memory and is the right operand of a product there. In a masked tile v is such an operand.
+    A matrix product needs only 16 columns. But on Hopper, Triton 3.6 computes wrong numbers if the right operand is a 16-bit tile
+    with rows shorter than 128 bytes, and Triton copies it from registers to shared memory. A masked v is such an operand.
     """
     return max(64, 1 << (width - 1).bit_length())
 
@@ -72,11 +72,11 @@ def choose_tiles(
 ) -> TileConfig:
     """Return the tiles of a kernel ("forward", "delta", "dq", "dkv") for padded head dimensions at a compute capability.
 
-    ``features``: names of the call's optional arrays, and "softcap" if the call has one; "softcap" and "dropout_seed" (dropout)
-    take registers. The comments beside the numbers give milliseconds on one H200 with bf16, a causal mask, 16,384 tokens, and 16
-    heads of 128 or 32 heads of 64; the second-best choice is in brackets. Datacenter GPUs from sm_90 on read 16-bit tiles by TMA;
-    with padded dimensions over 256 only the forward does. Products in float32 are unrolled, so larger tiles would take minutes to
-    compile.
+    ``features``: names of the call's optional arrays, and "softcap" if the call has one. Softcap and dropout ("dropout_seed")
+    need registers, so tiles may be smaller with them. The comments beside the numbers give milliseconds on one H200 with bf16, a
+    causal mask, 16,384 tokens, and 16 heads of 128 or 32 heads of 64; the second-best choice is in brackets. On datacenter GPUs
+    from sm_90 on, all kernels but "delta" read 16-bit tiles by TMA; if a padded dimension exceeds 256, only the forward does. In
+    float32 the tiles are small: Triton unrolls their products, and would take minutes to compile larger tiles.
     """
     width = max(head_dim, v_dim)
     tma = capability >= 90
@@ -104,7 +104,7 @@ def choose_tiles(
 
 
 def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int]:
-    """Return block_q, block_k, warps and stages for a padded head dimension of 128; for the times see ``choose_tiles``."""
+    """Return block_q, block_k, warps and stages for a padded head dimension of 128. The comments are as in ``choose_tiles``."""
     if kernel == "forward":
         if capability == 90:
             return 128, 128, 8, 3  # 2.18 (128 x 64 2.34)
@@ -121,8 +121,8 @@ def _of_128(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int, int, int, int, bool]:
     """Return block_q, block_k, warps, stages and tma for a padded head dimension of 512.
 
-    Times in the comments are in ms on one H100, with 4 heads of 512. 64 rows of a tile take 64 KiB. The backward does not use
-    TMA, because its accumulators would then spill to memory.
+    Times in the comments are in ms on one H100, with 4 heads of 512. In 16 bits, 64 rows of 512 columns take 64 KiB. The backward
+    does not use TMA, because its accumulators would then spill to memory.
     """
     if shared_memory(capability) < 128 * 1024:
         return (32, 16, 4, 1, False) if kernel == "forward" else (16, 16, 4, 1, False)
@@ -137,11 +137,11 @@ def _of_512(kernel: str, capability: int, features: frozenset[str]) -> tuple[int
 
 
 def tail_of(head_dim: int, v_dim: int) -> int | None:
-    """Return the width of k's second tile in the portable forward, where the values are the first ``v_dim`` columns of k.
+    """Return the width of k's second tile in the portable forward if the values are the first ``v_dim`` columns of k.
 
-    The first tile is also the tile of v, and the second holds the other columns of k. Return 0 if the first tile holds all
-    columns of k, because both head dimensions have the same padded size. Return None if the second tile would have more than
-    ``WIDEST_TAIL`` columns; then the forward reads k and v as two separate tiles.
+    The first tile is also the tile of v, and the second holds the other columns of k. Return 0 if both head dimensions have the
+    same padded size: the first tile then holds all columns of k. Return None if the second tile would have more than
+    ``WIDEST_TAIL`` columns: the forward then reads k and v as two separate tiles.
     """
     if padded(head_dim) == padded(v_dim):
         return 0
@@ -149,11 +149,11 @@ def tail_of(head_dim: int, v_dim: int) -> int | None:
 
 
 def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: frozenset[str] = frozenset()) -> TileConfig:
-    """Return the tiles of the portable forward if the values are the first columns of k, ``v_dim`` when padded.
+    """Return the tiles of the portable forward if the values are the first columns of k.
 
-    ``tail``: width of k's second tile (``tail_of``). A key tile is read once, for the scores and for the values, so it takes half
-    the memory of k and v. The comments give TFLOP/s on one H200 with bf16, a causal mask, 16,384 tokens, 16 query heads and one
-    key head of 576, and values of 512; slower choices are in brackets.
+    ``v_dim``: padded head dimension of v. ``tail``: width of k's second tile (``tail_of``). A key tile is read once and serves as
+    k and as v, so it takes half the memory of two tiles. The comments give TFLOP/s on one H200 with bf16, a causal mask, 16,384
+    tokens, 16 query heads, one key head, head_dim 576 and v_dim 512; slower choices are in brackets.
     """
     if dtype != "float32" and v_dim == 256 and tail and shared_memory(capability) < 128 * 1024:
         return TileConfig(64, 32, 4, 1)
@@ -171,8 +171,8 @@ def latent_tiles(dtype: str, v_dim: int, tail: int, capability: int, features: f
 class HopperConfig:
     """Tiles of the Hopper forward: ``block_q`` queries, 64 per warpgroup, ``block_k`` keys, and ``stages`` key tiles in flight.
 
-    ``q_in_registers``: products take q from registers, else from shared memory. ``registers``, ``producer_registers``: registers
-    per thread of a consumer and of the producer; summed over all warpgroups, at most 65536 / 128.
+    ``q_in_registers``: products read q from registers; if False, from shared memory. ``registers``, ``producer_registers``:
+    registers per thread of a consumer and of the producer. Their sum over all warpgroups may be at most 65536 / 128.
     """
 
     block_q: int
@@ -202,12 +202,12 @@ def hopper_tiles(head_dim: int, v_dim: int, features: frozenset[str] = frozenset
 
 @dataclass(frozen=True)
 class WideConfig:
-    """Tiles of the two-pass Hopper backward, and their stages: the number of tiles in flight to shared memory.
+    """Tiles of the two-pass Hopper backward, and stages: the number of an array's tiles in flight to shared memory.
 
-    Pass of dq: tiles of ``block_q`` queries, 64 for each warpgroup, and ``block_k`` keys; ``k_stages`` of k, ``v_stages`` of v.
-    ``q_in_registers``: its products read q and dout from registers, else from shared memory.
-    Pass of dk and dv: tiles of ``dkv_block_q`` queries; ``q_stages`` of q and of dout. ``kv_in_registers``: its products read k
-    and v from registers, else from shared memory. ``registers``, ``producer_registers``: see ``HopperConfig``.
+    Pass of dq: a tile has ``block_q`` queries, 64 per warpgroup, and ``block_k`` keys; k has ``k_stages``, and v ``v_stages``.
+    ``q_in_registers``: products read q and dout from registers; if False, from shared memory.
+    Pass of dk and dv: a tile has ``dkv_block_q`` queries; q and dout have ``q_stages`` each. ``kv_in_registers``: products read k
+    and v from registers; if False, from shared memory. ``registers``, ``producer_registers``: see ``HopperConfig``.
     """
 
     block_q: int
@@ -249,12 +249,12 @@ def wide_tiles(head_dim: int, v_dim: int, tokens: int) -> WideConfig:
 def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, extents: bool = False) -> int:
     """Return the number of passes of the Hopper backward: 1 or 2.
 
-    ``head_dim``, ``v_dim``: padded. ``query_heads``: query heads per key head. ``tokens``: keys of a shard. ``extents``: the call
-    has extents of queries, so its rows probably hold documents.
+    ``head_dim``, ``v_dim``: padded. ``query_heads``: query heads per key head. ``tokens``: keys of a shard. ``extents``: True if
+    the call limits the keys of each query by extents; its batch rows then probably hold several documents.
 
-    One pass computes 5 products. But its key tiles add to dq one after the other, and its sums of wide heads do not fit into
-    registers. Two passes compute 7 products, and no program waits for another program. TFLOP/s in one pass / two passes, with
-    bf16, a causal mask and head_dim 128; Q/K heads means Q query heads and K key heads. One H200, by sequences x tokens:
+    One pass computes 5 products. But the programs of its key tiles must add to dq one after the other, and for wide heads its
+    sums do not fit into registers. Two passes compute 7 products, and no program waits for another. TFLOP/s in one pass / two
+    passes, with bf16, a causal mask and head_dim 128; Q/K means Q query heads and K key heads. One H200, by sequences x tokens:
 
         heads    16 x 1,024   8 x 2,048   4 x 4,096   2 x 8,192   1 x 8,192   1 x 16,384
         32/8     285 / 355    320 / 419   402 / 443   480 / 460               522 / 459
@@ -277,8 +277,8 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, exte
 def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int]:
     """Return (block_q, block_k), the queries and keys per tile of the backend "blockwise" in plain jnp or torch.
 
-    ``score_rows``: batch size times query heads. ``q_slot``, ``k_slot``: tokens of a run of queries and of keys, the upper bounds
-    of a tile.
+    ``score_rows``: batch size times query heads. ``q_slot``, ``k_slot``: number of tokens in a run of queries and of keys. A tile
+    has at most this many queries and keys.
 
     A tile's scores should stay in the CPU caches from one operation to the next. Milliseconds of forward and backward on one AMD
     EPYC core with 4,096 tokens, a causal mask, head_dim 64 and float32, for tiles of 128 / 256 / 512 tokens:
@@ -288,7 +288,7 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
         8         785 /  785 /  867    769 /  753 / 1048
         32       3308 / 3444 / 5063   3347 / 3775 / 4576
 
-    While a tile has more than 16 Mi scores, over all batch rows and heads, its queries are halved, down to 64.
+    While a tile has more than 16 Mi scores, over all batch rows and heads, its number of queries is halved, down to 64.
     """
     known = isinstance(score_rows, int)  # False for a symbolic batch of jax.export, which may be of any size
     block = 256 if known and score_rows <= 16 else 128
@@ -300,10 +300,10 @@ def blockwise_tiles(score_rows: int, q_slot: int, k_slot: int) -> tuple[int, int
 
 
 def visible_tiles(m0: Any, m1: Any, lo: Any, hi: Any, begin: Any, end: Any, block_k: int) -> tuple[Any, Any]:
-    """Return the key tiles [first, end) visible to queries ``m0 .. m1 - 1`` of a run, as ints or traced ints.
+    """Return (first, last + 1) of the key tiles that queries ``m0 .. m1 - 1`` of a run see, as ints or traced ints.
 
-    ``lo <= i - j <= hi`` is the band in local indices. ``begin .. end - 1`` are the keys of the run that an extent, or the run's
-    length, allows. If the queries see no key, the range is empty: first >= end.
+    Query i sees key j if ``lo <= i - j <= hi`` and ``begin <= j < end``; i and j are indices within their runs. ``begin`` and
+    ``end`` come from an extent or the run's length. If the queries see no key, the range is empty: first >= last + 1.
     """
     first = clamp(m0 - hi, begin, end) // block_k
     last = -(-clamp(m1 - lo, begin, end) // block_k)

@@ -1,4 +1,4 @@
-"""Activation settings of a transformer block: the arrays that its forward stores for its backward."""
+"""The argument ``activations`` of a transformer: it chooses the arrays that a block's forward stores for the backward."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from .checks import check_sizes
 
 
 def alibi_slopes(heads: int, head: Any = None) -> Any:
-    """Return ALiBi's slope of each head (Press et al., arXiv:2108.12409, section 3), as a tuple of floats.
+    """Return ALiBi's slope of each head h (Press et al., arXiv:2108.12409, section 3), as a tuple of floats.
 
-        slope_h = 2 ** (-8 (h + 1) / p)            h < p, the greatest power of two up to heads
-        slope_h = 2 ** (-8 (h - p + 1/2) / p)      other heads: between the first slopes, as in the authors' released code
+        slope_h = 2 ** (-8 (h + 1) / p)            if h < p; p is the greatest power of two that is at most heads
+        slope_h = 2 ** (-8 (h - p + 1/2) / p)      if h >= p: between the slopes above, as in the authors' released code
 
-    ``head``: None, or an array of any framework that holds 0, 1, ... heads - 1 in float64; the slopes are then such an array.
+    ``head``: None, or the float64 array 0, 1, ... heads - 1 of any framework; then return the slopes as an array like ``head``.
     Raise ValueError if ``heads`` is not an int of at least 1.
     """
     check_sizes(heads=heads)

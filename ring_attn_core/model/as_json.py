@@ -1,4 +1,4 @@
-"""Configs as JSON: a JSON object of the fields. Nested records are objects with a ``type``, and tuples are lists."""
+"""Configs as JSON objects of their fields. Nested dataclasses also have a key ``type``, the class name. Tuples become lists."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPES: dict[str, type] = {record.__name__: record for record in (Band, Rotary, *
 
 
 def write_record(record: Any) -> str:
-    """Return a dataclass as a JSON object of its fields. Nested records have a ``type``; the outermost object has none."""
+    """Return a dataclass as a JSON object of its fields. Only nested dataclasses have a key ``type``, the class name."""
     return json.dumps({name: value for name, value in _plain(record).items() if name != "type"}, indent=2, allow_nan=False)
 
 

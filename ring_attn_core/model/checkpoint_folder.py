@@ -1,10 +1,10 @@
 """The folder of a run's checkpoints: find complete checkpoints, complete a new one, and delete old ones.
 
 A save writes into ``.step-000000100.<random>.saving`` (``CheckpointFolder.begin``). ``commit`` calls fsync on this folder,
-renames it to ``step-000000100``, and then writes ``run.json`` into it, with fsync on this file and both folders. ``run.json``
-marks the checkpoint as complete; a caller may name other files as marks. Readers ignore a checkpoint without a mark, and the next
-save deletes it. So a process killed during a rename leaves no checkpoint that looks complete, even if renames are not atomic, as
-on an object store.
+renames it to ``step-000000100``, and writes ``run.json`` into it. Then it calls fsync on this file, the renamed folder and its
+parent. ``run.json`` marks the checkpoint as complete; a caller may name other files as marks. Readers ignore a checkpoint without
+a mark, and the next save deletes it. Renames are not atomic on an object store. Even there, a process killed during a rename
+leaves no checkpoint that looks complete.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_FSYNC = errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EPERM, errno.EACCES, 
 class CheckpointFolder:
     """The checkpoints in the folder ``path``.
 
-    ``name``: format of their names, such as "step-{:09}". ``marks``: file names; a checkpoint with any of them is complete.
+    ``name``: format of checkpoint names, such as "step-{:09}". ``marks``: names of files; a checkpoint that has one is complete.
     """
 
     def __init__(self, path: Path, name: str, marks: tuple[str, ...] = (RUN,)) -> None:
@@ -53,7 +53,7 @@ class CheckpointFolder:
         return sorted(step for step, path in self._named() if self._is_complete(path))
 
     def holds(self, step: int | None) -> bool:
-        """Return whether the step has a complete checkpoint; poll for up to LAG seconds. Return True if ``step`` is None."""
+        """Return whether the step has a complete checkpoint; wait up to LAG seconds for it. Return True if ``step`` is None."""
         return step is None or self._is_complete(self.where(step)) or seen(self.where(step) / RUN)
 
     def begin(self, step: int) -> Path:
@@ -78,10 +78,10 @@ class CheckpointFolder:
         return new
 
     def commit(self, new: Path, step: int, run: dict[str, Any]) -> None:
-        """Complete a checkpoint: rename its folder, and write ``run`` into ``run.json`` last.
+        """Complete a checkpoint: rename its folder ``new``, made by ``begin``, and then write ``run`` into ``run.json``.
 
-        Copy the files if the file system cannot rename folders. Raise OSError if another run has taken over the folder, or if
-        the checkpoint exists already.
+        Copy the files if the file system cannot rename folders. Raise OSError if another run has taken over the folder, or if the
+        step already has a complete checkpoint.
         """
         done = self.where(step)
         if self._lock is not None:
@@ -102,7 +102,7 @@ class CheckpointFolder:
         _names_to_disk(self.path)
 
     def delete_old(self, keep: int) -> str:
-        """Delete all but the newest ``keep`` checkpoints, and return the failures as a message ("" without failures)."""
+        """Delete all but the newest ``keep`` checkpoints. Return one message for all failures, or "" without failures."""
         objections = []
         for step in self.steps()[:-keep]:
             path, going = self.where(step), self.path / f".{self.where(step).name}.deleted"
@@ -136,7 +136,7 @@ class CheckpointFolder:
 
 
 def seen(path: Path, patience: float | None = None) -> bool:
-    """Return whether ``path`` exists; poll for up to ``patience`` seconds (None: LAG)."""
+    """Return whether ``path`` exists; wait up to ``patience`` seconds (None: LAG) for it, because NFS may show it late."""
     deadline, nap = time.monotonic() + (LAG if patience is None else patience), 0.01
     while not path.exists():
         if time.monotonic() > deadline:
@@ -147,7 +147,7 @@ def seen(path: Path, patience: float | None = None) -> bool:
 
 
 def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[Any]]:
-    """Return [size in bytes, SHA-256] of each file, by its name within ``folder``. ``files``: the names; None: all files."""
+    """Map each name in ``files`` (None: all files) to [size in bytes, SHA-256]. Names are paths relative to ``folder``."""
     names = [file.relative_to(folder).as_posix() for file in _files(folder)] if files is None else files
     return {name: [(folder / name).stat().st_size, _sha256(folder / name)] for name in names}
 
@@ -155,9 +155,9 @@ def digests(folder: Path, files: Iterable[str] | None = None) -> dict[str, list[
 def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int = 0, parts: int = 1) -> None:
     """Raise ValueError, naming the file, if a checkpoint's file is missing, unexpected or changed, or its run.json is invalid.
 
-    ``where``: the checkpoint's folder. ``run``: the contents of its run.json. Compare all sizes, and every ``parts``-th digest
-    from the ``part``-th on, so that ranks share the reading. A file that was not saved is unexpected if its name ends in
-    ``suffix`` (None: never). A checkpoint of an earlier version, without digests, passes.
+    ``where``: the checkpoint's folder. ``run``: the contents of its run.json. Check all sizes, but only the digests of files
+    number ``part``, ``part + parts``, ... in order of name, so that ``parts`` ranks share the reading. A file that run.json lacks
+    is unexpected if its name ends in ``suffix`` (None: never). A checkpoint of an earlier version, without digests, passes.
     """
     saved = run.get("files")
     if saved is None:
@@ -195,7 +195,7 @@ def _sha256(file: Path) -> str:
 
 
 def _write_whole(file: Path, text: str) -> None:
-    """Write a file atomically: write a temporary file, call fsync, rename it. If files cannot be renamed, write in place."""
+    """Write ``text`` to ``file`` atomically: write a temporary file, fsync it, rename it. If renaming fails, write in place."""
     new = file.with_name(f".{file.name}.new")
     new.write_text(text)
     to_disk(new)

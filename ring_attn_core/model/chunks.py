@@ -1,4 +1,4 @@
-"""Chunks of tokens in which the loss and the MLP are computed: chunk lengths and checks."""
+"""Chunk lengths and argument checks for the loss and the MLP, which are computed in chunks of tokens."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def even_chunk(tokens: int, chunk: int) -> int:
 
 
 def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, reduction: Any) -> None:
-    """Raise ValueError if shapes do not fit, ``chunk`` is not an int of at least 1, or ``reduction`` is unknown.
+    """Raise ValueError if shapes do not fit together, ``chunk`` is not an int of at least 1, or ``reduction`` is unknown.
 
-    ``head``: shape of the head's weight if ``logits`` is the shape of hidden states, else None.
+    ``logits``: shape of the logits; or shape of the hidden states if ``head``, the shape of the head's weight, is not None.
     """
     what = "logits" if head is None else "hidden states"
     if len(logits) < 2:
@@ -52,7 +52,7 @@ def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, red
 
 
 def check_dtypes(logits: str, labels: str) -> None:
-    """Raise ValueError if the dtype of labels is not an integer one, or that of logits (or hidden states) is not in DTYPES."""
+    """Raise ValueError if labels have no integer dtype, or if the dtype of logits (or of hidden states) is not in DTYPES."""
     if not labels.startswith(("int", "uint")):
         raise ValueError(f"labels must have an integer dtype, the id of the next token of each, got {labels}: convert them")
     if logits not in DTYPES:
@@ -60,7 +60,7 @@ def check_dtypes(logits: str, labels: str) -> None:
 
 
 def check_weights(weights: Shape | None, labels: Shape) -> None:
-    """Raise ValueError if ``weights``, the shape of the label weights or None, is not the shape of the labels."""
+    """Raise ValueError if ``weights``, the shape of the label weights, differs from the shape ``labels``. None passes."""
     if weights is not None and weights != labels:
         raise ValueError(
             f"label_weights must be {list(labels)}, one for each label, got {list(weights)}: both are this rank's shard, so "

@@ -1,4 +1,4 @@
-"""The configs of layers and models as frozen records: sizes and numbers, checked, with their defaults filled in."""
+"""The configs of layers and models as frozen dataclasses, which check their fields and fill in defaults."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class AttentionFields:
 class AttentionConfig(AttentionFields):
     """The config of a RingAttention: all arguments except ``rngs`` and those that choose the ring and how attention runs on it.
 
-    ``kv_heads=None`` becomes ``heads``, ``head_dim=None`` becomes ``dim / heads``, and ``rotary=None`` becomes
-    ``Rotary(rotary_base)`` unless ``rotary_base`` is None too. ``param_dtype``: the name of a dtype. Raise ValueError if sizes do
-    not fit or a value is invalid.
+    ``kv_heads=None`` becomes ``heads``, and ``head_dim=None`` becomes ``dim / heads``. ``rotary=None`` becomes
+    ``Rotary(rotary_base)``, or stays None if ``rotary_base`` is None too. ``param_dtype``: the name of a dtype. Raise ValueError
+    if sizes do not fit together or a value is invalid.
     """
 
     dim: int
@@ -72,7 +72,7 @@ class AttentionConfig(AttentionFields):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(AttentionConfig):
-    """The config of a layer of dilated or summary attention. Options of RingAttention that the layer lacks have fixed values."""
+    """The config of a dilated or summary attention layer. It fixes the fields of RingAttention that such a layer cannot use."""
 
     o_bias: bool = field(default=False, init=False)
     sinks: bool = field(default=False, init=False)
@@ -85,11 +85,11 @@ class TransformerConfig(AttentionFields):
     """The config of a RingTransformer, the same in both frameworks and in JSON.
 
     It holds all arguments of a RingTransformer except ``rngs``, ``auto_shard``, ``activations``, and those that choose the ring
-    and how attention runs on it. If ``hidden`` is None, it becomes ``hidden_size(dim)``; other defaults are as in
-    :class:`AttentionConfig`. ``windows`` and ``rotaries``: one value per layer. ``param_dtype``, ``compute_dtype``: names
-    of dtypes; a ``compute_dtype`` of None means ``param_dtype``. ``mlp_chunk``: number of a rank's tokens that the MLP processes
-    at a time, None for all. ``published``: metadata of a published model; it affects neither the computation nor comparisons of
-    configs. Raise ValueError if sizes do not fit or a value is invalid.
+    and how attention runs on it. ``hidden=None`` becomes ``hidden_size(dim)``; other defaults are as in :class:`AttentionConfig`.
+    ``windows`` and ``rotaries``: one value per layer, or None. ``param_dtype``, ``compute_dtype``: names of dtypes;
+    ``compute_dtype=None`` means ``param_dtype``. ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a
+    time, None for all. ``published``: metadata of a Hugging Face config; the computation and ``==`` between configs ignore it.
+    Raise ValueError if sizes do not fit together or a value is invalid.
     """
 
     vocab: int
@@ -137,7 +137,7 @@ class TransformerConfig(AttentionFields):
             self._attention(mask, of_layer)
 
     def attention(self, layer: int) -> AttentionConfig:
-        """Return the attention config of layer number ``layer``, from 0; mask and rotary embedding may differ between layers."""
+        """Return the attention config of layer ``layer``, counted from 0, with the mask and rotary embedding of this layer."""
         return self._attention(layer_masks(self.mask, self.windows, self.depth)[layer], self._layer_rotaries()[layer])
 
     def _layer_rotaries(self) -> Sequence[Rotary | None]:
@@ -149,7 +149,7 @@ class TransformerConfig(AttentionFields):
         return AttentionConfig(**shared | {"mask": mask, "rotary": rotary, "rotary_base": rotary and rotary.base})
 
     def to_json(self) -> str:
-        """Return the config as a JSON object with one key for each field. Nested records have a ``type``."""
+        """Return the config as a JSON object of its fields. Nested dataclasses also have a key ``type``, the class name."""
         return write_record(self)
 
     @classmethod

@@ -15,10 +15,10 @@ T = TypeVar("T")
 
 
 def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]], Callable[Concatenate[Self, P], T]]:
-    """Decorate a method that takes one ``record``, a dataclass, so that it takes the record's fields as arguments instead.
+    """Return a decorator of a method that takes one dataclass ``record``. The method then takes the record's fields instead.
 
     ``inspect`` and ``help`` show the fields with their defaults, and type checkers derive them from the dataclass. A TypeError
-    for a missing or unknown argument names the method that was decorated last with this ``record``.
+    for a missing or unknown argument names the method, or the last decorated method if several share the ``record``.
     """
     constructor: Any = record.__init__  # type: ignore[misc]
 
@@ -38,5 +38,5 @@ def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]]
 
 
 def extract(record: type[Record], of: Any) -> Record:
-    """Make a ``record`` (a dataclass) from the attributes of ``of`` that have the names of the record's fields."""
+    """Make an instance of the dataclass ``record``: copy each field that the object ``of`` has as an attribute."""
     return record(**{x.name: getattr(of, x.name) for x in fields(record) if hasattr(of, x.name)})  # type: ignore[arg-type]

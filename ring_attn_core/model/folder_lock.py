@@ -1,8 +1,8 @@
 """A lock on a folder of checkpoints, so that only one run at a time writes there.
 
-The system's lock (flock) on the file ``.lock`` ends with its process, even if the process is killed. Some file systems have no
-locks, or separate locks on each machine. So the file also holds the token of the run that locked it last. A run that finds
-another run's token has lost the folder and stops saving.
+The system's lock (flock) on the file ``.lock`` ends with the process that holds it, even if that process is killed. Some file
+systems have no locks, or separate locks on each machine. So each run that locks the folder also writes a random token into the
+file, over the token of the run before. A run that finds another run's token has lost the folder and stops saving.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LOCK = ".lock"
 class FolderLock:
     """A lock on a folder, held until ``forget`` is called or the object is deleted.
 
-    The constructor raises ValueError if the system says that the lock is held.
+    The constructor raises ValueError if flock reports that the lock is already held.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -40,12 +40,12 @@ class FolderLock:
     def forget(self) -> None:
         """Close the lock file.
 
-        A forked process must call this method, because the lock lasts until all duplicates of its file descriptor are closed.
+        A forked process must call this method, because the lock lasts until all duplicates of the file descriptor are closed.
         """
         self._close()
 
     def check(self, kind: type[Exception] = ValueError) -> None:
-        """Raise ``kind``, an exception type, if another run has taken over the folder because the system's lock did not work."""
+        """Raise an exception of type ``kind`` if the lock file has another run's token: flock did not keep that run out."""
         try:
             token, _, who = self._path.read_text(errors="replace").partition(" ")
         except OSError:
@@ -68,7 +68,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
 
 
 def locked(folder: Path) -> FolderLock:
-    """Lock the folder and return the lock. Raise ValueError if it is known to be locked, by this process or another."""
+    """Lock the folder and return the lock. Raise ValueError if it is already locked, as far as this process or flock knows."""
     key = os.getpid(), folder
     lock = _held.get(key)
     if lock is not None and lock.is_held:

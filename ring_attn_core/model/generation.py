@@ -32,8 +32,8 @@ Progress = Callable[[int, int], object]
 class Generation:
     """A checked call of ``generate``.
 
-    ``prompts``: token ids. ``new``: the most new tokens of each prompt. ``stop``: ids that end a request. ``chunk``: the most
-    tokens of a prompt in one prefill, None for all. ``cache_dtype``: the name of the cache's dtype.
+    Each prompt makes one request. ``prompts``: token ids. ``new``: limit of new tokens for each request. ``stop``: ids that end a
+    request. ``chunk``: limit of a prompt's tokens in one prefill, None for no limit. ``cache_dtype``: the cache's dtype, by name.
     """
 
     config: TransformerConfig
@@ -85,26 +85,26 @@ class Generation:
 
     @property
     def ends(self) -> list[int]:
-        """Return the largest number of cached tokens of each request. The last token of a request is never cached."""
+        """Return each request's maximum number of cached tokens: prompt and new tokens, except the last: it is never cached."""
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:
-        """Return for each chunk its first position, and each prompt's number of tokens in it (0 if the prompt ended before)."""
+        """Return (first position, number of tokens from each prompt) of each chunk. A prompt that ended earlier has 0 tokens."""
         longest = max(self.lengths)
         size = min(self.chunk or longest, longest)
         return [(start, [min(max(n - start, 0), size) for n in self.lengths]) for start in range(0, longest, size)]
 
     def ids(self, start: int, tokens: int) -> list[list[int]]:
-        """Return each prompt's token ids at positions ``start .. start + tokens - 1``; 0 after the prompt's end."""
+        """Return each prompt's token ids at positions ``start .. start + tokens - 1``, with zeros after the prompt's end."""
         rows = (list(ids[start : start + tokens]) for ids in self.prompts)
         return [row + [0] * (tokens - len(row)) for row in rows]
 
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
         """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk, padding included. Let n be the widest window plus the largest chunk. The cache
-        has a window, and n slots per rank, if every layer has a window and a rank may otherwise hold more than n tokens of a
-        request. The number of slots per rank is rounded up to a multiple of ``SLOTS``.
+        ``shards``: tokens of a rank in each chunk, padding included. Let n be the widest window of a layer plus the tokens of the
+        largest chunk on all ranks. The cache has a window, and n slots per rank, if every layer has a window and a cache without
+        one would need more than n slots per rank. The number of slots per rank is rounded up to a multiple of ``SLOTS``.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)
@@ -116,14 +116,14 @@ class Generation:
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
 
     def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
-        """Return the number of cache slots that request number ``row`` needs on the rank that holds most of its tokens."""
+        """Return the number of cache slots per rank that request number ``row`` needs: the most of its tokens on any rank."""
         counts = [0] * ranks
         for (_, lengths), local in zip(self.chunks(), shards, strict=True):
             counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]
         return max(*counts, -(-self.ends[row] // ranks))
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return a dict in JSON types: a digest of the prompts, and each option by its name. It must be equal on all ranks."""
+        """Return a dict of JSON values, which must be equal on all ranks: a digest of the prompts, and each option by name."""
         digest = blake2b(repr(self.prompts).encode(), digest_size=16).hexdigest()
         parameters = self.sampling.parameters
         sampling = {"temperature": parameters.temperature or 0.0, "top_k": parameters.top_k, "top_p": parameters.top_p}
@@ -175,7 +175,7 @@ def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
 
 
 def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
-    """Raise ValueError if an id is below 0 or at least ``vocab``. ``whose``: the first words of the message."""
+    """Raise ValueError if an id is below 0 or at least ``vocab``. ``whose``: start of the message, such as "stop holds"."""
     if ids and not (min(ids) >= 0 and max(ids) < vocab):
         strange = next(x for x in ids if not 0 <= x < vocab)
         raise ValueError(
@@ -184,16 +184,16 @@ def check_ids(ids: Sequence[int], vocab: int, whose: str) -> None:
 
 
 def bucket(tokens: int) -> int:
-    """Return ``tokens`` rounded up, by at most 1/8, to one of eight sizes between successive powers of two.
+    """Return ``tokens`` rounded up by at most 1/8.
 
-    With few sizes, few programs have to be compiled.
+    Only eight results lie between a power of two and the next, so few programs have to be compiled.
     """
     step = max(1, 2 ** (tokens.bit_length() - 4))
     return -(-tokens // step) * step
 
 
 def local_tokens(layout: str, ranks: int, lengths: Sequence[int]) -> int:
-    """Return how many tokens of a chunk each rank holds, padding included. ``lengths``: tokens of each prompt in the chunk."""
+    """Return the number of positions of a chunk on each rank, padding included. ``lengths``: the chunk's tokens per prompt."""
     return padded_local(layout, ranks, max(lengths))
 
 
@@ -238,7 +238,7 @@ def _plain(x: Any) -> Any:
 
 
 def _rows(prompts: Any) -> tuple[tuple[int, ...], ...]:
-    """Return the prompts (lists, tuples or arrays of ints) as tuples. Raise ValueError if they are anything else, or empty."""
+    """Return the prompts (lists, tuples or arrays of ints) as tuples. Raise ValueError if a type is wrong, or none is given."""
     some = [prompts] if isinstance(prompts, str | bytes) else prompts if isinstance(prompts, list | tuple) else []
     if any(isinstance(row, str | bytes) for row in some):
         raise ValueError(

@@ -20,7 +20,7 @@ Theirs = Mapping[str, Any]
 
 
 class Family(NamedTuple):
-    """An architecture: its class in transformers, its features, and its defaults for keys that a config leaves out."""
+    """An architecture: its class in transformers, its features, and its defaults for keys that are missing in a config."""
 
     architecture: str
     qk_norm: bool
@@ -134,12 +134,12 @@ def _published(theirs: Theirs) -> Published | None:
 
 
 def ignored_names(config: TransformerConfig) -> tuple[str, ...]:
-    """Return the name endings of weights to ignore in a file: rotary frequencies, and the head of a tied model."""
+    """Return the endings of weight names that a reader ignores: rotary frequencies, and the head of a tied model."""
     return (".rotary_emb.inv_freq", "lm_head.weight") if config.tied else (".rotary_emb.inv_freq",)
 
 
 def _config_in(held: WeightFolder) -> TransformerConfig:
-    """Return the config of a Hugging Face folder. An error of ``config_of`` is raised again with the file's path in front."""
+    """Return the config of a Hugging Face folder. Put the file's path in front of the message of a ValueError."""
     try:
         return config_of(held.config)
     except ValueError as error:
@@ -153,7 +153,8 @@ THEIRS = Naming(_config_in, llama_name, ignored_names)
 def their_config(config: TransformerConfig, length: int | None = None) -> dict[str, Any]:
     """Return the Hugging Face config of a model equivalent to ``config``.
 
-    ``length``: max_position_embeddings; None: that of ``config.published``, else LENGTH. Raise ValueError if no model_type fits.
+    ``length``: the value of max_position_embeddings. If None, take it from ``config.published``, or use LENGTH if it is missing
+    there. Raise ValueError if no Llama, Mistral, Qwen2 or Qwen3 is equivalent, or ``length`` is not a valid size.
     """
     windows = _checked_windows(config)
     if length is not None:
@@ -214,10 +215,9 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 
 
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
-    """Return each layer's window: the number of tokens before itself that a query sees, or None if it sees all of them.
+    """Return each layer's window: how many earlier tokens a query sees, None for all. Return only None if no layer has a window.
 
-    Return None in place of the tuple if no layer has a window. ``window``: window in tokens, the query included. ``first``: the
-    first layer with a window, if ``layer_types`` is missing.
+    ``window``: tokens that a query sees, itself included. ``first``: the first layer with a window if ``layer_types`` is missing.
     """
     depth = theirs["num_hidden_layers"]
     if kind == "llama" or window is None or (kind != "mistral" and not theirs.get("use_sliding_window", False)):
@@ -233,7 +233,7 @@ def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -
 
 
 def _rotary(theirs: Theirs) -> Rotary:
-    """Return the rotary embedding from ``rope_parameters``, or from ``rope_scaling`` and ``rope_theta`` of older transformers."""
+    """Return the rotary embedding from ``rope_parameters``, or from an older config's ``rope_scaling`` and ``rope_theta``."""
     scaling = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     if any(isinstance(x, Mapping) for x in scaling.values()):
         raise ValueError(f"rope_parameters must be one for all layers, got {', '.join(scaling)}")
@@ -268,7 +268,7 @@ def _rotary(theirs: Theirs) -> Rotary:
 
 
 def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
-    """Return ``rope_parameters`` for a config.json, with ``rope_theta`` and ``rope_scaling`` for older transformers."""
+    """Return ``rope_parameters`` for a config.json, and ``rope_theta`` and ``rope_scaling`` for older transformers releases."""
     assert rotary is not None, "a model without positions was refused"
     scaling = rotary.scaling
     if isinstance(scaling, Linear):
@@ -288,7 +288,7 @@ def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
 
 
 def _checked_windows(config: TransformerConfig) -> list[int | None]:
-    """Return each layer's window in earlier tokens (None: all). Raise ValueError if transformers cannot express a setting."""
+    """Return how many earlier tokens a query sees in each layer (None: all). Raise ValueError if transformers lacks a setting."""
     layers = [config.attention(layer) for layer in range(config.depth)]
     refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]
     refused += ["mask"] * any(x.mask.lo != 0 for x in layers) + ["rotaries"] * any(x.rotary != config.rotary for x in layers)

@@ -33,8 +33,9 @@ FILES = ADAPTERS, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 class LoRA:
     """The adapters of a model: their rank, their scale ``alpha / rank``, and the projections that have an adapter in every block.
 
-    If ``alpha`` is None, it becomes ``rank``, so that the scale is 1. ``targets`` become unique, in the order of ``TARGETS``.
-    Raise ValueError if a number is of another type or out of its range, a target is unknown, or ``targets`` is empty.
+    If ``alpha`` is None, it becomes ``rank``, so that the scale is 1. ``targets``: the projections, as names in ``TARGETS``. They
+    are stored without duplicates, in the order of ``TARGETS``. Raise ValueError if ``rank`` is not an int of at least 1,
+    ``alpha`` is not a finite number above 0, or ``targets`` is not a list or tuple of such names or is empty.
     """
 
     rank: int = 8
@@ -61,7 +62,7 @@ class LoRA:
         return self.alpha / self.rank
 
     def check(self, config: TransformerConfig) -> None:
-        """Raise ValueError if the rank is above the width of a projection of a model with this config."""
+        """Raise ValueError if the rank exceeds the input or output width of a target projection in a model with this config."""
         for name in self.targets:
             inputs, outputs = widths(config)[name]
             if self.rank > min(inputs, outputs):
@@ -91,10 +92,11 @@ def write_adapters(
     base: str | None,
     save_file: Callable[[dict[str, Any], Path], None],
 ) -> None:
-    """Write adapters, (A, B) by projection, into a folder that peft loads onto the same model in transformers.
+    """Write the adapters of a model into a folder that peft loads onto the base model in transformers.
 
-    ``base``: the folder or name of that model. ``save_file``: safetensors' function for the arrays. Raise ValueError if the
-    folder holds files other than adapters or weights, and OSError if it cannot be written.
+    ``adapters``: (A, B) by the name of the projection. ``base``: the folder or name of the base model, or None. ``save_file``:
+    the ``save_file`` of safetensors for the framework of the arrays. Raise ValueError if the folder holds files other than
+    adapters or weights, and OSError if it cannot be written.
     """
     arrays = {}
     for name, (a, b) in adapters.items():

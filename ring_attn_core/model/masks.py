@@ -12,8 +12,9 @@ from ..runs import Band
 def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
     """Return the mask of each layer: ``mask``, limited to the layer's window if it has one.
 
-    ``windows``: for each layer, the number of tokens before and after itself that a token sees, or None for no limit. Raise
-    ValueError if ``mask`` is not a Band, ``windows`` does not have ``depth`` values, or a window is not an int of at least 0.
+    ``windows``: for each layer an int w or None. With w, a token sees at most w tokens before itself and w tokens after itself.
+    If ``windows`` is None, no layer has a window. Raise ValueError if ``mask`` is not a Band, ``windows`` does not have ``depth``
+    values, or a value is neither None nor an int of at least 0.
     """
     check_mask(mask)
     if windows is None:
@@ -33,10 +34,10 @@ def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) ->
 
 
 def layer_offset(offset: Any, layer: int, heads: int) -> Any:
-    """Return the ``dropout_offset`` (first batch row, first head) of a layer.
+    """Return the ``dropout_offset`` of one layer: (first batch row, first head).
 
-    A layer's heads are numbered after the heads of all earlier layers. If ``offset`` is not a pair, return it unchanged, so that
-    ring_attention raises the error.
+    ``offset``: the ``dropout_offset`` of layer 0. ``heads``: the number of heads of each layer. The heads of a layer are numbered
+    after the heads of all earlier layers. If ``offset`` is not a pair, return it unchanged; ring_attention then raises the error.
     """
     if not isinstance(offset, tuple | list) or len(offset) != 2:
         return offset

@@ -1,12 +1,12 @@
 """Peak memory of training per GPU, and host memory per GPU. Each is a sum of terms, and each term has its formula.
 
-Weights, their gradients and AdamW's two moments, all in ``param_dtype``, are sharded over all GPUs (FSDP). A block computes in
-``compute_dtype`` with gathered weights in that dtype. The peak is the memory in use for the whole step plus the largest temporary
-use.
+Weights, their gradients and AdamW's two moment estimates, all in ``param_dtype``, are sharded over all GPUs (FSDP). A block
+computes in ``compute_dtype`` with gathered weights in that dtype. The peak is the memory in use throughout the step, plus the
+largest additional memory in a phase of the step, such as the loss. ``StepMemory.moments`` holds these phases.
 
-Symbols    T tokens a GPU, d dim, h heads, g kv_heads, e head_dim, f hidden, V vocab, L depth, N gpus, P weights, B weights of a
-           block, w bytes of param_dtype, c bytes of compute_dtype, 4 of float32
-Source     counted from the tensors that autograd of this library's PyTorch layers saves; a test compares them with the formula
+Symbols    T tokens per GPU, d dim, h heads, g kv_heads, e head_dim, f hidden, V vocab, L depth, N gpus, P weights, B weights of
+           a block, w bytes per element of param_dtype, c bytes per element of compute_dtype; a float32 has 4 bytes
+Source     the tensors that autograd saves in this library's PyTorch layers; a test compares their sizes with the formulas
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ STEP = 1024
 class Training:
     """The training settings that determine memory, besides the model.
 
-    ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: tokens of one GPU in all batch rows.
+    ``gpus``: number of GPUs over which weights and sequence are sharded. ``tokens``: tokens per GPU, summed over its batch rows.
     ``activations``: one of ``ACTIVATIONS`` in ``activations.py``. ``mlp_chunk``, ``loss_chunk``: tokens that the MLP and the loss
-    process at once; None: all. ``reserve``: bytes of a GPU for memory other than tensors (CUDA's context, NCCL's buffers,
-    workspaces, gaps between tensors). Raise ValueError if a count is not an int of at least 1, or ``activations`` is
-    unknown.
+    process at once; None: all. ``reserve``: bytes per GPU for memory other than tensors (CUDA's context, NCCL's buffers,
+    workspaces, gaps between tensors). Raise ValueError if ``gpus``, ``tokens`` or a chunk is not an int of at least 1, or
+    ``activations`` is unknown.
     """
 
     gpus: int
@@ -60,8 +60,8 @@ class Term(NamedTuple):
 class StepMemory(NamedTuple):
     """The memory of a training step, as terms.
 
-    ``stays``: terms on a GPU throughout the step. ``moments``: additional terms on a GPU at one moment of the step, by the
-    moment's name. ``host``: terms in host memory, for each GPU.
+    ``stays``: terms on a GPU throughout the step. ``moments``: for each phase of the step, by name, the additional terms on a GPU
+    during this phase. ``host``: terms in host memory, for each GPU.
     """
 
     stays: tuple[Term, ...]
@@ -70,12 +70,12 @@ class StepMemory(NamedTuple):
 
     @property
     def worst(self) -> str:
-        """Return the name of the moment with the most memory."""
+        """Return the name of the phase in ``moments`` with the most memory."""
         return max(self.moments, key=lambda name: total(self.moments[name]))
 
     @property
     def peak(self) -> int:
-        """Return the bytes on a GPU at the moment with the most memory."""
+        """Return the bytes on a GPU in the phase with the most memory."""
         return total(self.stays) + total(self.moments[self.worst])
 
 
@@ -103,9 +103,9 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the activations that a block stores until its backward, under each choice in ``ACTIVATIONS``.
+    """Return the terms of the activations that a block stores until its backward with every setting in ``ACTIVATIONS``.
 
-    With "recompute" and "offload" a block stores only these activations. With "keep" it also stores those of ``block_saved``.
+    With "recompute" and "offload" a block stores no others. With "keep" it also stores the activations in ``block_saved``.
     """
     c = compute_bytes(config)
     return (
@@ -120,10 +120,11 @@ def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def block_saved(config: TransformerConfig, tokens: int, mlp_chunk: int | None = None) -> tuple[Term, ...]:
-    """Return the activations that autograd saves in a block in addition to ``block_kept``.
+    """Return the terms of the activations that autograd saves in a block in addition to those in ``block_kept``.
 
-    With ``activations="keep"`` all blocks hold them until their backward; with other settings one block at a time holds them.
-    Each norm is counted as saving its input, as PyTorch does on a GPU; on a CPU it saves two float32 arrays instead.
+    With ``activations="keep"`` every block stores them until its backward; with other settings only one block at a time does. A
+    chunked MLP computes its activations again, so their term is 0. The terms assume that each norm saves its input, as PyTorch
+    does on a GPU; on a CPU it saves two float32 arrays instead.
     """
     c, q, kv = compute_bytes(config), config.heads * config.head_dim, config.kv_heads * config.head_dim
     angles = 0 if config.rotary is None and config.rotaries is None else 4
@@ -179,7 +180,7 @@ OF_MLP = ("MLP", "MLP's input", "sum")
 
 
 def _weights(config: TransformerConfig, training: Training) -> tuple[Term, ...]:
-    """Return the terms of weights, moments and gradients, and the reserve."""
+    """Return the terms of the weights, their gradients, AdamW's moment estimates and the reserve."""
     w, c, shared = BYTES[config.param_dtype], compute_bytes(config), -(-weights(config) // training.gpus)
     block, ends = block_weights(config), _ends(config)
     return (
@@ -239,9 +240,10 @@ def _attention(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
 
 
 def longest(config: TransformerConfig, training: Training, memory: int, host: int | None = None) -> int:
-    """Return the largest multiple of STEP tokens per GPU that needs at most ``memory`` bytes; 0 if STEP tokens do not fit.
+    """Return the largest number of tokens per GPU with which a training step needs at most ``memory`` bytes on each GPU.
 
-    ``host``: bytes of host memory per GPU; None: unlimited. ``training.tokens`` is ignored. The result is at most ``LARGEST``.
+    ``host``: bytes of host memory per GPU; None: unlimited. ``training.tokens`` is ignored. The result is a multiple of ``STEP``
+    and at most ``LARGEST``, the largest int32. It is 0 if a step with ``STEP`` tokens does not fit.
     """
 
     def fits(steps: int) -> bool:

@@ -24,7 +24,7 @@ Kinds = dict[str, tuple[str, tuple[int, ...]]]
 
 
 class ResumePoint(NamedTuple):
-    """The point from which a run resumes: ``step``, the dataset's state ``data``, and the user's own data ``more``."""
+    """The point from which a run resumes: ``step`` steps made, the dataset's state ``data``, and the user's own dict ``more``."""
 
     step: int
     data: str | None
@@ -54,10 +54,11 @@ def described(progress: ResumePoint, config: TransformerConfig | None) -> dict[s
 def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> ResumePoint:
     """Return the progress stored in a checkpoint.
 
-    ``found``: the JSON that ``described`` made. ``where``: the place from which it was read, for messages.
+    ``found``: the parsed run.json that ``described`` made. ``where``: the path of run.json, for messages. ``config``: the config
+    of the resumed run, or None.
 
     Raise ValueError if a value is missing or invalid. Raise it also if the checkpoint's config and ``config`` are both present
-    and differ in a field outside ``MAY_CHANGE``; the message names these fields.
+    and differ in a field that a resumed run must not change (all except ``MAY_CHANGE``); the message names these fields.
     """
     if not isinstance(found, dict):
         raise ValueError(
@@ -89,7 +90,7 @@ def progress_of(where: Path, found: Any, config: TransformerConfig | None) -> Re
 
 
 def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
-    """Raise ValueError if arrays are missing, unexpected, or of another shape or dtype; the message names up to 8."""
+    """Raise ValueError if a checkpoint's arrays differ from ``expected`` in name, shape or dtype; the message lists up to 8."""
     remedy = "Make the model and the optimizer as they were, or give this run another folder"
     mine, theirs = ({name: shape for name, (_, shape) in kinds.items()} for kinds in (expected, found))
     check_state(mine, theirs, f"what {where} holds", remedy, most=8)
@@ -100,7 +101,7 @@ def check_arrays(where: Path, expected: Kinds, found: Kinds) -> None:
 
 
 def check_next(step: int, steps: list[int], folder: Path) -> None:
-    """Raise ValueError if ``step`` is not greater than each step in ``steps``, the steps with a checkpoint."""
+    """Raise ValueError if ``step`` is not greater than all ``steps``, the steps of the checkpoints in ``folder``."""
     if steps and step <= max(steps):
         raise ValueError(
             f"step {step} is not after step {max(steps)}, of which {folder} has a checkpoint: resume from it, delete it to go "

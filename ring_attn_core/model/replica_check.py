@@ -1,7 +1,8 @@
 """Comparison of the replicas of named values between ranks, devices or processes, for ``check_ranks`` of both packages.
 
 An *entry* is a named value: a weight, a seed or an argument. Each rank, device or process holds a replica of it. The record
-``Replica`` describes one replica: its kind, and its value or, for an array, a digest of its bytes.
+``Replica`` describes one replica: its kind, and its value or, for an array, a digest of its bytes. A *table* maps the name of
+each entry to the replicas that one process holds.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Replica(NamedTuple):
     """A description of one replica of a named value.
 
     ``owner``: the rank, device or process that holds it, such as ("rank", 2). ``kind``: type, dtype and shape in words. ``part``:
-    the name of the shard, if the array is sharded on purpose, else "". ``content``: the value, or a digest of it. All replicas of
-    a value must have equal kinds, and all replicas with equal parts must have equal contents.
+    the name of the shard, if the replica is one shard of an array, else "". ``content``: the value, or a digest of it. All
+    replicas of a value must have equal kinds, and those with equal ``part`` must have equal contents.
     """
 
     owner: tuple[str, int]
@@ -50,14 +51,14 @@ def tables_from_json(tables: Iterable[Any]) -> list[Table]:
 class RankDifference(ValueError):
     """An error on only some ranks, or a difference between ranks.
 
-    A retry may succeed, because a file system may show changes late.
+    A retry may succeed, because a file system may show a saved file to some hosts later than to others.
     """
 
 
 def check_alike(what: str, unit: str, found: Sequence[str]) -> None:
-    """Raise RankDifference if the texts in ``found``, one per ``unit`` (such as "rank"), differ.
+    """Raise RankDifference if the texts in ``found``, one from each rank or process, are not all equal.
 
-    ``what``: the subject of the message, which names the files that the texts describe.
+    ``what``: the subject of the message, naming the files that the texts describe. ``unit``: "rank" or "process".
     """
     if len(set(found)) > 1:
         others = [f"{unit} {rank} read {text}" for rank, text in enumerate(found) if text != found[0]]
@@ -81,7 +82,7 @@ def named(entries: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def check_plain(name: str, x: Any, arrays: str) -> None:
     """Raise ValueError if ``x`` is not an int, float, str, bool, None, mask, Run or numpy array without Python objects.
 
-    ``arrays``: a name, for the message, of the arrays that the caller also accepts.
+    ``name``: the name of ``x`` for the message. ``arrays``: the array types that the caller also accepts, in words.
     """
     if not isinstance(x, bool | int | float | str | Band | Run | None) and not (_is_numpy(x) and not x.dtype.hasobject):
         raise ValueError(f"{name} must be {arrays} or {PLAIN} to be compared between ranks, got {in_words(x)}")
@@ -105,7 +106,7 @@ def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
 
 
 def array_content(data: Any, value: Any = None) -> str:
-    """Return the digest of an array's bytes ``data``. The text of ``value``, passed for an array of one element, precedes it."""
+    """Return the digest of an array's bytes ``data``, after the text of the array's only element if passed as ``value``."""
     return digest(data) if value is None else f"{str(value)[:LONGEST]} {digest(data)}"
 
 
@@ -117,7 +118,7 @@ def digest(data: Any) -> str:
 def table_digest(table: Table) -> str:
     """Return a digest of a table's replicas without their owners.
 
-    If the digests of all tables are equal, it is enough to check one table.
+    If all processes have equal digests, their tables hold equal replicas, so it is enough to check one table.
     """
     return digest(repr(sorted({(name, *replica[1:]) for name, replicas in table.items() for replica in replicas})).encode())
 
@@ -125,8 +126,8 @@ def table_digest(table: Table) -> str:
 def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
     """Raise ValueError if replicas of a named value differ or a table lacks a value.
 
-    The message lists ``differences``, at most ``MOST_ENTRIES``, and is the same for the same tables. ``tables``: one for each
-    ``unit`` ("rank" or "process"), in order. ``remedy``: the end of the message.
+    ``tables``: the tables of all ranks or processes, in order. ``unit``: "rank" or "process". ``remedy``: the end of the
+    message. The message lists at most ``MOST_ENTRIES`` of the ``differences``. Equal ``tables`` give equal messages.
     """
     wrong, entries = differences(tables, unit), len({name for table in tables for name in table})
     if wrong:
@@ -137,9 +138,9 @@ def check_replicas(tables: Sequence[Table], unit: str, remedy: str) -> None:
 
 
 def differences(tables: Sequence[Table], unit: str) -> list[str]:
-    """Return a text for each named value whose replicas differ: the name, and each different content with its owners.
+    """Return a text for each named value whose replicas differ: its name, and each distinct content with its owners.
 
-    If replicas differ in kind, or a table lacks the value, the text lists kinds instead of contents.
+    If the replicas differ in kind, or a table lacks the value, the text lists kinds (and "absent") instead of contents.
     """
     names = dict.fromkeys(name for table in tables for name in table)
     found = {name: _difference([table.get(name) for table in tables], unit) for name in names}

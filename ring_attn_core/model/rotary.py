@@ -8,11 +8,12 @@ and divides the rest by ``factor``:
     freq_i = f_i (kept_i + (1 - kept_i) / factor)
 
     Linear   kept_i = 0                                                             arXiv:2306.15595, equation 4
-    NTK      kept_i = 1, with base * factor ** (head_dim / (head_dim - 2)) for base    arXiv:2309.00071, definition 1
+    NTK      kept_i = 1, base multiplied by factor ** (head_dim / (head_dim - 2))   arXiv:2309.00071, definition 1
     YaRN     kept_i = 1 - clamp((i - low) / (high - low)),                          arXiv:2309.00071, section 3.2
-             low, high: indices of the pairs that rotate ``fast`` and ``slow`` times within ``original`` tokens
-             (the authors' code rounds them outwards)
-    Llama3   kept_i = clamp((original f_i / 2 pi - low) / (high - low))             the released code of Llama 3.1
+             low, high: index of the pair that rotates ``fast`` or ``slow`` times within ``original`` tokens
+             (the authors' code rounds low down and high up)
+    Llama3   kept_i = clamp((original f_i / 2 pi - low) / (high - low)),            the released code of Llama 3.1
+             low, high: numbers of rotations within ``original`` tokens
 
 with clamp(x) = min(max(x, 0), 1). Positions are unchanged, so a shard of a sequence rotates as in the global sequence.
 
@@ -36,7 +37,7 @@ MOST = 1e30
 
 
 def _check_numbers(record: Any, least: float, *names: str) -> None:
-    """Convert the named fields of a scaling to Python numbers. Raise ValueError if one is not from ``least`` to ``MOST``."""
+    """Convert the named fields of a scaling to Python numbers. Raise ValueError if one is below ``least`` or above ``MOST``."""
     hold_numbers(record, names)
     for name in names:
         value = getattr(record, name)
@@ -60,9 +61,9 @@ class Linear:
 class NTK:
     """NTK-aware interpolation (arXiv:2309.00071, definition 1): multiplies the base by ``factor ** (head_dim / (head_dim - 2))``.
 
-    The slowest pair then rotates ``factor`` times more slowly, and the fastest pair as before. Hugging Face's "dynamic" scaling
-    by g is NTK with a factor that depends on the length L: ``g L / L0 - (g - 1)`` beyond the original length L0. Here the factor
-    is fixed.
+    The slowest pair then rotates ``factor`` times more slowly, and the fastest pair rotates as fast as without scaling. Hugging
+    Face's "dynamic" scaling by g is NTK with another factor for each sequence length L: ``g L / L0 - (g - 1)`` if L exceeds the
+    original length L0. In this class the factor is fixed.
     """
 
     factor: float
@@ -75,12 +76,12 @@ class NTK:
 class YaRN:
     """YaRN (Peng et al., arXiv:2309.00071): divides low frequencies by ``factor``, and scales the scores.
 
-    ``original``: tokens of the context that the model was trained for. Pairs that rotate at least ``fast`` times within these
-    tokens keep their frequency. The frequency of pairs that rotate at most ``slow`` times is divided by ``factor``. Between these
-    limits, the kept fraction kept_i (see the module) falls linearly in the pair index i. ``truncate``: round the indices of the
-    two limits outwards to integers, as in the authors' code. ``attention_factor`` multiplies cosines and sines, so its square
-    multiplies each score. If ``attention_factor`` is None, it is ``0.1 ln(factor) + 1`` (equation 22), or with ``mscale`` and
-    ``mscale_all``, as in DeepSeek's models, ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)``.
+    ``original``: tokens of the context that the model was trained for. A pair that rotates at least ``fast`` times within these
+    tokens keeps its frequency. The frequency of a pair that rotates at most ``slow`` times is divided by ``factor``. Between
+    these limits, the kept fraction kept_i of the module's formula falls linearly with the pair index i. ``truncate``: round the
+    indices of the two limits outwards to integers, as in the authors' code. ``attention_factor`` multiplies cosines and sines, so
+    its square multiplies each score. None means ``0.1 ln(factor) + 1`` (equation 22), or with ``mscale`` and ``mscale_all``, as
+    in DeepSeek's models, ``(0.1 mscale ln(factor) + 1) / (0.1 mscale_all ln(factor) + 1)``.
     """
 
     factor: float
@@ -108,11 +109,11 @@ class YaRN:
 
 @dataclass(frozen=True)
 class Llama3:
-    """The scaling of Llama 3.1 and later: as YaRN, but linear in the frequency, and without an attention factor.
+    """The scaling of Llama 3.1 and later: divides low frequencies by ``factor``, as YaRN does, but without an attention factor.
 
-    ``original``: tokens of the context that the model was trained for. Pairs that rotate more than ``high`` times within these
-    tokens keep their frequency. The frequency of pairs that rotate less than ``low`` times is divided by ``factor``. Between
-    these limits, kept_i grows linearly in f_i.
+    ``original``: tokens of the context that the model was trained for. A pair that rotates more than ``high`` times within these
+    tokens keeps its frequency. The frequency of a pair that rotates less than ``low`` times is divided by ``factor``. Between
+    these limits, the kept fraction kept_i of the module's formula grows linearly with the frequency f_i, not with i as in YaRN.
     """
 
     factor: float
@@ -156,12 +157,12 @@ class Rotary:
 
 
 def rotary_of(rotary: Rotary | None, base: float | None) -> Rotary | None:
-    """Return the rotary embedding for the arguments ``rotary`` and ``rotary_base``; None if both are None.
+    """Return the rotary embedding for the arguments ``rotary`` and ``rotary_base`` (here ``base``); None if both are None.
 
     ``rotary_base=b`` is short for ``rotary=Rotary(b)``.
 
     Raise ValueError if ``rotary`` is neither None nor a Rotary, or ``base`` is invalid. Raise it also if ``rotary`` is a
-    Rotary and ``base`` is neither the default base nor that of ``rotary``.
+    Rotary and ``base`` is neither the default base nor the base of ``rotary``.
     """
     if rotary is None:
         return None if base is None else Rotary(base)
@@ -189,7 +190,7 @@ def layer_rotaries(rotaries: Sequence[Rotary | float | None] | None, depth: int)
 
 
 def check_rotary(head_dim: int, rotary: Rotary) -> None:
-    """Raise ValueError if ``head_dim`` is odd, or too small for the scaling. Rotary embeddings rotate pairs of features."""
+    """Raise ValueError if ``head_dim`` is not a positive even int, or is 2 with NTK, which needs at least two feature pairs."""
     check_sizes(head_dim=head_dim)
     if head_dim % 2:
         raise ValueError(
@@ -201,10 +202,10 @@ def check_rotary(head_dim: int, rotary: Rotary) -> None:
 
 
 def inverse_frequencies(rotary: Rotary, head_dim: int, pair: Any = None) -> Any:
-    """Return the frequency of each pair of features (``freq_i`` in the module), as a tuple of floats in radians a token.
+    """Return the frequency of each pair of features (``freq_i`` in the module), as a tuple of floats in radians per token.
 
-    ``pair``: None, or an array of any framework that holds 0, 1, ... head_dim / 2 - 1 in float64; the frequencies are then such
-    an array.
+    ``pair``: None, or an array of any framework that holds 0, 1, ... head_dim / 2 - 1 in float64. For an array, return the
+    frequencies as an array of the same framework.
     """
     if pair is None:
         return tuple(inverse_frequencies(rotary, head_dim, pair) for pair in range(head_dim // 2))

@@ -63,7 +63,7 @@ class WeightFolder(NamedTuple):
             _check_unwritten(path, each.identity, each.file.fileno())
 
     def digest(self, config: TransformerConfig) -> str:
-        """Return a digest, 16 hex digits, of ``config`` and of blocks sampled from the weight files."""
+        """Return 16 hex digits: a digest of ``config`` and of blocks of bytes, sampled from each weight file."""
         what = [config.to_json(), *(sample(each.file, SAMPLES) for each in self.files.values())]
         return sha256(json.dumps(what).encode()).hexdigest()[:16]
 
@@ -82,9 +82,9 @@ class Naming(NamedTuple):
 def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu") -> Iterator[WeightFolder]:
     """Open config.json and all weight files of one save, for arrays of ``framework`` on ``device``.
 
-    A save may replace the folder meanwhile: open files stay readable, and if only some were open, this function opens the new
-    folder instead. Raise ValueError if a file is missing, damaged, not regular or written to meanwhile. Raise it also if there is
-    no folder, or if it was replaced at each of TRIES attempts.
+    If a save replaces the folder before all files are open, this function opens the new folder instead. Later saves do no harm,
+    because open files stay readable. Raise ValueError if a file is missing, damaged, not a regular file, or modified during the
+    opening. Raise it also if the folder does not exist, or if a save replaced it during each of TRIES attempts.
     """
     for _ in range(TRIES):
         place = current(folder)
@@ -110,10 +110,10 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 
 
 def current(folder: str | Path) -> Path:
-    """Return the path of the complete weights: ``folder``, or its predecessor if a save was killed between its two renames.
+    """Return the folder with complete weights: ``folder``, or the previous folder if a save was killed between its two renames.
 
-    If this function finds neither, it looks again for a moment, because a save may have renamed the folders meanwhile. Raise
-    ValueError if neither appears, or as ``resolved`` does.
+    Both may be missing for a moment while a save renames the folders, so this function looks up to LOOKS times. Raise ValueError
+    if neither appears, or if ``resolved`` raises it.
     """
     folder = resolved(folder)
     old = folder.with_name(REPLACED.format(folder.name))
@@ -128,8 +128,8 @@ def current(folder: str | Path) -> Path:
 def resolved(folder: str | Path) -> Path:
     """Return the path of a folder of weights, with symbolic links resolved.
 
-    Raise ValueError if ``folder`` is not a path, is the root or has a zero byte, and before Python 3.13 also if its links form a
-    circle.
+    Raise ValueError if ``folder`` is not a path, is empty, is the root of the file system, or contains a zero byte. Before Python
+    3.13, raise it also if the symbolic links form a circle.
     """
     if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
         raise ValueError(f"folder must be the path of a folder of weights, a str or a Path, got {in_words(folder)}")
@@ -147,11 +147,11 @@ def resolved(folder: str | Path) -> Path:
 def sources(
     held: WeightFolder, expected: Mapping[str, tuple[int, ...]], renamed: Callable[[str], str], ignored: Iterable[str] = ()
 ) -> dict[Path, dict[str, str]]:
-    """Return, for each file with weights of the model, a dict from names in the model to names in the file.
+    """Return, for each file with weights of the model, a dict from weight names in the model to weight names in the file.
 
     ``expected``: shapes by name in the model. ``renamed``: maps a name in the model to the name in the files. ``ignored``: name
-    endings; weights in the files with such names are ignored. Raise ValueError if a weight is missing, unexpected, of another
-    shape, or of a dtype that is not in DTYPES, such as a quantised weight.
+    endings; a weight in the files is ignored if its name has one of these endings. Raise ValueError if a weight is missing,
+    unexpected, of the wrong shape, or of a dtype that is not in DTYPES, such as a quantised weight.
     """
     found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
     for file, each in held.files.items():
@@ -221,7 +221,7 @@ OWN = Naming(own_config, lambda name: name, lambda config: ())
 
 
 def to_disk(path: Path) -> None:
-    """Call fsync on a file, or on a folder for its file names, so that it survives a loss of power."""
+    """Call fsync on a file, so that it survives a loss of power. On a folder, fsync preserves the names of its files."""
     number = os.open(path, os.O_RDONLY)
     try:
         os.fsync(number)
@@ -252,7 +252,7 @@ def _opened(place: Path, stack: ExitStack, framework: str, device: str) -> Weigh
 
 
 def _is_at(place: Path, number: int) -> bool:
-    """Return whether the path ``place`` still leads to the folder that is open as file descriptor ``number``."""
+    """Return whether ``place`` is still the folder open as file descriptor ``number``; a save may have moved it."""
     try:
         return os.path.samestat(os.stat(place), os.fstat(number))
     except FileNotFoundError:
@@ -262,8 +262,9 @@ def _is_at(place: Path, number: int) -> bool:
 def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
     """Raise ValueError if a file was written to since it was opened.
 
-    ``was``: the identity of the file when it was opened. ``where``: the file descriptor or the path of the file. If it is a path,
-    raise ValueError also if the file vanished or was replaced. A chmod does not count as a write.
+    ``path``: the file's path for the message. ``was``: the identity of the file when it was opened. ``where``: the file
+    descriptor or the path for reading its current identity. With a path, raise ValueError also if the file was deleted or
+    replaced. A chmod does not count as a write.
     """
     try:
         now = identity(where)
@@ -274,7 +275,7 @@ def _check_unwritten(path: Path, was: Identity, where: Path | int) -> None:
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Return the weight files, each with the weight names that the index lists for it, or with None without an index."""
+    """Return the weight files, each with the set of weight names that the index lists for it; None without an index."""
     if os.path.lexists(folder / WEIGHTS):
         return {folder / WEIGHTS: None}
     if not os.path.lexists(folder / INDEX):

@@ -1,4 +1,4 @@
-"""Names of weights: the check that a state (weights by name) fits a module, and Hugging Face's names of Llama weights."""
+"""Names of weights: a check that a state (a dict of weights by name) fits a module, and Hugging Face's names of Llama weights."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def llama_name(name: str) -> str:
 
 
 def check_state(expected: Shapes, got: Shapes, what: str = "the state", remedy: str = MADE, most: int | None = None) -> None:
-    """Raise ValueError if a parameter is missing, unexpected or of another shape; the message lists these problems.
+    """Raise ValueError if a parameter is missing, unexpected or of the wrong shape; the message lists these problems.
 
-    ``what``: the name of the state in the message. ``remedy``: the end of the message. ``most``: number of problems that the
-    message lists; it counts the rest.
+    ``expected``, ``got``: shapes by name. ``what``: the name of the state in the message. ``remedy``: the end of the message.
+    ``most``: the most problems that the message lists, followed by the number of the others; None: list all.
     """
     problems = [f"{name} is missing" for name in expected if name not in got]
     problems += [f"{name} is unexpected" for name in got if name not in expected]

@@ -42,11 +42,12 @@ def check_savable(name: str, dtype: str, valued: bool) -> None:
 def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterator[Path]:
     """Yield an empty folder that replaces ``folder`` when the block ends; after an error the previous folder stays.
 
-    ``files``: the names of the files that the block writes beside the weights. If the process is killed meanwhile, ``current``
-    finds the previous folder, or the new one after its rename. Wait while another process saves there (see ``_alone``). Raise
-    ValueError, before the block, if ``folder`` is a file, or holds anything but weight files, config.json and ``files``. Raise
-    OSError if writing or renaming fails; the previous folder is then intact. Raise another OSError if the new folder is in place,
-    but the system cannot confirm that its name is on disk.
+    ``files``: the names of the files that the block writes beside the weights. Wait while another process saves to ``folder``
+    (see ``_alone``). If the process is killed, ``current`` finds the previous folder, or the new folder after its rename.
+
+    Raise ValueError, before the block, if ``folder`` is a file, or holds anything but weight files, config.json and ``files``.
+    Raise OSError if writing or renaming fails; the previous folder is then intact. If only the last fsync fails, raise OSError
+    with the message that the new folder is saved, but a power failure may undo it.
     """
     from safetensors import SafetensorError
 
@@ -112,7 +113,7 @@ def _alone(folder: Path) -> Iterator[None]:
 
 
 def write(folder: Path, weights: Iterable[tuple[str, Any]], save_file: Save) -> None:
-    """Write the weights into the empty ``folder``, in files with at most MOST_BYTES of weights, or with one larger weight.
+    """Write the weights into the empty ``folder``, in files of at most MOST_BYTES of weights. A larger weight gets its own file.
 
     Hold only the weights of one file, and the first weight of the next file, in memory at a time.
     """
@@ -158,7 +159,7 @@ def _check_replaceable(folder: Path, files: Collection[str]) -> None:
 
 
 def _settle(folder: Path, old: Path) -> None:
-    """Clean up after an interrupted save: delete the old folder if the new one exists, else restore it."""
+    """Clean up after an interrupted save: delete the previous folder, ``old``, if ``folder`` exists, else restore it."""
     if not old.exists():
         return
     if folder.exists():

@@ -12,11 +12,11 @@ Documents of 4, 12, 3, 8 and 5 tokens over 4 ranks of 8 tokens, under a causal m
     contiguous           20  68  21  36                         0   4   0   5
 
 A causal query costs one pair for each token of its document up to and including the query. The documents, sorted by the mean
-cost of their queries, form one sequence of tokens. Each rank in turn takes its tokens from both ends of the sequence, in the
-proportion that gives it an equal share of the remaining cost. This follows the alias method for sampling a distribution (Walker
-1974). Most short documents stay whole. A document on one rank, such as D, costs no traffic. Under a causal mask a long document
-is cut into parts for several ranks, from its end to its beginning: the first of these ranks holds the last queries, which see
-the most keys.
+cost of their queries, form one sequence of tokens. The ranks take their tokens one after another. Each rank takes some from the
+cheap end of the sequence and the rest from the costly end, so that it gets an equal share of the remaining cost. This follows
+the alias method for sampling a distribution (Walker 1974). Most short documents stay whole. A document on one rank, such as D,
+causes no traffic. Under a causal mask a long document, such as B, is cut into parts for several ranks, from its end to its
+beginning: the lowest of these ranks holds the last queries, which see the most keys.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ def balanced_layout(
 ) -> BalancedLayout:
     """Assign packed documents to ``ranks`` ranks: equal tokens, nearly equal cost, and few keys that travel.
 
-    ``documents``: the lengths of the documents in tokens, in order, or one such sequence for each batch row; one document alone
-    is an unpacked sequence. ``seq_local``: tokens per rank, by default the fewest that hold the longest row; the rest is
-    padding. ``mask``: the mask inside a document, by default ``causal()``. A model with several kinds of layers passes a mapping
-    of masks to their costs, such as ``{causal(): 8, sliding_window(4095): 24}`` for 8 and 24 layers. ``pair_cost``: a function
-    from a document's length in tokens to the cost of one of its pairs, by default 1. It may return more for short documents,
-    because they fill the tiles of a kernel only in part.
+    ``documents``: the lengths of the documents in tokens, in order, or one such sequence for each batch row; a single document is
+    an unpacked sequence. ``seq_local``: tokens per rank, by default the smallest number with which all ranks together hold the
+    longest row; positions after a row's tokens are padding. ``mask``: the mask inside a document, by default ``causal()``. A
+    model with several kinds of layers passes a mapping of masks to their costs: ``{causal(): 8, sliding_window(4095): 24}`` for 8
+    and 24 layers. ``pair_cost``: a function from a document's length in tokens to the cost of one visible (query, key) pair in
+    it, by default 1. It may return more for short documents, because they fill the tiles of a kernel only in part.
 
     Neighbouring short documents are assigned as one if together they have at most as many tokens as a chunk. A chunk is an eighth
-    of a shard, but at least 512 tokens (or a whole shard, if that is shorter) and at most 2,048. From some 2,000 tokens per
-    rank on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Without it they are equal within 3 %: a rank
-    with more or later parts of documents then gets fewer pairs, because tiles at the ends of a part are visible in part only.
-    With fewer tokens per rank the costs may differ by more than 10 %.
+    of a shard, but at least 512 tokens (or a whole shard, if that is shorter) and at most 2,048. From some 2,000 tokens per rank
+    on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Without it they are equal within 3 %: a rank then
+    gets fewer pairs if it holds more parts of documents, or later parts, because some pairs in the tiles at the ends of a part
+    are masked. With fewer tokens per rank the costs may differ by more than 10 %.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes milliseconds for dozens of
     documents, and longer for thousands. Raise ValueError if ``ranks``, ``seq_local``, a length, a mask or a cost is invalid, or
@@ -98,8 +98,9 @@ def layout_of_stretches(
 ) -> BalancedLayout:
     """Assign the documents of batch rows of ``length`` tokens to ranks, and return the layout.
 
-    ``rows``: for each row the (document id, number of tokens) of its stretches of equal ids, in order. Negative ids are padding,
-    as in ``layout_of_ids``. ``mask``: the mask inside a document, or masks with costs, as in ``balanced_layout``.
+    ``rows``: for each row, its stretches of tokens with equal ids, in order, each as (document id, number of tokens). Negative
+    ids are padding, as in ``layout_of_ids``. ``mask``: the mask inside a document, or masks with costs, as in
+    ``balanced_layout``.
     """
     documents = []
     for row in rows:
@@ -122,7 +123,7 @@ class RankWork(NamedTuple):
 def work_of(packed: PackedDocuments, rank: tuple[Run, ...]) -> RankWork:
     """Return the cost of the visible pairs of a rank's queries, and the number of keys that the queries see on other ranks.
 
-    ``rank``: the runs of the rank.
+    ``packed``: the documents, with their masks and costs. ``rank``: the token positions of the rank, as runs.
     """
     seen = packed.seen(rank)
     own = sum(count_inside(run, seen) for run in rank)
@@ -130,6 +131,6 @@ def work_of(packed: PackedDocuments, rank: tuple[Run, ...]) -> RankWork:
 
 
 def _later_cost_more(masks: tuple[tuple[Band, float], ...]) -> bool:
-    """Return whether, summed over all masks, the last query of a long document costs at least as much as the first."""
+    """Return whether, over all masks, a long document's last query costs at least as much as its first, as ``deal`` needs."""
     side = lambda lag: float(2**40) if lag is None else lag
     return sum(cost * (side(mask.hi) - side(None if mask.lo is None else -mask.lo)) for mask, cost in masks) >= 0

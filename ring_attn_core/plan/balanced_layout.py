@@ -19,12 +19,13 @@ from ..validation import in_words
 class BalancedLayout:
     """The token positions of each rank as plain data. :func:`balanced_layout` computes them.
 
-    ``runs``: for each rank the (start, length) of its runs of consecutive positions, in shard order; the lengths of each rank add
-    up to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding.
-    ``documents``: the lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
-    Raise ValueError if the runs of all ranks do not hold each position from 0 to ``ranks * seq_local - 1`` exactly once, or if a
-    run is empty or not two ints. Raise it also if the ranks hold unequal numbers of tokens, or ``length`` is negative or greater
-    than their sum.
+    ``runs``: for each rank its runs of consecutive positions as (start, length), in the order of its shard; the lengths add up
+    to ``seq_local``. ``length``: number of tokens without padding; positions from ``length`` on are padding. ``documents``: the
+    lengths of the documents that the layout was made for, one tuple for each batch row; empty if unknown.
+
+    Raise ValueError if a run is empty or not two ints, or if the runs of all ranks together do not hold each position from 0 to
+    ``ranks * seq_local - 1`` exactly once. Raise it also if the ranks hold unequal numbers of tokens, or if ``length`` is
+    negative or greater than ``ranks * seq_local``.
     """
 
     runs: tuple[tuple[tuple[int, int], ...], ...]
@@ -52,7 +53,7 @@ class BalancedLayout:
             )
 
     def __str__(self) -> str:
-        """Return a text with the number of ranks, the length and a digest of runs and documents; ranks compare layouts by it."""
+        """Return the number of ranks, the length and a digest of runs and documents as a text, to compare layouts by it."""
         digest = sha256(repr((self.runs, self.documents)).encode()).hexdigest()[:16]
         return f"balanced over {self.ranks} ranks, length {self.length}, runs {digest}"
 
@@ -98,9 +99,10 @@ class BalancedLayout:
         return BalancedLayout(tuple(groups), self.length)
 
     def stretches(self, shards: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """Return, for each group of ``shards`` consecutive ranks, the order that sorts the tokens of its shards by position.
+        """Return, for each group of ``shards`` consecutive ranks, the slices that sort the tokens of the group by position.
 
-        The order is a tuple of stretches of the group's concatenated shards, each as (index of the first token, length).
+        A slice is (index of its first token, length) in the concatenated shards of the group. In the returned order, the slices
+        hold the tokens in order of position.
         """
         groups = []
         for first in range(0, self.ranks, shards):
@@ -112,8 +114,8 @@ class BalancedLayout:
     def padded_runs(self, rank: int) -> tuple[tuple[int, int, int, int], ...]:
         """Return each run of a rank as (base, length, start, stride), followed by empty runs up to ``most_runs`` runs.
 
-        A plan needs equally many runs on every rank. ``base``: offset in the shard. ``length``: tokens without padding, 0 in an
-        added run. ``start``: first position. ``stride``: 1.
+        The empty runs give every rank the same number of runs, as a plan needs. ``base``: offset in the shard. ``length``: tokens
+        without padding, 0 in an empty run. ``start``: first position. ``stride``: 1.
         """
         return self._padded_runs[rank]
 

@@ -1,4 +1,4 @@
-"""The cost model of the strategies: seconds of a forward and a backward, and memory, of one rank on a machine.
+"""The cost model of the strategies: the predicted forward time, backward time and peak memory of one rank on a machine.
 
 Each strategy is a schedule of launches and transfers on a ``Timeline``, in the order in which ``ring/strategies/`` starts them.
 The copies of "pull" and "push" share a copy engine. All other transfers of a call share one queue, like those of a process group
@@ -71,9 +71,10 @@ def _ring(run: Pass, group: int) -> None:
 def _one_way(run: Pass, works: Sequence[Work], kv: float, crosses: bool, home: bool, slower: float = 1.0) -> None:
     """Schedule the steps of a ring; each step but the last sends its keys to the next rank while it computes.
 
-    A later step of the backward first waits for its keys' gradients from the previous rank. ``works``: the work of each step.
-    ``kv``: number of elements of k and v in a hop. ``crosses``: whether hops cross between hosts. ``home``: whether a last hop
-    returns the gradients to their owners. ``slower``: factor of the time of the backward's matrix products.
+    In the backward, each step after the first waits until the gradients of its keys have come from the previous rank. ``works``:
+    the work of each step. ``kv``: number of elements of k and v that a rank sends to the next. ``crosses``: whether these
+    transfers cross between hosts. ``home``: whether a last transfer returns the gradients to the owners of the keys. ``slower``:
+    a factor that multiplies the time of the backward's matrix products.
     """
     line, load = run.line, run.load
     travelling: float | None = None
@@ -117,7 +118,7 @@ def _two_way(run: Pass, group: int) -> None:
 def _gather(run: Pass, group: int) -> None:
     """Schedule the strategy "gather": gather all keys before the only step.
 
-    In the backward, send all gradients to their owners after that step.
+    In the backward, send the gradients of each rank's keys back to that rank after the step.
     """
     line, load = run.line, run.load
     ranks = load.plan.ranks
@@ -138,7 +139,7 @@ def _head_split_of(load: Load, group: int) -> HeadSplit:
 
 
 def _ulysses(run: Pass, group: int) -> None:
-    """Schedule the strategy "ulysses": exchange heads for tokens inside a group, before and after a ring of groups."""
+    """Schedule the strategy "ulysses": split heads over each group by an all-to-all, run a ring of groups, undo the split."""
     line, load, plan = run.line, run.load, run.load.plan
     head_split, across = _head_split_of(load, group), load.host_ranks < group
     kv = load.kv * head_split.copies / group
@@ -163,9 +164,9 @@ def _ulysses(run: Pass, group: int) -> None:
 
 
 def _group_pairs(run: Pass, shift: int, group: int) -> int:
-    """Return the largest number of (query, key) pairs that the queries of a group see in the group ``shift`` ranks before.
+    """Return the number of visible (query, key) pairs of a group's queries and the keys of the group ``shift`` ranks before it.
 
-    The largest is taken over the groups that contain a sampled rank.
+    This is the maximum over the groups that contain a rank of ``load.sample``.
     """
     load, plan = run.load, run.load.plan
     if group == plan.ranks:
@@ -176,9 +177,9 @@ def _group_pairs(run: Pass, shift: int, group: int) -> int:
 
 
 def _two_level(run: Pass, group: int) -> None:
-    """Schedule the strategy "two_level": run a ring inside each host while its keys cross to the next host.
+    """Schedule the strategy "two_level": run an inner ring in each host while the keys of this ring also cross to the next host.
 
-    In the backward, the gradient sums of the previous inner ring also cross to the next host.
+    In the backward, the gradients that the previous inner ring has summed cross to the next host at the same time.
     """
     line, load, plan = run.line, run.load, run.load.plan
     levels = TwoLevelPlan(**{field.name: getattr(plan, field.name) for field in fields(RingPlan)}, host_ranks=group)
@@ -215,12 +216,12 @@ AHEAD = {"pull": 2, "push": 3}
 
 
 def _peers(name: str, run: Pass, group: int) -> None:
-    """Schedule the strategy "pull" or "push": a copy engine brings whole shards straight from their owners.
+    """Schedule the strategy "pull" or "push": a copy engine brings whole shards of keys straight from their owners.
 
-    Each shard is copied up to ``AHEAD[name]`` steps before its own step.
+    The copy of a shard starts up to ``AHEAD[name]`` steps before the step that uses the shard.
 
-    In the backward the copy engine also sends the gradients of a step to the owner of the keys. The owner adds them after its
-    next step.
+    In the backward, the copy engine also sends each step's gradients to the owner of the step's keys. The owner adds them to its
+    own sum after its next step.
     """
     line, load, ahead = run.line, run.load, AHEAD[name]
     line.host_step = getattr(run.machine, f"host_{name}_{'backward' if run.backward else 'forward'}")

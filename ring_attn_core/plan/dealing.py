@@ -1,6 +1,7 @@
 """The assignment of items to ranks: equal tokens, nearly equal cost, and few cuts.
 
-``balanced.py`` explains how each rank takes its tokens. An item is a document, several short documents, or a segment of a tree.
+``balanced.py`` explains how each rank takes its tokens. An item is a document, several short documents, or a segment of a tree. A
+cut separates the tokens that a rank takes from the remaining tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MOST_UNEQUAL = 0.025
 
 
 class _Item(NamedTuple):
-    """Consecutive positions that are assigned to ranks: a document, several short documents, or the rest of a document."""
+    """Consecutive positions to assign to ranks: a whole item, or the rest of an item after ranks have taken some tokens."""
 
     density: float
     """Mean cost of a query; items are sorted by it."""
@@ -59,7 +60,7 @@ class _Remaining:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Return the number of tokens of the ``items`` before each item, followed by the number of tokens of all."""
+        """Return the number of tokens before each item of ``items``, followed by the number of tokens of all items."""
         return list(accumulate([item.end - item.start for item in self.items], initial=0))
 
     @cached_property
@@ -79,10 +80,11 @@ class _Remaining:
         return self.costs[index] + self.cost_before(self.items[index].start + offset) - self.items[index].before
 
     def costly(self, local: int, share: float) -> int:
-        """Return how many of a rank's ``local`` tokens to take from the last, costliest items; the rest are from the first ones.
+        """Return how many of a rank's ``local`` tokens to take from the last, costliest items; the first items give the others.
 
-        Items are sorted by the mean cost of a query. Bisection finds the number that gives the rank the cost ``share``. A number
-        at which fewer items are cut is preferred if the rank's cost then deviates from ``share`` by at most ``SLACK * share``.
+        Items are sorted by the mean cost of a query. Bisection finds the number for which the cost of the rank is ``share``. A
+        number that cuts fewer items is preferred if the cost of the rank then deviates from ``share`` by at most
+        ``SLACK * share``.
         """
         total = self.tokens[-1]
         excess = lambda x: self.cost_of_first(local - x) + self.costs[-1] - self.cost_of_first(total - x) - share
@@ -98,10 +100,10 @@ class _Remaining:
         return min(fit, key=lambda y: (cut(y), abs(y - x)), default=x)
 
     def _to_edge(self, cut: int) -> tuple[int, ...]:
-        """Return the distances in tokens from a cut to the edges beside it: to the previous (<= 0) and to the next (> 0).
+        """Return the distances, in tokens, from a cut to the previous edge (at most 0) and to the next edge (above 0).
 
         The cut is before token ``cut``, counted from 0 over all items in order. An edge is the beginning or end of a document or
-        item. Return (0,) if the cut is at the edge of an item.
+        item. If the cut is between two items, it need not move: return (0,).
         """
         index, offset = self.at(cut)
         if not offset:
@@ -112,7 +114,7 @@ class _Remaining:
         return before - position, min([item.end, *self.edges[after : after + 1]]) - position
 
     def take(self, cheap: int, costly: int) -> tuple[list[tuple[int, int]], list[_Item]]:
-        """Return the spans (start, end) of the first ``cheap`` and the last ``costly`` tokens, and the items that remain."""
+        """Return the position spans (start, end) of the first ``cheap`` and last ``costly`` tokens, and the items that remain."""
         (i, a), (j, b) = self.at(cheap), self.at(self.tokens[-1] - costly)
         whole = [(item.start, item.end) for item in (*self.items[:i], *self.items[j + 1 :])]
         if i == len(self.items):
@@ -141,13 +143,14 @@ def deal(
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Assign the tokens of items to each rank in turn, and return each rank's runs (start, length).
 
-    ``cuts``: the positions at which an item begins or ends, in order, from 0 to the number of tokens of all ranks. ``edges``: the
-    positions at which a document or a segment of a tree begins or ends; a cut inside an item may move to a near edge.
+    ``cuts``: the boundaries of the items, as positions in order from 0 to the number of tokens of all ranks. ``edges``: the
+    boundaries of documents and of segments of a tree; a cut inside an item may move to an edge at most ``SNAP`` tokens away.
     ``cost_before``: a function from a position to the cost of all queries before it. The ranks get nearly equal costs if later
     queries of an item cost at least as much as earlier queries.
 
-    ``as_queries``: the cost of a run besides its queries, as in ``AS_QUERIES``. If it is not 0, the tokens are assigned twice:
-    ranks with costlier runs in the first assignment get fewer pairs in the second.
+    ``as_queries``: a cost of each run in addition to the cost of its queries, in units of the cost of its first query
+    (see ``AS_QUERIES``). If it is not 0, the tokens are assigned twice: ranks with costlier runs in the first assignment get
+    fewer pairs in the second.
     """
     items, local = sorted(_item(start, end, cost_before) for start, end in pairwise(cuts)), cuts[-1] // ranks
     first = _dealt(items, edges, cost_before, local, [0.0] * ranks)
@@ -162,7 +165,7 @@ def deal(
 def _dealt(
     items: list[_Item], edges: list[int], cost_before: Callable[[int], float], local: int, besides: list[float]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Assign ``local`` tokens to each rank; return each rank's runs. ``besides``: the cost of each rank besides its queries."""
+    """Assign ``local`` tokens to each rank; return the ranks' runs. ``besides``: each rank's cost in addition to its queries."""
     dealt = []
     for rank, own in enumerate(besides[:-1]):
         remaining, left = _Remaining(items, edges, cost_before), besides[rank:]

@@ -1,8 +1,8 @@
 """The plan of the strategy "direct": the slices of keys that each rank (the owner) sends to each other rank (the reader).
 
-At shift s the owner ``rank`` sends a slice of each of its key runs to the reader ``rank + s``. A slice is the shortest stretch of
-a run that holds all keys visible to the reader's queries under the mask. Balanced layouts have a plan of their own, in
-``needed.py``.
+A run is a part of a shard with positions at a constant stride. At shift s the owner ``rank`` sends a slice of each of its key
+runs to the reader ``rank + s``. A slice is the shortest stretch of a run that holds all keys visible to the reader's queries
+under the mask. Balanced layouts have a plan of their own, in ``needed.py``.
 
     causal, zigzag, 4 ranks     shift 1: rank 1 (tokens 2 3 12 13) sends 2 3 to rank 2, whose last query is at 11
     window of 2, contiguous     shift 1: each rank but the last sends its last 2 tokens to the next rank; no other shift
@@ -21,10 +21,10 @@ from .ring import RingPlan
 
 
 class Slice(NamedTuple):
-    """The tokens ``firsts[owner]`` to ``firsts[owner] + lengths[owner] - 1`` of each owner's shard, sent at one shift.
+    """One slice of each owner's shard, sent at one shift: ``lengths[owner]`` tokens from index ``firsts[owner]`` on.
 
-    A slice of length 0 is not sent. ``end``: exclusive upper bound of all owners' slices; the next slice of the same shift begins
-    there or later.
+    A slice of length 0 is not sent. ``end``: an index in the shard, above all tokens of the owners' slices; the next slices of
+    the same shift begin there or later.
     """
 
     firsts: tuple[int, ...]
@@ -45,7 +45,7 @@ class Slice(NamedTuple):
 
     @property
     def even_firsts(self) -> tuple[int, ...]:
-        """Return the index of the first token of each owner's slice if every slice is extended to ``longest`` tokens."""
+        """Return the first index of each owner's slice if it is extended to ``longest`` tokens, but not beyond ``end``."""
         return tuple(min(first, self.end - self.longest) for first in self.firsts)
 
     def meets(self, after: Slice) -> bool:
@@ -63,7 +63,7 @@ class DirectPlan(RingPlan):
     """The plan of the strategy "direct": each owner sends keys straight to the ranks whose queries see these keys."""
 
     def slices(self, shift: int) -> tuple[Slice, ...]:
-        """Return the slices that each owner sends to the rank ``shift`` ranks after it, in shard order."""
+        """Return the slices that each owner sends to the rank ``shift`` ranks after it, by increasing index in the shard."""
         return self._slices[shift]
 
     @cached_property
@@ -71,9 +71,9 @@ class DirectPlan(RingPlan):
         return {shift: tuple(self._of_shift(shift)) for shift in self.shifts[1:]}
 
     def _of_shift(self, shift: int) -> list[Slice]:
-        """Return the slices sent at this shift: one for each key run of which a rank ``shift`` after the owner sees a key.
+        """Return the slices sent at this shift: one for each key run in which a reader sees some key.
 
-        Consecutive slices that meet in every shard are joined.
+        A reader is the rank ``shift`` ranks after an owner. Consecutive slices that meet in every shard are joined.
         """
         found: list[Slice] = []
         for run in range(len(self.k_runs[0])):
@@ -110,10 +110,11 @@ def _run(length: int, start: int, stride: int) -> Run:
 
 
 def visible_keys(queries: Run, keys: Run, mask: Band) -> tuple[int, int]:
-    """Return the local indices [first, end) of the keys that some query sees; (0, 0) if no query sees a key.
+    """Return the interval [first, end) of the keys that some query sees, as indices in the run ``keys``; (0, 0) if none.
 
-    Between runs of equal stride the mask is ``lo <= i - j <= hi`` in local indices. Let there be n queries. Some query i sees
-    key j if ``max(0, j + lo) <= min(n - 1, j + hi)``, which means ``-hi <= j <= n - 1 - lo``.
+    Let i and j be the indices of a query and a key in their runs. The runs have equal strides, so the mask is
+    ``lo <= i - j <= hi``. One of n queries sees key j if ``max(0, j + lo) <= min(n - 1, j + hi)``, which means
+    ``-hi <= j <= n - 1 - lo``.
     """
     band = mask.onto(queries, keys)
     if queries.length == 0 or (band.lo is not None and band.hi is not None and band.lo > band.hi):

@@ -32,7 +32,7 @@ def document_rows(documents: Any) -> tuple[tuple[int, ...], ...]:
     """Return the lengths of documents as one tuple for each batch row.
 
     ``documents``: a sequence of lengths for one row, or a sequence of such sequences, one for each row. Raise ValueError if it is
-    neither, if a length is not an integer of at least 1, or if one of several sequences is empty.
+    neither, if a length is not an integer of at least 1, or if an inner sequence is empty.
     """
     if not isinstance(documents, Iterable) or isinstance(documents, str | bytes):
         raise ValueError(f"documents are the lengths of documents in tokens, such as (4096, 1024), got {in_words(documents)}")
@@ -53,9 +53,9 @@ def document_rows(documents: Any) -> tuple[tuple[int, ...], ...]:
 class PackedDocuments:
     """The documents of each batch row, the masks inside them, and the cost of a visible (query, key) pair.
 
-    ``rows``: the lengths of the documents, one tuple for each batch row. ``masks``: each mask with the cost of a pair under it.
-    In a model whose layers have different masks, this cost is the number of layers with the mask. ``pair_cost``: a function that
-    maps a document's length to a factor, by which the cost of its pairs is multiplied.
+    ``rows``: the lengths of the documents, one tuple for each batch row. ``masks``: pairs (mask, cost of a visible pair under
+    this mask). In a model whose layers have different masks, the cost is the number of layers with that mask. ``pair_cost``: a
+    function from the length of a document to a factor, which multiplies the cost of each pair in that document.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -107,7 +107,8 @@ class PackedDocuments:
     def seen(self, runs: Iterable[Run]) -> list[tuple[int, int]]:
         """Return the keys that queries of ``runs`` see, as disjoint intervals (first, end) of positions, sorted.
 
-        A run with a stride other than 1 counts as seeing all keys between those of its first and last query in a document.
+        In each document, a run counts as seeing all keys from the first key of its first query to the last key of its last query.
+        If the stride of the run is not 1, these may include keys that no query sees.
         """
         found = []
         for run in runs:
@@ -166,7 +167,7 @@ def _inside(run: Run, first: int, end: int) -> tuple[int, int] | None:
 
 
 def _hull(begin: int, last: int, first: int, end: int, band: Band) -> tuple[int, int]:
-    """Return the interval of keys in ``first .. end - 1`` that the queries ``begin .. last`` see under ``band``."""
+    """Return the interval [low, high) of the keys in ``first .. end - 1`` that queries ``begin .. last`` see under ``band``."""
     low = first if band.hi is None else max(first, begin - band.hi)
     high = end if band.lo is None else min(end, last - band.lo + 1)
     return low, max(low, high)
@@ -183,6 +184,6 @@ def _united(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def count_inside(run: Run, intervals: Sequence[tuple[int, int]]) -> int:
-    """Return the number of tokens of ``run`` that lie in ``intervals``, which are disjoint and sorted."""
+    """Return the number of positions of ``run`` in ``intervals``, a sorted sequence of disjoint intervals [first, end)."""
     below = lambda end: run.before(end).length
     return sum(below(end) - below(first) for first, end in intervals)

@@ -17,11 +17,12 @@ class JoinedPlan(RingPlan):
     """The plan of a ring in which each rank computes on the joined shards of a group of consecutive ranks, in rank order.
 
     ``q_shards``, ``k_shards``: number of query shards and of key shards that are joined; both divide ``ranks``. All ranks of a
-    group have the same runs, and the shifts are multiples of ``k_shards``. ``seq_local``, ``kv_local`` and ``positions`` refer to
-    single shards. ``head_split``: the heads that each rank of a group computes; None: all heads.
+    group have the same runs. At shift s, rank r works on the keys of the group of rank r - s; s is a multiple of ``k_shards``.
+    ``seq_local``, ``kv_local`` and ``positions`` refer to single shards. ``head_split``: the heads that each rank of a group
+    computes; None: all heads.
 
-    In a balanced layout the joined shards form one slot, whose tokens are in order of position, as kernels need them. In other
-    layouts each shard keeps its own slots. ``q_slot``, ``k_slot``: the number of tokens of a slot.
+    Shards consist of slots (two in zigzag) with ``q_slot`` or ``k_slot`` tokens each. In a balanced layout the joined shards form
+    one slot, whose tokens are in order of position, as kernels need them. In other layouts each shard keeps its own slots.
     """
 
     q_shards: int = 1  # type: ignore[misc]  # a constant of RingPlan
@@ -30,7 +31,7 @@ class JoinedPlan(RingPlan):
 
     @cached_property
     def q_runs(self) -> Runs:
-        """Return each rank's query runs as (base, length, start, stride), with ``base`` the offset in the joined shards."""
+        """Return each rank's query runs (base, length, start, stride), as in ``RingPlan``; ``base``: offset in joined shards."""
         return self._joined(super().q_runs, self.q_shards, self.seq_local)
 
     @cached_property
@@ -47,7 +48,7 @@ class JoinedPlan(RingPlan):
     def q_slot(self) -> int:
         """Return the number of tokens of a query slot.
 
-        In a balanced layout all joined query shards form one slot. In another layout the slots of each shard stay as they are.
+        In a balanced layout these are all tokens of the joined query shards; in another layout, those of one slot of one shard.
         """
         return super().q_slot * (self.q_shards if isinstance(self.layout, BalancedLayout) else 1)
 
@@ -57,12 +58,12 @@ class JoinedPlan(RingPlan):
 
     @property
     def travels(self) -> bool:
-        """Return True: at least the keys of the group travel."""
+        """Return True, because each rank needs at least the keys of the other ranks of its group."""
         return True
 
     @cached_property
     def shifts(self) -> tuple[int, ...]:
-        """Return the shifts of the steps: 0, and other multiples of ``k_shards`` at which some group's queries may see keys."""
+        """Return the shifts of the steps: 0, and other multiples of ``k_shards`` at which a query of some rank may see a key."""
         if self.steps is None:
             shifts = range(self.k_shards, self.ranks, self.k_shards)
             return (0, *(s for s in shifts if any(self.area(rank, s) for rank in range(0, self.ranks, self.q_shards))))
@@ -71,9 +72,10 @@ class JoinedPlan(RingPlan):
 
 
 def _joined(runs: Runs, shards: int, local: int) -> Runs:
-    """Return for each rank the runs of all ranks of its group, with offsets in the joined shard.
+    """Return for each rank the runs of all ranks of its group, with offsets counted from the beginning of the joined shards.
 
-    A group has ``shards`` consecutive ranks with ``local`` tokens each.
+    A run is (base, length, start, stride) with ``base`` as the offset. A group has ``shards`` consecutive ranks with ``local``
+    tokens each.
     """
     groups = [runs[first : first + shards] for first in range(0, len(runs), shards)]
     joined = [tuple((i * local + base, *run) for i, each in enumerate(group) for base, *run in each) for group in groups]

@@ -31,11 +31,12 @@ class Seconds(NamedTuple):
 class Load:
     """The sizes that determine the time of a call.
 
-    ``plan``: the plan of the ring. ``item``: bytes of an element of q, k and v. ``host_ranks``: number of consecutive ranks per
-    host, 0 if unknown. ``share``: visible pairs divided by pairs under the mask alone, below 1 for documents of known lengths.
-    ``extents``: whether queries or keys have extents. ``peer_access``: whether the ranks can copy from and to the memory of each
-    other's GPUs. ``needed``: the plan of strategy "direct" in a balanced layout, if this plan surely sends every visible key;
-    else None. ``even``: whether all ranks send equally many keys under the plan ``needed``, as in JAX.
+    ``plan``: the plan of the ring. At shift s of the plan, rank r works on the keys of rank r - s. ``item``: bytes of an element
+    of q, k and v. ``host_ranks``: number of consecutive ranks per host, 0 if unknown. ``share``: visible pairs divided by pairs
+    under the mask alone (documents ignored); below 1 for documents of known lengths. ``extents``: whether the call has extents,
+    which limit the keys of each query or the queries of each key to a range. ``peer_access``: whether the ranks can copy from and
+    to the memory of each other's GPUs. ``needed``: the plan of strategy "direct" in a balanced layout if this plan certainly
+    sends every visible key, else None. ``even``: whether all ranks send equally many keys under ``needed``, as in JAX.
     """
 
     plan: RingPlan
@@ -87,17 +88,17 @@ class Load:
         return {}
 
     def area(self, rank: int, shift: int) -> int:
-        """Return the number of visible pairs of a rank at a shift, cached; an estimate if ``needed`` is set."""
+        """Return the number of visible pairs of a rank at a shift. It is an estimate if ``needed`` is set. Results are cached."""
         known = self._areas.get((rank, shift))
         if known is None:
             known = self._areas[rank, shift] = self.plan.area(rank, shift) if self.needed is None else self._part(rank, shift)
         return known
 
     def _part(self, rank: int, shift: int) -> int:
-        """Return an estimate of ``area`` in a balanced layout: a rank's visible pairs, split over the shifts by numbers of keys.
+        """Return an estimate of ``area`` in a balanced layout: each shift gets visible pairs in proportion to its number of keys.
 
-        Shift 0 has the rank's own keys. The other shifts have equal parts of the received keys. Each rank is assumed to
-        receive ``needed.busiest()`` keys.
+        Shift 0 has the rank's own keys. The other shifts have equal numbers of the received keys. Each rank is assumed to receive
+        ``needed.busiest()`` keys.
         """
         assert self.needed is not None
         pairs, own = self.needed.pairs(rank), self.plan.kv_local / (self.plan.kv_local + self.needed.busiest())
@@ -105,7 +106,7 @@ class Load:
 
     @cached_property
     def needed_share(self) -> float:
-        """Return the keys that the busiest rank receives or sends under ``needed``, divided by the keys it receives in a ring.
+        """Return the keys that the busiest rank receives or sends under ``needed``, as a fraction of the keys received in a ring.
 
         In a ring, each rank receives one shard of keys at each of the plan's hops.
         """
@@ -115,8 +116,8 @@ class Load:
     def queries(self, rank: int, shift: int) -> int:
         """Return the number of queries of a rank that must be processed at a shift, summed over its runs.
 
-        In each run these are the queries from the first to the last that sees a key under the mask, without regard to extents.
-        If the call has a plan of needed keys (``needed``), the number is an estimate from ``needed_share``.
+        In each run, count from the first query that sees a key under the mask to the last such query; ignore extents. If the load
+        has a plan of needed keys (``needed``), the number is an estimate from ``needed_share``.
         """
         plan, mask = self.plan, self.plan.mask
         if self.needed is not None:
@@ -133,7 +134,7 @@ class Load:
     def operations(self, pairs: float) -> tuple[float, float]:
         """Return the floating-point operations, as (forward, backward), in all batch rows and heads.
 
-        ``pairs``: number of (query, key) pairs under the mask in one batch row and head; the fraction ``share`` is visible.
+        ``pairs``: (query, key) pairs under the mask in one batch row and head. The fraction ``share`` of them is visible.
         """
         d, e, each = self.head_dim, self.v_dim, 2 * self.batch * self.heads * self.share * pairs
         return each * (d + e), each * (3 * d + 2 * e)
@@ -147,14 +148,14 @@ class Load:
     def forward_rate(self, machine: Machine) -> float:
         """Return the floating-point operations per second of the forward. The rate falls linearly below a head dim of 128.
 
-        Measurements with a head dim of 64 gave 0.69 and 0.81 of the full rate; this function returns 0.67 of the full rate.
+        At a head dim of 64 this function returns 0.67 of the full rate. Measurements gave 0.69 and 0.81 of the full rate.
         """
         return machine.forward_rate * min(1.0, (self.head_dim + 64) / 192)
 
     def backward_rate(self, machine: Machine) -> float:
         """Return the floating-point operations per second of the backward. The rate falls linearly below a head dim of 128.
 
-        Head dims above 128 need two passes with together 7 matrix products instead of 5.
+        If ``head_dim`` or ``v_dim`` exceeds 128, the backward needs two passes, which have 7 matrix products in all instead of 5.
         """
         passes = 5 / 7 if max(self.head_dim, self.v_dim) > 128 else 1.0
         return machine.backward_rate * min(1.0, (self.head_dim + 64) / 192) * passes

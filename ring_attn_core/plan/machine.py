@@ -1,4 +1,4 @@
-"""The record of a machine for the cost model, with a JSON form: rates, latencies, and times of the host.
+"""The record of a machine for the cost model: its rates, latencies and host times, with conversion to and from JSON.
 
 ``BUILT_IN`` holds records of hardware on which this library was measured; ``ring-attn doctor --measure`` makes new records.
 """
@@ -21,21 +21,22 @@ VERSION = 1
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """The speed of one rank and of its links. Rates are per second, times are in seconds, sizes in bytes.
+    """The speed of one rank and of its links. Times are in seconds, sizes in bytes.
 
-    ``forward_rate``, ``backward_rate``: floating-point operations of attention on long shards, with a head dim of 128 and
-    elements of 2 bytes (4 on a CPU). A visible pair takes 4 operations per head and dim forward, 10 backward. ``forward_step``,
-    ``backward_step``: time of a step without its matrix products, for each (query, head) pair that sees a key, with a v_dim of
-    128; ``forward_state``: additional time for the online-softmax state if there are several steps. ``links``: pairs (number of
-    ranks of a host that send at once, bytes that each of them sends to another rank while it receives equally many).
-    ``collective``: bytes that a rank receives in an all-gather or all-to-all within a host. ``network``: bytes that a rank sends
-    to another host. ``latency``, ``network_latency``: time before the first byte, within a host and between hosts.
-    ``host_forward``, ``host_backward``, ``host_send``, ``host_copy``: the host's time to start a step, a transfer or a copy.
-    ``copies``: bytes moved by copies in a rank's memory. ``memory``: size of a rank's memory.
+    ``forward_rate``, ``backward_rate``: floating-point operations per second of attention on long shards, with a head dim of 128
+    and elements of 2 bytes (4 on a CPU). A visible pair takes 4 operations per head and dim forward, 10 backward.
+    ``forward_step``, ``backward_step``: time of a step without its matrix products, for each (query, head) pair that sees a key,
+    with a v_dim of 128. ``forward_state``: time added to ``forward_step`` for the online-softmax state if there are several
+    steps. ``links``: pairs (n, rate): if n ranks of a host send at once, each sends ``rate`` bytes per second to another rank and
+    receives equally many. ``collective``: bytes per second that a rank receives in an all-gather or all-to-all within a host.
+    ``network``: bytes per second that a rank sends to another host. ``latency``, ``network_latency``: time before the first byte,
+    within a host and between hosts. ``host_forward``, ``host_backward``, ``host_send``, ``host_copy``: the host's time to start a
+    forward step, a backward step, a transfer or a copy. ``copies``: bytes per second moved by copies in a rank's memory.
+    ``memory``: size of a rank's memory.
 
-    Fields with a default are 0 if they were not measured. ``contention``: a kernel that overlaps with a transfer takes this
-    fraction of the overlap longer, because NCCL's kernels occupy multiprocessors. ``peer``, ``peer_latency``: bytes that a rank
-    copies from the memory of another GPU of its host by the copy engine, and the time before the first byte. ``host_pull_...``,
+    Fields with a default are 0 if they were not measured. ``contention``: a kernel that overlaps with a transfer takes longer by
+    this fraction of the overlap, because NCCL's kernels occupy multiprocessors. ``peer``, ``peer_latency``: bytes per second that
+    the copy engine copies from the memory of another GPU of the host, and its time before the first byte. ``host_pull_...``,
     ``host_push_...``: the host's time for a step of the strategies "pull" and "push", transfers and flags included. ``noise``:
     relative difference between repeats of a measurement.
     """
@@ -89,7 +90,7 @@ class Machine:
     def link(self, ranks: int) -> float:
         """Return the rate of a link, in bytes per second, if ``ranks`` ranks of a host send at once.
 
-        Use the measurement with ``ranks`` ranks, else with the next larger number of ranks, else with the largest number.
+        If ``ranks`` was not measured, return the rate of the next larger number of ranks, or else that of the largest number.
         """
         return next((rate for of, rate in self.links if of >= ranks), self.links[-1][1])
 
@@ -198,7 +199,7 @@ BUILT_IN = (H200, H100)
 
 
 def built_in(name: str) -> Machine | None:
-    """Return the record of the hardware ``name``. Return None if it was not measured, or if it is a PCIe or NVL card."""
+    """Return the record of the hardware ``name``, or None if it was not measured. PCIe and NVL cards were not measured."""
     if "PCIe" in name or "NVL" in name:
         return None
     return next((each for each in BUILT_IN if each.name.removeprefix("NVIDIA ") in name.split()), None)

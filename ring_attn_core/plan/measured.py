@@ -1,6 +1,6 @@
-"""Files in the user's cache folder that hold the records of measured machines. Also counts the ranks on each host.
+"""The records of measured machines, as files in the user's cache folder, and a count of the ranks on each host.
 
-``ring-attn doctor --measure`` writes a file for each framework and kind of device; ``strategy="auto"`` on GPUs reads this file.
+``ring-attn doctor --measure`` writes one file for each framework and kind of device; ``strategy="auto"`` on GPUs reads this file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def check_folder() -> None:
 
 
 def save(machine: Machine, framework: str) -> Path:
-    """Write a record atomically and return its path: write a temporary file beside it, then rename the temporary file.
+    """Write a record atomically and return its path: write a temporary file in the same folder, then rename it.
 
     Raise ValueError if the file cannot be written, or RuntimeError if the user has no home folder.
     """
@@ -77,7 +77,7 @@ def _unwritable(path: Path, error: OSError) -> ValueError:
 def stored(framework: str, device: str) -> Machine | None:
     """Return the record of a kind of device, or None if its file does not exist.
 
-    Raise ValueError, naming the file, if the file is damaged.
+    Raise ValueError, naming the file, if the file cannot be read or is damaged.
     """
     try:
         path = path_of(framework, device)

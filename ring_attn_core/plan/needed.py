@@ -1,7 +1,7 @@
-"""The plan of the strategy "direct" in a balanced layout: one exchange brings each rank the keys of others that its queries see.
+"""The plan of the strategy "direct" in a balanced layout: in one exchange each rank receives the other ranks' keys that it needs.
 
-Then a rank attends to its own and the received keys in one step, sorted by position, as one shard. For example, documents of 4,
-12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
+A rank needs the keys that its queries see. It attends to its own and the received keys in one step, as one shard sorted by
+position. For example, documents of 4, 12 and 8 tokens over 4 ranks of 6 tokens, under a causal mask:
 
     document    A A A A B B B B B B B B B B B B C C C C C C C C
     rank        0 0 0 0 2 2 3 3 3 3 3 3 1 1 0 0 1 1 1 1 2 2 2 2
@@ -34,7 +34,7 @@ PARTS = 8
 
 
 class Stretch(NamedTuple):
-    """Consecutive positions, from ``start`` on, whose keys ``owner`` sends to another rank.
+    """The keys at ``length`` consecutive positions from ``start`` on, held by the rank ``owner``.
 
     ``first``: the index of the first of these keys in the owner's shard.
     """
@@ -49,9 +49,9 @@ class Stretch(NamedTuple):
 class NeededPlan(RingPlan):
     """The plan of the strategy "direct" in a balanced layout.
 
-    Its only step, at shift 0, has the keys that a rank *attends to*: its own keys and those that it receives. With two steps
-    the transfer could overlap with the first. But then partial results must be written and read in float32, which takes longer
-    than the transfer.
+    Its only step, at shift 0, has the keys that a rank *attends to*: its own keys and those that it receives. Sorted by position,
+    these keys form the *shard of the step*. If there were two steps, the transfer could overlap with the first step. But then
+    partial results would be written and read in float32, which takes longer than the transfer.
     """
 
     by_documents: bool = False
@@ -71,7 +71,7 @@ class NeededPlan(RingPlan):
 
     @cached_property
     def most_tokens(self) -> int:
-        """Return the largest number of keys that one rank sends to another, padded: the size of every transfer in JAX."""
+        """Return the most keys that a rank sends to another, rounded up as ``PARTS`` says. In JAX each transfer has this size."""
         ranks = range(self.ranks)
         return self._padded(max(self.tokens(owner, reader) for owner in ranks for reader in ranks))
 
@@ -93,21 +93,21 @@ class NeededPlan(RingPlan):
     def pairs(self, rank: int) -> float:
         """Return the number of visible (query, key) pairs of a rank's queries, as the mean over the layout's batch rows.
 
-        The mask limits what a query sees, and so do the documents if ``by_documents`` is True.
+        A query sees the keys that the mask allows; if ``by_documents`` is True, only those of its own document.
         """
         assert isinstance(self.layout, BalancedLayout)
         packed = _packed(self.layout, self.mask, self.kv_length, self.by_documents)
         return sum(map(packed.cost, self.layout.held(rank))) / len(packed.rows)
 
     def capacity(self, rank: int) -> int:
-        """Return the number of keys that ``rank`` attends to, padding included: at least 1 if keys travel."""
+        """Return the number of keys that ``rank`` attends to, padding included. It is at least 1 if some rank receives keys."""
         if not self.exchanges:
             return self.kv_local
         return self._padded(max(sum(end - first for first, end in self.available(rank)), 1))
 
     @cached_property
     def most_capacity(self) -> int:
-        """Return the largest ``capacity`` of a rank. In JAX the shard of every rank's step has this size."""
+        """Return the largest ``capacity`` of a rank. In JAX the shard of the step has this size on every rank."""
         return max(map(self.capacity, range(self.ranks)))
 
     def _padded(self, tokens: int) -> int:
@@ -136,9 +136,9 @@ class NeededPlan(RingPlan):
 
     @cached_property
     def k_runs(self) -> tuple[Runs, ...]:  # type: ignore[override]
-        """Return each rank's runs of consecutive positions among the keys attended to, as (base, length, start, stride).
+        """Return the runs of consecutive positions in each rank's shard of the step, as (base, length, start, stride).
 
-        ``base``: offset in the shard of the step. Empty runs are added, so that each rank has equally many.
+        ``base``: offset in this shard. ``start``: first position. Empty runs are added, so that each rank has equally many runs.
         """
         if not self.exchanges:  # the step has this rank's shard as it is
             return tuple(self._runs(rank, self.kv_local, self.kv_length) for rank in range(self.ranks))
@@ -160,9 +160,9 @@ class NeededPlan(RingPlan):
         return _merged([(each.start, each.start + each.length) for _, each in self.places(rank)])
 
     def places(self, rank: int) -> list[tuple[int, Stretch]]:
-        """Return each stretch that ``rank`` attends to, in order of position, with its base in the shard of the step.
+        """Return (base, stretch) for each stretch that ``rank`` attends to, in order of position.
 
-        A stretch of the rank's own keys has the ``owner`` ``rank``.
+        ``base``: offset in the shard of the step. A stretch of the rank's own keys has the ``owner`` ``rank``.
         """
         stretches = sorted((*self.held(rank), *self.received(rank)))
         return [*zip(accumulate((each.length for each in stretches), initial=0), stretches, strict=False)]
@@ -186,7 +186,7 @@ def check_available(extents: Any, plan: NeededPlan, rank: int) -> None:
 
 
 def unavailable(extents: Any, plan: NeededPlan, rank: int) -> str | None:
-    """Return a description of the first query of ``rank`` that may see a key that the rank neither holds nor receives, or None.
+    """Describe the first query of ``rank`` that may see a key neither held nor received by the rank; return None if none does.
 
     Such a query exists if the extents belong to other documents than those that the layout was made for. ``extents``: int
     [batch, seq_local, 2] on the host, the first and end (exclusive) of the key positions that each query may see.

@@ -1,4 +1,4 @@
-"""A pass of a call, forward or backward, on a machine: the predicted time of the kernels of each step."""
+"""One pass of a call on a machine, forward or backward, with the predicted time of each step's kernels."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ class Pass:
     def seconds(self, work: Work, continued: bool, slower: float = 1.0) -> float:
         """Return the predicted time of a step's kernels, in seconds.
 
-        ``continued``: whether the online-softmax state comes from an earlier step or goes to a later step. ``slower``: factor of
-        the time of the backward's matrix products.
+        ``continued``: whether the online-softmax state comes from an earlier step or goes to a later step. ``slower``: a factor
+        that multiplies the time of the backward's matrix products.
         """
         machine, load = self.machine, self.load
         of_query = machine.backward_step if self.backward else machine.forward_step
@@ -47,13 +47,13 @@ class Pass:
         return products + of_query * load.q * work.queries * load.v_dim / 128
 
     def work(self, shift: int) -> Work:
-        """Return the maximum of each field of ``Work``, at ``shift``, over the ranks in ``load.sample``."""
+        """Return the work of the step at ``shift``: the maximum of each field of ``Work`` over the ranks in ``load.sample``."""
         return self.of_shifts(dict.fromkeys(self.load.sample, shift))
 
     def of_shifts(self, shifts: dict[int, int]) -> Work:
-        """Return two maxima over the ranks in ``shifts``: visible (query, key) pairs, and the share of queries that see a key.
+        """Return the maximum of each field of ``Work`` over the ranks in ``shifts``, if each rank is at a shift of its own.
 
-        ``shifts[rank]`` is s if ``rank`` works on the keys of ``rank - s``.
+        ``shifts``: a mapping from each rank to its shift. At shift s, ``rank`` works on the keys of ``rank - s``.
         """
         load = self.load
         queries = max(load.queries(rank, shift) for rank, shift in shifts.items())

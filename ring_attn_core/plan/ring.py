@@ -1,9 +1,13 @@
 """The plan of one ring: each rank's positions, each step's visible keys, and how far keys and gradients travel.
 
 The plan is arithmetic on the host, the same for JAX and PyTorch. At shift ``s`` rank ``r`` works on the keys that started on rank
-``r - s``. The plan leaves out a shift if no rank sees a key at it, but never shift 0. So with a window, keys travel no farther
-than the largest shift at which a rank sees some of them. A query that sees no key is *blank* (``blanks``): out 0, and lse -inf or
-the sink. A *blank key* is seen by no query (``blank_keys``).
+``r - s``. The plan has a step for shift 0, and for every other shift at which some rank sees a key. Keys travel only as far as
+the largest of these shifts, which a sliding window may make small. A query that sees no key is *blank* (``blanks``): its out is
+0, and its lse is the logit of its head's attention sink, or -inf for padding or without sinks. A key that no query sees is a
+*blank key* (``blank_keys``).
+
+A *run* (base, length, start, stride) is a part of a shard: its ``length`` tokens without padding begin at index ``base`` of the
+shard, and have the positions ``start``, ``start + stride``, ...
 """
 
 from __future__ import annotations
@@ -36,16 +40,16 @@ def check_steps(steps: Any) -> None:
 class RingPlan:
     """The plan of one ring as a frozen and hashable record.
 
-    ``layout``: a name in LAYOUTS, or a BalancedLayout. ``mask``: a Band in global positions. ``ranks``: members of the ring.
+    ``layout``: a name in LAYOUTS, or a BalancedLayout. ``mask``: a Band in global positions. ``ranks``: the size of the ring.
     ``seq_local``, ``kv_local``: tokens in one rank's query and key shard, padding included. ``length``, ``kv_length``: true
-    global lengths in tokens; the rest of the shards is padding. Padding keys are masked; padding queries have out 0, lse -inf.
+    global lengths in tokens; the rest of the shards is padding. Padding keys are masked; padding queries have out 0 and lse -inf.
 
     ``steps``: the shifts of the steps, 0 first; None: every shift at which the mask lets some rank see a key. A caller that
-    leaves out such a shift must hide the keys of that shift by extents or a key mask.
+    leaves out such a shift must hide its keys by a key mask or by extents (the interval of keys that each query may see).
 
-    Defaults: ``kv_local = seq_local``. In a balanced layout both lengths are the layout's. Otherwise ``length = seq_local *
-    ranks``, and ``kv_length = length`` if both shards are equally long, else ``kv_local * ranks``. Raise ValueError if a field is
-    invalid, or fields do not fit together.
+    Defaults: ``kv_local = seq_local``. In a balanced layout ``length`` and ``kv_length`` are the length of the layout. Otherwise
+    ``length = seq_local * ranks``, and ``kv_length = length`` if query and key shards are equal in size, else ``kv_local *
+    ranks``. Raise ValueError if a field is invalid, or fields do not fit together.
     """
 
     layout: str | BalancedLayout
@@ -90,7 +94,7 @@ class RingPlan:
     def _take_lengths_of(self, layout: BalancedLayout) -> None:
         """Set ``length`` and ``kv_length`` to the length of a balanced layout if they are None.
 
-        Raise ValueError if ranks, shards or lengths differ from the layout's.
+        Raise ValueError if the number of ranks, the size of a shard or a length differs from that of the layout.
         """
         for name in ("length", "kv_length"):
             if getattr(self, name) is None:
@@ -125,7 +129,7 @@ class RingPlan:
 
     @cached_property
     def q_runs(self) -> tuple[tuple[tuple[int, int, int, int], ...], ...]:
-        """Return each rank's query runs as (base, length, start, stride): offset in shard, true tokens, first position, step."""
+        """Return the query runs of each rank, as tuples (base, length, start, stride)."""
         return tuple(self._runs(rank, self.seq_local, self.length) for rank in range(self.ranks))
 
     @cached_property
@@ -148,14 +152,14 @@ class RingPlan:
 
     @property
     def order(self) -> str | BalancedLayout:
-        """Return the layout. For one rank with a named layout return "contiguous", which has the same positions in one run."""
+        """Return the layout, or "contiguous" for one rank with a named layout: the positions are the same, in a single run."""
         return self.layout if self.ranks > 1 or isinstance(self.layout, BalancedLayout) else "contiguous"
 
     @property
     def q_slot(self) -> int:
-        """Return the number of tokens of a query slot.
+        """Return the number of tokens, padding included, that a query shard reserves for each run.
 
-        A shard consists of slots of equal size; in a balanced layout the whole shard is one slot.
+        A named layout cuts a shard into slots of equal size, one for each run. In a balanced layout the whole shard is one slot.
         """
         return self.seq_local if isinstance(self.order, BalancedLayout) else self.seq_local // layouts.slots(self.order)
 
@@ -165,19 +169,19 @@ class RingPlan:
 
     @cached_property
     def band(self) -> Band:
-        """Return the mask with bounds clamped to the number of all ranks' tokens, which exceeds every lag (query - key).
+        """Return the mask with its bounds clamped to the number of tokens in all shards.
 
-        So its arithmetic fits int32 even if the rank is traced.
+        Every lag (query - key position) is below this number. Clamped bounds keep the arithmetic in int32 for a traced rank too.
         """
         return self.mask.clamped(max(self.seq_local, self.kv_local) * self.ranks)
 
     @property
     def band_of_one_run(self) -> Band | None:
-        """Return ``band`` in a balanced layout, where kernels take a shard as one run (``attend/one_run.py``); else None."""
+        """Return ``band`` in a balanced layout, whose shards ``attend/one_run.py`` converts to one run for kernels; else None."""
         return self.band if isinstance(self.layout, BalancedLayout) else None
 
     def rows(self, rank: int, shift: int) -> Rows:
-        """Return the ``Row`` of each pair (query run of ``rank``, key run of ``rank - shift``), as ``[q_runs][k_runs]``."""
+        """Return ``rows[i][j]``: the ``Row`` (for a kernel) of query run i of ``rank`` and key run j of ``rank - shift``."""
         known = self._rows.get((rank, shift))
         if known is None:
             of_runs = self.q_runs[rank], self.k_runs[(rank - shift) % self.ranks]
@@ -191,7 +195,7 @@ class RingPlan:
         return {}
 
     def area(self, rank: int, shift: int) -> int:
-        """Return the number of (query, key) pairs that the mask lets ``rank`` see at ``shift``; extents are not counted."""
+        """Return the number of (query, key) pairs that ``rank`` sees at ``shift`` under the mask alone, without extents."""
         return sum(
             self.mask.onto(Run(q_start, q_len, stride), Run(k_start, k_len, stride)).area(q_len, k_len)
             for _, q_len, q_start, stride in self.q_runs[rank]
@@ -218,14 +222,14 @@ class RingPlan:
 
     @cached_property
     def blanks(self) -> bool:
-        """Return whether some query, true or padding, may see no key. With ``steps`` this is always True."""
+        """Return whether some query, true or padding, may be blank. Return True if ``steps`` is set: it may leave out shifts."""
         if self.steps is not None:
             return True  # a query may see keys only at the shifts that are left out
         return self.length < self.seq_local * self.ranks or not self._all_meet(self.mask, self.length, self.kv_length)
 
     @cached_property
     def blank_keys(self) -> bool:
-        """Return whether some key, true or padding, may be seen by no query. With ``steps`` this is always True."""
+        """Return whether some key, true or padding, may be blank. Return True if ``steps`` is set: it may leave out shifts."""
         of_keys = Band(*(None if side is None else -side for side in (self.mask.hi, self.mask.lo)))
         if self.steps is not None:
             return True
@@ -233,17 +237,17 @@ class RingPlan:
 
     @staticmethod
     def _all_meet(band: Band, tokens: int, others: int) -> bool:
-        """Return whether each query position below ``tokens`` sees a key position below ``others`` under ``band``.
+        """Return whether ``band`` lets each of the first ``tokens`` queries see a key among the first ``others`` key positions.
 
-        It is enough to test the first and the last query.
+        It is enough to test the first and the last query. ``blank_keys`` swaps the roles of queries and keys.
         """
         return all(band.onto(Run(p, 1), Run(0, others)).area(1, others) for p in (0, tokens - 1) if tokens)
 
     @cached_property
     def by_counter(self) -> bool:
-        """Return whether each run has stride 1 and starts at a multiple of SPAN (see ``dropout.py``).
+        """Return whether the positions of each run have stride 1 and start at a multiple of SPAN.
 
-        Then kernels can call Philox once for the 8 probabilities that share a counter.
+        Then one GPU thread holds all 8 probabilities that share a Philox counter, and calls Philox once (``dropout.py``).
         """
         return all(not start % SPAN and stride == 1 for runs in self.q_runs + self.k_runs for _, _, start, stride in runs)
 
@@ -261,9 +265,9 @@ class RingPlan:
 
     @property
     def ways(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the shifts in each of the two directions round the ring, nearest first.
+        """Return two tuples: the shifts of keys that go forward round the ring, and of keys that go backward, nearest first.
 
-        Each shift takes its shorter direction.
+        Keys take the shorter direction, or go forward if both are equally long. Shift 0 is in neither tuple.
         """
         near = tuple(shift for shift in self.shifts[1:] if 2 * shift <= self.ranks)
         return near, self.shifts[: len(near) : -1]
@@ -275,7 +279,7 @@ class RingPlan:
 
     @property
     def home(self) -> int:
-        """Return the distance, in ranks, from the rank of a shard's last step to the shard's owner. Its gradients travel it."""
+        """Return the number of ranks that the gradients of a key shard advance, after the shard's last step, to its owner."""
         return -self.shifts[-1] % self.ranks
 
 

@@ -11,12 +11,12 @@ UNITS = "bytes", "KiB", "MiB", "GiB"
 
 
 def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | None = None) -> str:
-    """Return the name of a step: its number, from 1, the bytes of its keys, and the rank that they come from.
+    """Return the name of a step: its number, from 1, the bytes of its keys, and the rank that the keys come from.
 
     ``shift``: how many ranks the keys have travelled. ``size``: bytes of the step's keys and of the arrays that travel with them.
-    For a DirectPlan ``size`` counts whole shards, and the name states the bytes of the slices. ``rank``: this rank, or None if it
-    is traced. For None the name states the distance to the owner instead of the owner, and with "two_level" ``shift`` must be
-    ``outer * host_ranks + inner``.
+    For a DirectPlan ``size`` counts whole shards, but the name states the bytes of the slices that travel. ``rank``: this rank,
+    or None if it is traced. If ``rank`` is None, the name states the distance to the keys' owner instead of the owner; then for a
+    TwoLevelPlan ``shift`` must be ``outer * host_ranks + inner``.
     """
     steps = place_name(plan, number)
     if isinstance(plan, NeededPlan) and plan.exchanges:
@@ -38,12 +38,12 @@ def step_name(plan: RingPlan, number: int, shift: int, size: int, rank: int | No
 
 
 def pass_name(name: str, of: str) -> str:
-    """Return ``name``, with " backward" appended in the backward. ``of``: the pass, "forward" or "backward"."""
+    """Return ``name`` for the forward pass (``of`` = "forward"), and ``name`` + " backward" for the backward pass."""
     return name if of == "forward" else f"{name} {of}"
 
 
 def place_name(plan: RingPlan, number: int) -> str:
-    """Return the place of step ``number``, such as "ring step 2 of 4"; "before ..." for 0, "after ..." beyond the last step."""
+    """Return "ring step 2 of 4" for number 2 of 4. Return "before ring step 1 of 4" for 0, and "after ring step 4 of 4" for 5."""
     of_hosts = plan.inner_rings if isinstance(plan, TwoLevelPlan) else ()
     count = sum(len(ring.inner) for ring in of_hosts) or len(plan.shifts)
     where = "before " if number < 1 else "after " if number > count else ""
@@ -51,6 +51,6 @@ def place_name(plan: RingPlan, number: int) -> str:
 
 
 def in_units(size: int) -> str:
-    """Format a number of bytes in the largest unit up to GiB in which it is at least 1, such as ``32 MiB``."""
+    """Format a number of bytes, such as ``32 MiB``, in the largest of the units bytes, KiB, MiB and GiB that gives at least 1."""
     power = min(max(size.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     return f"{size / (1 << 10 * power):.4g} {UNITS[power]}"

@@ -1,10 +1,10 @@
-"""An event model of one rank: its host, its GPU and its queue of transfers, each of which does one thing at a time.
+"""An event model of one rank: its host, its GPU and its queue of transfers. Each of the three does one thing at a time.
 
 All ranks run the same program, and each step takes as long as on its slowest rank, so the model needs only one rank. The host
 starts launches and transfers ahead of time. A transfer begins when all earlier launches on the GPU and all earlier transfers in
-the queue have ended. A launch that needs a transfer waits for its end. A launch that runs during a transfer takes longer by a
-share of the overlap (``Machine.contention``). Copies between GPUs by the copy engine have a queue of their own and slow no
-launch.
+the queue have ended. A launch that needs a transfer waits until the transfer ends. A launch that overlaps a transfer takes longer
+by ``Machine.contention`` times the overlap. Copies between GPUs by the copy engine have a queue of their own and do not slow
+launches.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from .machine import Machine
 
 @dataclass
 class Timeline:
-    """The predicted seconds from the start of a call until the host, GPU, queue of transfers and copy engine are free.
+    """The timeline of one call: for each of four resources, the predicted time at which it becomes free.
 
-    ``ranks``: number of ranks of a host that send at the same time. ``host_step``: the host's time to start a step.
+    ``host``, ``gpu``, ``queue`` (of transfers), ``engine`` (the copy engine): these times, in seconds from the start of the call.
+    ``ranks``: number of ranks of a host that send at the same time. ``host_step``: the host's time to start a step, in seconds.
     """
 
     machine: Machine
@@ -55,9 +56,9 @@ class Timeline:
         return self._transfer(seconds, across > 0)
 
     def peer_copy(self, size: float) -> float:
-        """Add a copy of ``size`` bytes from or to the memory of another GPU, by the copy engine, and return its end.
+        """Add a copy of ``size`` bytes, by the copy engine, from or to another GPU's memory. Return the time at which it ends.
 
-        The end is infinite if the copy engine was not measured. The host's time to start the copy is part of ``host_step``.
+        The time is infinite if the copy engine was not measured. The host's time to start the copy is part of ``host_step``.
         """
         seconds = self.machine.peer_latency + size / self.machine.peer if self.machine.peer else math.inf
         self.engine = max(self.engine, self.gpu, self.host) + seconds

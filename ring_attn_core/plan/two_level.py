@@ -1,13 +1,13 @@
 """The plan of a ring over two levels: inner rings within each host, and an outer ring between hosts.
 
-    host 0     host 1        hosts of n = 2 ranks; keys of rank 0
-    0 -> 1     2 -> 3        inner ring of host 0: ranks 0, 1; at the same time the keys cross to rank 2
-    |          ^             inner ring of host 1: ranks 2, 3
+    host 0     host 1        the path of the keys of rank 0, on hosts of n = 2 ranks
+    0 -> 1     2 -> 3        first the keys go from rank 0 to 1 (inner ring of host 0), and at the same time to rank 2 of host 1
+    |          ^             then they go from rank 2 to 3 (inner ring of host 1)
     +----------+
 
-The place of a rank is its index within its host. Let keys start at place ``p`` of host ``h``, cross ``outer`` hosts, and move
-``inner`` ranks on inside a host. Then they are at place ``(p + inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to
-each host at most once, while an inner ring runs (double ring: LoongTrain, arXiv:2406.18485).
+The *place* of a rank is its index within its host. Keys that start at place ``p`` of host ``h``, cross ``outer`` hosts and move
+on by ``inner`` ranks inside a host are then at place ``(p + inner) % n`` of host ``(h + outer) % hosts``. A shard crosses to each
+host at most once, during the steps of an inner ring (double ring: LoongTrain, arXiv:2406.18485).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TwoLevel:
 
     Keys go round an inner ring inside each host, and from host to host on an outer ring.
 
-    ``ranks`` must divide the number of ranks of the ring. Raise ValueError if it is not an int of at least 1.
+    ``ranks`` must divide the number of ranks of the ring. Raise ValueError if ``ranks`` is not an int of at least 1.
     """
 
     ranks: int
@@ -48,7 +48,7 @@ class InnerRing(NamedTuple):
 
     ``outer``: number of hosts that the keys have crossed. ``inner``: the shift of each step inside a host, in increasing order.
 
-    ``crossing``: number of hosts that the keys cross next, during these steps; 0 in the last inner ring.
+    ``crossing``: number of hosts that the keys cross during these steps, on their way to the next inner ring; 0 in the last one.
     """
 
     outer: int
@@ -111,5 +111,5 @@ class TwoLevelPlan(RingPlan):
 
     @property
     def crossing_home(self) -> int:
-        """Return the number of hosts that gradients cross from the last inner ring to their owner's host."""
+        """Return the number of hosts that gradients cross from the host of the last inner ring to the host of the keys' owner."""
         return -self.inner_rings[-1].outer % (self.ranks // self.host_ranks)

@@ -15,7 +15,8 @@ class Ulysses:
 
     Ranks exchange heads for tokens inside a group, and keys go round a ring of groups.
 
-    ``ranks`` must divide the numbers of ranks of the ring and of query heads. Raise ValueError if it is not an int of at least 1.
+    ``ranks`` must divide the ring's number of ranks and the number of query heads. Raise ValueError if ``ranks`` is not an int of
+    at least 1.
     """
 
     ranks: int
@@ -33,8 +34,8 @@ class HeadSplit(NamedTuple):
     """The split of ``heads`` query heads and ``kv_heads`` key heads among the ``ranks`` ranks of a Ulysses group.
 
     Rank i of the group computes the ``heads / ranks`` query heads from ``i * heads / ranks`` on, and receives the key heads that
-    these read. On a rank, each received key head must be read by equally many query heads. So a rank receives several copies of a
-    key head if more of its query heads read this key head than another key head that it receives.
+    these read. On all ranks, each received copy of a key head serves the same number of query heads: the greatest common divisor
+    of ``heads / kv_heads`` and ``heads / ranks``. If more of a rank's query heads read a key head, the rank gets several copies.
 
     Example: 6 query heads, 3 key heads, 2 ranks. Query heads 0, 1 read key head 0, and so on. Rank 0 computes query heads 0, 1, 2
     and receives key heads 0, 0, 1; rank 1 computes 3, 4, 5 and receives 1, 2, 2. ``k_local`` is 3 and ``copies`` is 2.
@@ -59,5 +60,5 @@ class HeadSplit(NamedTuple):
 
     @property
     def copies(self) -> int:
-        """Return the number of copies of each key head, summed over all ranks of the group."""
+        """Return how many copies of a key head the ranks of a group receive in total, the same number for each key head."""
         return self.k_local * self.ranks // self.kv_heads

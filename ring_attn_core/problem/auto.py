@@ -46,7 +46,7 @@ The share is ``Load.needed_share``: the keys that the busiest rank receives or s
 class Choice(NamedTuple):
     """A strategy and the reason for it.
 
-    ``predicted``: times, by ``str(strategy)``, of each candidate that fits into memory; empty if no times were predicted.
+    ``predicted``: predicted times by ``str(strategy)``, for each candidate that fits into memory; empty if none were predicted.
     """
 
     strategy: Strategy
@@ -57,11 +57,11 @@ class Choice(NamedTuple):
 def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Choice:
     """Choose the strategy that "auto" takes for a call of the sizes ``load``.
 
-    The choice is "ring" if no keys travel. Otherwise it is the fastest candidate within the limits ROOM (memory), GAIN,
-    JOINED_GAIN and MARGIN (time). If no times can be predicted (``_unpredictable``), the choice is "ring".
+    The choice is "ring" if no keys travel, or if no times can be predicted (``_unpredictable``). Otherwise it is the candidate
+    with the least predicted time, within the limits ROOM (extra memory) and GAIN, JOINED_GAIN and MARGIN (least speedup).
 
-    In a balanced layout "direct" is the only candidate besides "ring", and only if ``load.needed`` is set and
-    ``load.needed_share`` is at most HALF. If "direct" is then a candidate and no times can be predicted, the choice is "direct".
+    In a balanced layout the candidates are "ring" and "direct", the latter only if ``load.needed`` is set and
+    ``load.needed_share`` is at most HALF. If both conditions hold and no times can be predicted, the choice is "direct".
 
     ``machine``: the measured speed of the machine, None if not measured. ``backend``: the option of the call. ``device``: kind of
     the device.
@@ -93,9 +93,9 @@ def choose(load: Load, machine: Machine | None, backend: str, device: str) -> Ch
 def candidates(load: Load, machine: Machine) -> Iterator[Strategy]:
     """Yield the strategies that "auto" compares for a call, "ring" first. In a balanced layout only "direct" follows.
 
-    Strategies that cannot run the call are left out, and so are those in JOINED if the call has extents. "push" and "pull" are
-    left out if ``without_peers`` gives a reason. If there are several hosts, the records Ulysses and TwoLevel with the ranks of a
-    host as a group are candidates too.
+    Strategies that cannot run the call are left out. The strategies on joined shards (JOINED) are left out if queries or keys
+    have extents, and "push" and "pull" if ``without_peers`` gives a reason. If there are several hosts of several ranks each,
+    Ulysses and TwoLevel, with ``ranks`` equal to the ranks of a host, are candidates too.
     """
     if load.needed is not None:
         yield from ("ring", "direct")
@@ -123,7 +123,7 @@ def without_peers(load: Load, machine: Machine) -> str | None:
 
 
 def _unpredictable(load: Load, machine: Machine | None, backend: str, device: str) -> str | None:
-    """Return the reason, for a message, why the cost model cannot predict the call's times on ``machine``; None if it can."""
+    """Return why the cost model cannot predict the call's times on ``machine``, as words for a message; None if it can."""
     if machine is None or not load.host_ranks:
         return "the machine was not measured, or it is not known which ranks share a host"
     if machine.noise > NOISE:

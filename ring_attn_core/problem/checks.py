@@ -35,7 +35,7 @@ def check_softcap(softcap: Any) -> None:
 
 
 def check_v_dim(v_dim: Any, k_shape: Sequence[int], v_shape: Sequence[int] | None) -> int | None:
-    """Return ``v_dim`` as an int if v is None (``v_shape`` None), else None.
+    """Return ``v_dim`` as an int if v is not passed (``v_shape`` is None); return None if v is passed.
 
     If v is passed, ``v_dim`` must be None or the size of v's last dimension. Without v, the values are the first ``v_dim``
     columns of k, and ``v_dim`` must be an int from 1 to k's head_dim. Raise ValueError otherwise.
@@ -63,9 +63,9 @@ def _is_int(x: Any) -> bool:
 
 
 def check_mask_sizes(batch: Any, heads: Any, *dims: int) -> None:
-    """Raise ValueError if ``batch`` and ``heads`` of a dropout mask are not ints of at least 1, or positions are not 1-D.
+    """Raise ValueError if ``batch`` or ``heads`` of a dropout mask is not an int of at least 1, or ``dims`` is not (1, 1).
 
-    ``dims``: the numbers of dimensions of q_positions and of k_positions.
+    ``dims``: the number of dimensions of the array q_positions, and that of k_positions.
     """
     for name, x in (("batch", batch), ("heads", heads)):
         if not is_integer(x) or x < 1:
@@ -128,11 +128,12 @@ def check_array(array: OptionalArray, q_shape: tuple[int, ...], k_shape: tuple[i
 
 
 def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_length: int) -> None:
-    """Raise ValueError if an extent (first, end) has first > end or reaches beyond the keys; ignore extents of padded queries.
+    """Raise ValueError if an extent (first, end) has first > end or reaches beyond the keys; ignore extents of padding queries.
 
-    ``extents``: a shard [batch, seq_local, 2] of numpy or torch, in int64. ``q_runs``: the runs of the shard, (base, length,
-    start, stride). ``kv_length``: number of keys of the sequence. Kernels do not check extents: they clip an extent that reaches
-    beyond the keys, and treat a reversed extent as empty.
+    An extent is the interval of key positions that a query may see, without ``end``. ``extents``: one rank's shard [batch,
+    seq_local, 2], an int64 array of NumPy or PyTorch. ``q_runs``: the shard's runs (base, length, start, stride) (plan/ring.py).
+    ``kv_length``: number of keys of the sequence. Kernels do not check extents: they clip an extent that reaches beyond the keys,
+    and treat an extent with first > end as empty.
     """
     _check_intervals("extents", extents, q_runs, ("query", "key", "kv_length"), kv_length)
 
@@ -140,8 +141,8 @@ def check_extents(extents: Any, q_runs: Iterable[tuple[int, int, int, int]], kv_
 def check_key_extents(key_extents: Any, k_runs: Iterable[tuple[int, int, int, int]], length: int) -> None:
     """Raise ValueError if a key extent (first, end) has first > end or reaches beyond the ``length`` queries.
 
-    ``key_extents``: a shard [batch, kv_local, 2] of numpy or torch, in int64. ``k_runs``: the runs of the shard, (base, length,
-    start, stride).
+    A key extent is the interval of query positions that may see a key, without ``end``. ``key_extents``: one rank's shard [batch,
+    kv_local, 2], an int64 array of NumPy or PyTorch. ``k_runs``: the shard's runs (base, length, start, stride) (plan/ring.py).
     """
     _check_intervals("key_extents", key_extents, k_runs, ("key", "query", "length"), length)
 
@@ -151,8 +152,8 @@ def _check_intervals(
 ) -> None:
     """Raise ValueError if an interval (first, end) has first > end or is not within 0 .. ``most``.
 
-    ``words``: three words for the message, such as "query" (the token with the interval), "key" (the tokens in the interval) and
-    "kv_length" (the name of ``most``).
+    ``words``: three words for the message, such as "query", "key" and "kv_length" for ``extents``: the kind of token that has an
+    interval, the kind of tokens in the interval, and the name of ``most``.
     """
     of, others, limit = words
     for base, length, start, stride in runs:
@@ -168,12 +169,12 @@ def _check_intervals(
 
 
 def check_runs(q_run: Run | None, k_run: Run | None, q_shape: tuple[int, ...], k_shape: tuple[int, ...]) -> tuple[Run, Run]:
-    """Return the position runs of a query block and a key block, each of shape [batch, tokens, heads, head_dim].
+    """Return the runs of positions of a query block and a key block, each of shape [batch, tokens, heads, head_dim].
 
-    A run of None means the whole block, from position 0. Raise ValueError if an argument is neither None nor a Run, a stride is
-    not an int of at least 1, or the strides differ. Raise it also if a start or length is not an integer. Starts and
-    lengths that are not traced are checked further: starts must not be negative, lengths must fit the blocks, and positions must
-    be below 2^30.
+    A run of None stands for the whole block, from position 0 on. Raise ValueError if a run is neither None nor a Run, a start or
+    length is not an integer, a stride is not an int of at least 1, or the two strides differ. Starts and lengths that are not
+    traced have more limits. Raise ValueError if one of them is negative, a length exceeds the tokens of its block, or a position
+    is not below 2^30.
     """
     checked = []
     for name, run, shape in (("q_run", q_run, q_shape), ("k_run", k_run, k_shape)):
@@ -228,10 +229,10 @@ def check_number(name: str, x: Any) -> None:
 
 
 def check_pairs(a: Any, b: Any, is_array: Callable[[Any], bool], expected: str) -> list[tuple[Any, Any]]:
-    """Return the pairs (out, lse) passed to ``merge``: ``a`` and ``b``, or the list ``a`` if ``b`` is None.
+    """Return the list of pairs (out, lse) passed to ``merge``: the pairs ``a`` and ``b``, or the list ``a`` if ``b`` is None.
 
-    Raise ValueError if they are not pairs of arrays or their shapes do not fit together. ``is_array``, ``expected``: a test for
-    the package's array type, and the type's name for the message.
+    Raise ValueError if an element is not a pair of arrays, or if the shapes are not those of the same queries up to broadcasting.
+    ``is_array``: a test for the package's array type. ``expected``: the name of this type, for the message.
     """
     pairs, taken = [a, b] if b is not None else a, "merge takes two pairs (out, lse), or a list of them"
     if not isinstance(pairs, tuple | list) or not pairs or any(is_array(pair) for pair in pairs):

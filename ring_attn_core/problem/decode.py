@@ -1,10 +1,10 @@
 """A call of ``tree_attention_decode`` as a record of plain data, with its checks.
 
-A rank's part of one layer's cache has batch * slots * (kv_heads * (head_dim + v_dim) * bytes of an element + 4) bytes. The 4 are
-the bytes of a position. A kv head has queries * heads / kv_heads query rows. The kernels (kernels/portable/decode.py) read the
-part once for each tile of up to 64 of these rows (32 in float32), except k and v of slots outside the positions that the rows of
-the tile may see.
-``Case.bytes`` in benchmarks/decode/candidates.py counts one read, for v_dim = head_dim.
+A layer's cache takes batch * slots * (kv_heads * (head_dim + v_dim) * bytes of an element + 4) bytes on a rank; 4 bytes hold the
+position of a slot. Each kv head serves queries * heads / kv_heads query rows. The kernels (kernels/portable/decode.py) cut these
+rows into tiles of up to 64 (32 in float32), and read the keys, values and positions of the kv head once for each tile. They skip
+k and v of a slot if its position is outside the range that the rows of the tile may see. ``Case.bytes`` in
+benchmarks/decode/candidates.py counts one read of the cache, for v_dim = head_dim.
 """
 
 from __future__ import annotations

@@ -23,15 +23,14 @@ NO_COUNT = 2**62
 @hashed_once
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of one call of ``ring_attention`` or ``attend_block``: its arguments other than arrays, ring and runs.
+    """The options of one call of ``ring_attention`` or ``attend_block``: its arguments except arrays, ring and position runs.
 
-    ``return_lse`` is not among them either, because each call computes lse.
+    ``return_lse`` is not an option here, because each call computes lse.
 
     ``steps`` is not public: dilated attention sets it to skip shifts at which no query sees a key (see ``RingPlan``).
-    ``v_dim``: None if v is an array. Otherwise v was not passed: the values are the first ``v_dim`` columns of k, and only k
-    travels.
-    ``dropout_offset``: global index of the first batch row and of the first head; -1 stands for an index that is an array on a
-    device. Only PyTorch compares this offset between ranks.
+    ``v_dim``: None if v is an array. If v was not passed, the values are the first ``v_dim`` columns of k, and only k travels.
+    ``dropout_offset``: global indices of the first batch row and of the first head of the call. An index is -1 if it is an array
+    on a device, whose value the host does not read. Only PyTorch compares this offset between ranks.
     Raise ValueError if a value has the wrong type or is out of range. Not checked here: ``dropout_offset``, the names of layout
     and backend, and whether a length is negative. ``Problem`` checks the options against the arrays.
     """
@@ -84,19 +83,18 @@ class Options:
 
     @property
     def counts(self) -> list[int]:
-        """Return the numbers that may change between calls of a compiled program: lengths, mask bounds and dropout offset.
+        """Return the options that a PyTorch op takes as integers: lengths, mask bounds and dropout offset.
 
-        NO_COUNT stands for None.
+        They may change between calls of a compiled program. NO_COUNT stands for None.
         """
         counts = self.length, self.kv_length, self.mask.lo, self.mask.hi
         return [*(NO_COUNT if count is None else count for count in counts), *self.dropout_offset]
 
     @property
     def text(self) -> str:
-        """Return all options except ``counts`` as text, because the schema of a PyTorch op cannot hold records.
+        """Return all options except ``counts`` as text, which a PyTorch op can take; its schema cannot hold records.
 
-        ``read`` makes an equal record from ``text`` and ``counts``. torch.compile must be able to trace each line of this
-        property.
+        ``read`` makes an equal record from ``text`` and ``counts``. torch.compile must be able to trace each line of this code.
         """
         numbers = [None if x is None else float(x) for x in (self.scale, self.softcap, self.dropout_rate)]
         of_numbers = ", ".join([f"{x}" for x in numbers])

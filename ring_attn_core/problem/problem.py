@@ -29,9 +29,9 @@ class Problem:
     ``capability``: compute capability of the NVIDIA GPU, such as 90, or 0 without one. ``framework``: "jax" or "torch". ``tma``:
     whether the framework can launch kernels with TMA descriptors. ``traced_layout``: whether the layout is a TracedLayout of JAX.
     ``machine``: the machine's record for the cost model, None if it was not measured. ``host_ranks``: number of consecutive ranks
-    on each host, 0 if unknown. ``peer_access``: whether the ranks can copy from and to the memory of each other's GPUs in this
-    call, so that "auto" may take "pull" or "push". ``within_documents``: whether it is known that the extents of all ranks stay
-    within the documents of a balanced layout.
+    on each host, 0 if unknown. ``peer_access``: whether, in this call, the ranks can copy from and to the memory of each other's
+    GPUs; "auto" takes "pull" or "push" only if they can. ``within_documents``: True if the extents of all ranks are known to stay
+    within the documents that a balanced layout was made for.
     """
 
     q_shape: tuple[int, ...]
@@ -66,7 +66,7 @@ class Problem:
 
     @cached_property
     def within(self) -> Problem | None:
-        """Return this problem with ``within_documents`` True if "auto" then takes another strategy, else None.
+        """Return this problem with ``within_documents`` set to True; return None if this does not change the strategy of "auto".
 
         Raise ValueError as ``check`` does.
         """
@@ -116,7 +116,7 @@ class Problem:
 
     @property
     def _needed(self) -> NeededPlan | None:
-        """Return the plan of the strategy "direct" in a balanced layout if it is known to send every visible key, else None."""
+        """Return the plan of "direct" in a balanced layout, or None if the plan is not known to send every visible key."""
         layout, limited = self.options.layout, self._has("extents")
         if not isinstance(layout, BalancedLayout) or self.traced_layout or self.options.steps is not None:
             return None

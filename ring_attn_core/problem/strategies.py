@@ -1,8 +1,8 @@
-"""The strategies by which ranks send keys: their names, records and step plans, and reasons why a strategy cannot run a call.
+"""The strategies by which ranks send keys: their names, option records and plans, and reasons why one cannot run a call.
 
-The code of the strategies is in ``ring/strategies/`` of both packages. To add one, see ``ring/strategies/__init__.py`` there: a
-strategy has the methods of ``Strategy`` and ``Step`` (``ring/step.py``). The section "Add a strategy" of CONTRIBUTING.md lists
-all steps.
+The code of the strategies is in ``ring/strategies/`` of ring_attn_jax and ring_attn_torch. There a strategy has the methods of
+``Strategy`` and ``Step`` (``ring/step.py``). To add a strategy, follow ``ring/strategies/__init__.py`` and the section "Add a
+strategy" of CONTRIBUTING.md, which lists everything to do.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def chosen(strategy: Strategy, plan: RingPlan) -> str:
 def plan_of_steps(strategy: Strategy, plan: RingPlan, heads: int, kv_heads: int, extents: bool) -> RingPlan:
     """Return the plan that the strategy's steps follow. ``extents``: whether the queries have extents.
 
-    The strategies "direct" and "two_level" have plans of their own. Under "gather" and "ulysses" the steps run on joined shards
-    (JoinedPlan). All other strategies follow ``plan``, and so does each strategy if ``plan`` moves no keys.
+    If ``plan`` moves no keys, the steps follow ``plan``. Otherwise "direct" and "two_level" have plans of their own, "gather" and
+    "ulysses" follow a JoinedPlan (their steps run on joined shards), and all other strategies follow ``plan``.
     """
     name, own = chosen(strategy, plan), {field.name: getattr(plan, field.name) for field in fields(RingPlan)}
     if name == "direct" and isinstance(plan.layout, BalancedLayout):

@@ -1,6 +1,7 @@
-"""The messages and bytes that a rank sends in a call, by strategy, computed from the plan.
+"""The messages and bytes that a rank sends in a call, by strategy, computed from the plan of the call.
 
-With "pull" a rank reads keys from their owner's memory; these reads are counted in place of sends. Gradients are still sent.
+With "pull" a rank reads keys from the memory of the rank that owns them. Each read counts as a sent message. Gradients
+of keys are sent as with any other strategy.
 
 Tests compare these numbers with real transfers. ``data/reader.py`` counts the bytes that a rank reads from the files of a
 dataset; ``problem/decode.py`` states how many bytes of one layer's cache a decoding step reads.
@@ -21,7 +22,7 @@ from .problem import Problem
 class Traffic(NamedTuple):
     """The messages and bytes that one rank sends, equal on all ranks except with the strategy "direct".
 
-    All data sent to one rank at one time is one message; an all-gather of an array is one message to each other rank.
+    Arrays that are sent to a rank together are one message. An all-gather of an array is one message to each other rank.
     """
 
     messages: int
@@ -37,10 +38,10 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class SentSizes:
-    """The sizes of the arrays that a rank sends, in elements or bytes.
+    """The sizes of the arrays in a message, in elements or bytes.
 
-    ``heads``, ``kv_heads``: numbers of query and key heads that are sent. ``shards``: number of joined key shards. ``slice``:
-    number of tokens, if only a part of a shard is sent; None: the whole shard.
+    ``heads``, ``kv_heads``: numbers of query and key heads in the message. ``shards``: number of key shards in the message.
+    ``slice``: number of tokens, if the message holds only a part of a shard; None: the whole shard.
     """
 
     problem: Problem
@@ -66,28 +67,28 @@ class SentSizes:
 
     @property
     def keys(self) -> int:
-        """Return the number of keys of a batch row that are sent."""
+        """Return the number of keys in the message for each batch row."""
         return (self.problem.k_shape[1] if self.slice is None else self.slice) * self.shards
 
     @property
     def queries(self) -> int:
-        """Return the number of (query, head) pairs in a shard."""
+        """Return the number of (query, head) pairs in the shard, over all batch rows."""
         return self.problem.q_shape[0] * self.problem.q_shape[1] * self.heads
 
     @property
     def of_keys(self) -> int:
-        """Return the bytes of the key mask (1 bit a key) and of the key extents (8 bytes a key), if the call has them."""
+        """Return the bytes of the key mask, 1 bit per key, and of the key extents, 8 bytes per key. Absent arrays count 0."""
         b, names = self.problem.k_shape[0], {array.name for array in self.problem.arrays}
         return b * -(-self.keys // 8) * ("key_mask" in names) + b * self.keys * 8 * ("key_extents" in names)
 
     @property
     def of_queries(self) -> int:
-        """Return the bytes of the extents of the queries: 8 for each query, or 0 if the call has no extents."""
+        """Return the bytes of the query extents, 8 bytes per query, or 0 if the call has no query extents."""
         return self.problem.q_shape[0] * self.problem.q_shape[1] * 8 * any(x.name == "extents" for x in self.problem.arrays)
 
 
 def traffic(problem: Problem, rank: int = 0) -> tuple[Traffic, Traffic]:
-    """Return what ``rank`` sends, or with "pull" reads, as a pair (forward, backward)."""
+    """Return the traffic of ``rank`` in a call as a pair (forward, backward). With "pull", reads of keys count as sent."""
     if problem.options.values_in_keys:
         return _traffic(problem, rank)[0], _traffic(problem.ordinary, rank)[1]
     return _traffic(problem, rank)
@@ -101,11 +102,12 @@ def _traffic(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 
 
 def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of the strategy "direct" that ``rank`` sends, as (forward, backward).
+    """Return the traffic of ``rank`` with the strategy "direct", as (forward, backward).
 
-    The forward sends slices of keys. The backward sends these slices again, and the gradients of the received slices. In JAX
-    array sizes are static: a nonempty slice is extended by neighboring keys to the length of the longest slice of the same run
-    and shift on any rank. The added keys and their gradients, which are 0, are counted.
+    At shift s the forward sends slices of keys to rank + s. The backward sends these slices again, and the gradients of received
+    slices to their owners. Array sizes are static in JAX: neighboring keys extend each nonempty slice to the length of the
+    longest slice that any rank sends from the same key run at the same shift. The added keys are counted, and so are their
+    gradients, which are 0.
     """
     plan, even = problem.steps, problem.framework == "jax"
     if isinstance(plan, NeededPlan):
@@ -125,11 +127,11 @@ def _direct(problem: Problem, rank: int) -> tuple[Traffic, Traffic]:
 
 
 def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Traffic]:
-    """Return the traffic of the strategy "direct" in a balanced layout that ``rank`` sends, as (forward, backward).
+    """Return the traffic of ``rank`` with the strategy "direct" in a balanced layout, as (forward, backward).
 
-    The forward sends to each other rank the keys that the queries of that rank see. The backward sends these keys again, and the
-    gradients of received keys to their owners. A key mask travels as 1 byte a key. In JAX each rank sends ``most_tokens`` keys to
-    each other rank, some of them padding.
+    The forward sends to each other rank the keys that the queries of the other rank see. The backward sends these keys again, and
+    the gradients of received keys to their owners. A key mask takes 1 byte per key. In JAX each message is padded to
+    ``plan.most_tokens`` keys.
     """
     others = [other for other in range(plan.ranks) if other != rank % plan.ranks]
     padded = problem.framework == "jax"
@@ -145,10 +147,10 @@ def _needed(problem: Problem, plan: NeededPlan, rank: int) -> tuple[Traffic, Tra
 
 
 def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
-    """Return the traffic of the strategy "ring", or of the ring of groups of "ulysses", as (forward, backward).
+    """Return the traffic of the strategy "ring", or of the ring between the groups of "ulysses", as (forward, backward).
 
-    Each hop sends keys, and in the backward also their gradients. If needed, a last hop sends the gradients to their owner. With
-    joined shards, one message holds the keys of all joined shards.
+    Each hop sends keys, and in the backward also their gradients. If the gradients are then not yet at their owner, one more hop
+    sends them there. With "ulysses", a message holds the key shards of all ranks of a group.
     """
     plan = problem.steps
     head_split = plan.head_split
@@ -161,8 +163,8 @@ def _ring(problem: Problem) -> tuple[Traffic, Traffic]:
 def _once_a_shift(problem: Problem) -> tuple[Traffic, Traffic]:
     """Return the traffic of the strategies "two_way", "pull" and "push" as (forward, backward).
 
-    For each shift except 0 one key shard is sent, and in the backward also its gradients. Under "pull" the keys are read, not
-    sent, and the reads are counted.
+    At shift s a rank attends to the keys of rank - s. For each shift of the plan except 0, a rank sends one key shard, and in the
+    backward also the gradients of one. With "pull" it reads the keys instead, and the reads are counted.
     """
     sizes, hops = SentSizes(problem, 0, problem.k_shape[2]), len(problem.plan.hops)
     keys = Traffic(1, sizes.kv * sizes.item + sizes.of_keys).times(hops)

@@ -14,7 +14,7 @@ class DecodeFeatures(NamedTuple):
     """The optional arguments of ``tree_attention_decode`` that change scores or visibility.
 
     ``tree_mask``: bool [batch, queries, queries]; [b, i, j] is True if query i sees query j. ``window``: number of positions
-    before itself that a query sees. ``sinks``, ``alibi_slopes``: [heads]. ``k_scale``, ``v_scale``: [kv_heads], factors of k, v.
+    before its own that a query sees. ``sinks``, ``alibi_slopes``: [heads]. ``k_scale``, ``v_scale``: [kv_heads], factors of k, v.
     """
 
     tree_mask: Array | None = None
@@ -50,11 +50,11 @@ def plain(
 
 
 def visible(q_positions: Array, k_positions: Array, tree_mask: Array | None, window: int | None) -> tuple[Array, Array]:
-    """Return whether each query sees each slot, bool [batch, queries, slots], and the lags, int of the same shape.
+    """Return two arrays [batch, queries, slots]: whether the query sees the slot (bool), and the lag between them (int).
 
     The lag is the position of the query minus the position of the key. With ``tree_mask``, bool [batch, queries, queries], the
-    queries are nodes of a tree with consecutive ``q_positions``. For lags, a node's position is that of node 0 plus the number of
-    ancestors of the node (the other nodes that it sees).
+    queries are the nodes of a tree, and ``q_positions`` are consecutive. For lags, the position of a node is instead the position
+    of node 0 plus the number of ancestors of the node (the other nodes that the node sees).
     """
     i, j = (x.astype(np.int64) for x in (q_positions[:, :, None], k_positions[:, None, :]))
     if tree_mask is None:

@@ -1,8 +1,8 @@
 """Reference dilated attention in numpy, computed from its definition without folding or rings.
 
-A pattern is a segment length and a dilation. It lets query i of head h see key j if both are in one segment, both have an offset
-in the segment that equals h modulo the dilation, and mask and key mask allow the pair. With n_ij the number of patterns of head h
-that allow (i, j),
+A pattern is a segment length and a dilation. It lets query i of head h see key j if both are in the same segment, if both
+offsets in the segment are congruent to h modulo the dilation, and if mask and key mask allow the pair. With n_ij the number of
+patterns of head h that allow (i, j),
 
     Z_i = sum_j n_ij exp(s_ij)        out_i = sum_j n_ij exp(s_ij) v_j / Z_i        lse_i = log Z_i
 
@@ -54,9 +54,9 @@ def plain(q: Array, k: Array, v: Array, dout: Array, dlse: Array, call: DilatedF
 
 
 def patterns(call: DilatedFeatures, heads: int, queries: Array, keys: Array) -> Array:
-    """Return int8 [patterns, heads, queries, keys]: 1 if the pattern allows the pair in this head, before mask and key mask.
+    """Return int8 [patterns, heads, queries, keys]: 1 if the pattern lets the query see the key, apart from mask and key mask.
 
-    ``queries``, ``keys``: 1-D int arrays of positions. With mixing="heads" a head uses one pattern; the others allow no pair.
+    ``queries``, ``keys``: 1-D int arrays of positions. With mixing="heads" each head uses one pattern; all other entries are 0.
     """
     n, i, j = len(call.segments), queries[:, None], keys
     counts = np.zeros((n, heads, len(queries), len(keys)), np.int8)
@@ -78,9 +78,9 @@ def _attention(
 ) -> Attention:
     """Compute dilated attention and its gradients.
 
-    A query may see a key in several patterns. ``apart`` maps the counts [patterns, ...] to [softmaxes, ...]: it sums them for a
-    single softmax, or returns them unchanged for one softmax per pattern. Several softmaxes are weighted by their denominators.
-    ``rounded``: a function that rounds an array to the precision of the inputs.
+    ``rounded``: a function that rounds an array to the precision of the inputs. ``apart``: a function that maps the result of
+    ``patterns`` to counts [softmaxes, heads, queries, keys]. It either sums over patterns, for a single softmax that counts a key
+    once per pattern, or changes nothing, for one softmax per pattern. The outs of softmaxes are weighted by their denominators.
     """
     b, s, h, d = arrays[0].shape
     share = h // arrays[1].shape[2]
@@ -121,7 +121,7 @@ def _attention(
 
 
 def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
-    """Return probabilities, and lse [..., 1], with each key counted ``count`` times; 0 and -inf if all counts are 0."""
+    """Return probabilities, and lse [..., 1], with each key counted ``count`` times. If all counts are 0, return 0 and -inf."""
     scores = np.where(count > 0, scores, -np.inf)
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
@@ -132,7 +132,7 @@ def _softmax(scores: Array, count: Array) -> tuple[Array, Array]:
 
 
 def _weights(lses: list[Array]) -> tuple[Array, list[Array]]:
-    """Return the lse over all softmaxes together, and the weight of each softmax."""
+    """Return the lse of all softmaxes together, and the weight of each softmax: its denominator over the sum of denominators."""
     top = np.maximum.reduce(lses)
     top = np.where(np.isneginf(top), 0, top).astype(top.dtype)
     each = [np.exp(x - top) for x in lses]

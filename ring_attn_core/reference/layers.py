@@ -1,12 +1,12 @@
 """Reference layers in numpy, forward and backward, in float64 or rounded as a single device rounds in a dtype.
 
     layer        out = o(attention(rotary(q x), rotary(k x), v x)); o, q, k, v are y = x W^T
-    transformer  x = embed[ids]; x += layer(norm x), x += down(silu(gate norm x) * up(norm x)) for every block;
+    transformer  x = embed[ids]; x += layer(norm x), x += down(silu(gate(norm x)) * up(norm x)) for every block;
                  logits = (norm x) embed^T; loss = mean of -log softmax(logits)[label]
 
-Arrays are global, in the natural order of tokens; weights have the names that ``to_numpy`` of both packages uses. A computation
-in a dtype rounds the weights and x, and the result of each linear layer, norm, rotary embedding and activation. Attention rounds
-like ``plain`` of ``oracle.py``.
+Arrays are global, in the natural order of tokens; weights have the names that ``to_numpy`` of both packages uses. With a dtype,
+the weights and x are rounded to it, and so is the result of each linear layer, norm, rotary embedding and activation. Attention
+rounds like ``plain`` of ``oracle.py``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Layers:
         return dx, gradients if inner.dsinks is None else gradients | {at + "sinks": inner.dsinks}
 
     def _inner(self, weights: Arrays, at: str, x: Array, dout: Array | None) -> Attention:
-        """Return attention before the output projection, with its gradients. A ``dout`` of None counts as 0."""
+        """Return attention before the output projection, with gradients for ``dout`` (None: 0). ``at``: start of weight names."""
         q, k, v = (self._heads(self._linear(x, weights[f"{at}{name}.weight"])) for name in "qkv")
         features = self.features._replace(sinks=weights.get(at + "sinks"))._asdict()
         arguments = self._turned(q), self._turned(k), v, self.sizes.mask, np.zeros_like(q) if dout is None else dout

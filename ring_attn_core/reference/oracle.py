@@ -1,7 +1,7 @@
 """Reference attention in numpy: ``exact`` in float64, ``plain`` with the rounding of a single device in a given dtype.
 
-Both take global arrays in the natural order of tokens, without rings or layouts. ``plain`` computes in float32, or in float64 if
-that is the dtype. It rounds probabilities, score gradients, out, dq, dk and dv once each to the dtype. ``exact`` is in
+Both take global arrays in the natural order of tokens, without rings or layouts. ``plain`` computes in float32, or in float64 for
+the dtype float64. It rounds probabilities, score gradients, out, dq, dk and dv once each to the dtype. ``exact`` is in
 ``np.longdouble`` if q is float64.
 """
 
@@ -59,8 +59,9 @@ def exact(q: Array, k: Array, v: Array, mask: Band, dout: Array, dlse: Array | N
     Features.
 
     s_ij = scale q_i . k_j, then s = softcap tanh(s / softcap), then s + slope (k_pos - q_pos), if i sees j;
-    lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j over the j that dropout keeps,
-    rescaled. A fully masked query has out 0 and lse -inf (or its sink), and adds nothing to the gradients of q, k and v.
+    lse_i = log(sum_j exp s_ij + exp sink); p_ij = exp(s_ij - lse_i); out_i = sum_j p_ij v_j, in which dropout sets
+    some p_ij to 0 and rescales the others. A fully masked query has out 0 and lse -inf. With sinks, its lse is the sink of the
+    head. Such a query adds nothing to the gradients of q, k and v.
     """
     working = np.longdouble if q.dtype.itemsize >= 8 else np.float64
     return _attention(_Arrays(q, k, v, dout, dlse), mask, Features(**features), working, lambda x: x)
@@ -82,7 +83,7 @@ def visible(
     key_mask: Array | None = None,
     key_extents: Array | None = None,
 ) -> Array:
-    """Return whether each query sees each key, bool [batch or 1, queries, keys]. ``queries``, ``keys``: global positions."""
+    """Return bool [batch, queries, keys]: whether a query sees a key, both global positions. With ``mask`` alone, batch is 1."""
     i, j = np.array(queries)[:, None], np.array(keys)
     seen = np.ones((1, len(queries), len(keys)), bool)
     if mask.lo is not None:
@@ -179,7 +180,7 @@ def _attention(arrays: _Arrays, mask: Band, features: Features, dtype: Any, roun
 
 
 def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]:
-    """Return ``cap * tanh(scores / cap)`` and its derivative by the scores; the scores and 1 if ``cap`` is None."""
+    """Return ``cap * tanh(scores / cap)`` and its derivative by the scores. If ``cap`` is None, return the scores and 1."""
     if cap is None:
         return scores, 1.0
     bounded = np.tanh(scores / scores.dtype.type(cap))
@@ -187,9 +188,10 @@ def _softcapped(scores: Array, cap: float | None) -> tuple[Array, Array | float]
 
 
 def _dropout(features: Features, groups: tuple[int, int, int], queries: range, keys: range) -> Array:
-    """Return the dropout factor of each probability, 0 or ``rescale(rate)``.
+    """Return the factor by which dropout multiplies each probability: 0, or ``rescale(rate)`` if it is kept.
 
-    Shape: [batch, kv heads, query heads per kv head, queries, keys]. Without dropout, return an array with the single number 1.
+    Shape: [batch, kv heads, query heads per kv head, queries, keys]; ``groups``: the first three sizes. Without dropout, return
+    an array with the single number 1.
     """
     if not features.dropout_rate:
         return np.ones(1)

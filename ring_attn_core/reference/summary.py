@@ -1,6 +1,7 @@
 """Reference summary attention in numpy: ``exact_summary`` in float64, ``plain_summary`` with the rounding of a single device.
 
-Each query takes one dense softmax over its visible tokens and summaries, without rings and without partial summaries.
+A summary is a key and a value, pooled from tokens of a block. Each query takes one dense softmax over the tokens and summaries
+that it sees. Nothing is divided among ranks, so this reference has neither rings nor partial summaries.
 ``exact_summary`` is in ``np.longdouble`` if q is float64.
 """
 
@@ -31,8 +32,9 @@ class SummaryAttended(NamedTuple):
 class SummaryFeatures(NamedTuple):
     """The arguments of ``summary_attention`` that change the result.
 
-    ``block``, ``window``: in tokens. ``summaries``: number of summaries per block. ``pool``: the pooling queries
-    [summaries, kv_heads, head_dim]; None means pooling="mean". ``key_mask``: bool [batch, tokens].
+    ``block``: number of tokens per block. ``window``: minimum number of preceding tokens that a query sees individually.
+    ``summaries``: number of summaries per block. ``pool``: the pooling queries [summaries, kv_heads, head_dim]; None means
+    pooling="mean". ``key_mask``: bool [batch, tokens].
     """
 
     block: int
@@ -131,7 +133,7 @@ def _attention(
 
 
 def _softmax(scores: Array) -> tuple[Array, Array]:
-    """Return the softmax over the last dimension and its log-sum-exp [..., 1]; 0 and -inf if all scores are -inf."""
+    """Return the softmax over the last dimension, and its lse [..., 1]. If all scores are -inf, return 0 and -inf."""
     top = scores.max(-1, keepdims=True, initial=-np.inf)
     top = np.where(np.isneginf(top), 0, top).astype(scores.dtype)
     p = np.exp(scores - top)

@@ -19,8 +19,8 @@ def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
     """Return ||got - exact|| / ||exact|| over finite entries.
 
     Return inf if the arrays differ at an entry where one of them is NaN or infinite. The divisor is at least the norm of an array
-    whose entries are all 0.01, because exact values may be (nearly) zero, as in the gradient of a query that sees one key. Raise
-    ValueError if the shapes differ.
+    of the same size in which every entry is 0.01. This lower bound is needed because exact values may be (nearly) zero, e.g. the
+    gradient of a query that sees one key. Raise ValueError if the shapes differ.
     """
     got, exact = np.asarray(got, np.longdouble), np.asarray(exact, np.longdouble)
     if got.shape != exact.shape:
@@ -35,17 +35,17 @@ def relative_error(got: np.ndarray, exact: np.ndarray) -> float:
 
 
 def bound(plain: np.ndarray, exact: np.ndarray, dtype: str) -> float:
-    """Return the allowed relative error: twice the error of the plain computation in ``dtype``, plus two roundings."""
+    """Return the allowed relative error: twice the error of ``plain``, plus two times UNIT_ROUNDOFF for ``dtype``."""
     return 2 * relative_error(plain, exact) + 2 * UNIT_ROUNDOFF[dtype]
 
 
 def bound_of_sinks(plain: Attention, exact: Attention, arrays: Mapping[str, np.ndarray], dtype: str) -> float:
     """Return the allowed relative error of the gradient of sinks. ``arrays``: the sinks [heads], and the gradients dout and dlse.
 
-    The gradient has few numbers, so the plain computation may be accurate by chance and ``bound`` too strict. Each number is a
-    sum over queries. This function assumes that the errors of the terms are independent, and that each is the error of the plain
-    computation plus a rounding. The standard deviation of the sum is then the norm of these errors. The result allows 5 standard
-    deviations, or ``bound`` if that is larger.
+    The gradient has one number per head, so ``plain`` may be accurate by chance, and then ``bound`` is too strict. Each number is
+    a sum with one term per query. This function assumes that the errors of the terms are independent, and that each consists of
+    the error of the term in ``plain`` and one rounding. The standard deviation of the sum is then the norm of all these errors.
+    The result allows 5 standard deviations, or ``bound`` if that is larger.
     """
     assert plain.dsinks is not None and exact.dsinks is not None
 

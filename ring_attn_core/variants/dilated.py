@@ -1,4 +1,4 @@
-"""Dilated attention as ring attention over the tokens that each head keeps: positions, visibility and shifts.
+"""Dilated attention as ring attention over the tokens that each head keeps: positions, visibility and ring steps.
 
 A pattern (w, r) splits the sequence into segments of w tokens, and head h keeps the tokens at positions p with
 ``p % r == h % r``. Heads with equal ``h % r`` form a head group. A rank splits its shard into folded batches, one for each batch
@@ -9,11 +9,11 @@ stretch i. With folded batches as batch rows, a pattern is one ring attention in
     group 0 (heads 0, 2, ...)               #   #   #   #         slots 0 1 2 3
     group 1 (heads 1, 3, ...)                 #   #   #   #       slots 0 1 2 3
 
-Slot i of group t on rank R is position ``base(R) + i r + t``. If r does not divide a shard, ``base(R)`` lies up to r - 1 tokens
-before the shard, and the first or last slot may hold no token of the rank; a key mask hides such slots. The slots of all ranks
-are in order of position, so a query sees one interval of the slots of its folded batch: an extent.
+Slot i of group t on rank R has position ``base(R) + i r + t``. If r does not divide the shard length or the index of the
+pattern's first head, ``base(R)`` lies up to r - 1 positions before the shard, and the first or last slot may hold no token of
+the rank: extents or a key mask hide it. Tokens ascend over all ranks' slots, so a query sees an interval of slots: its extent.
 
-Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). A rank, slot or group may be an int or an array of any framework.
+Source: LongNet (Ding et al., arXiv:2307.02486, section 2.2). Ranks, slots and groups are ints or arrays of any framework.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MIXINGS = ("softmax", "heads")
 
 
 class Patterns(NamedTuple):
-    """Segments, dilations and mixing of a call, named like the arguments of ``dilated_attention``."""
+    """Arguments of ``dilated_attention``. ``mixing``: "softmax" if each head uses all patterns, "heads" if each uses one."""
 
     segments: Any
     dilations: Any
@@ -74,7 +74,7 @@ class Patterns(NamedTuple):
         return Patterns(*zip(*pairs, strict=True), self.mixing)  # type: ignore[call-arg]
 
     def keywords(self, options: Options) -> dict[str, Any]:
-        """Return the keyword arguments of ``dilated_attention``, except ``length``: these patterns, and values of ``options``."""
+        """Return the keyword arguments of ``dilated_attention`` except ``length``, from these patterns and ``options``."""
         names = "mask", "scale", "softcap", "strategy", "backend", "deterministic"
         return self._asdict() | {name: getattr(options, name) for name in names}
 
@@ -118,7 +118,7 @@ def batches_of(problem: Problem, options: Patterns) -> tuple[FoldedBatches, ...]
 
 
 def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
-    """Shorten a long segment or dilation so that it fits int32 and keeps the same tokens. ``most``: max(tokens, heads)."""
+    """Return (segment, dilation), shortened to fit int32; heads keep the same tokens. ``most``: max(tokens, heads)."""
     # A longer segment is the whole sequence; with a longer dilation a head keeps only the token at its own index.
     dilation = min(dilation, most)
     return min(segment, -(-most // dilation) * dilation), dilation
@@ -127,9 +127,9 @@ def _within(segment: int, dilation: int, most: int) -> tuple[int, int]:
 class HeadSelection(NamedTuple):
     """The heads of an array that a pattern uses (kept heads), and the head groups that hold them.
 
-    Take heads ``first`` to ``end`` (exclusive), and repeat each ``repeat`` times in place. Drop the first ``skip`` of the result;
-    the next ``selected`` are the kept heads. The groups form ``spread`` sets of ``together`` consecutive groups. Kept head j is
-    head ``j // spread`` of each group in set ``j % spread``: with 2 sets, each group of set 0 has the kept heads 0, 2, 4 ...
+    To find the kept heads, list the heads ``first`` to ``end`` (exclusive), each ``repeat`` times in succession. Skip ``skip`` of
+    the list, and take the next ``selected``. The head groups form ``spread`` sets, each of ``together`` consecutive groups. Every
+    group of set s has, in this order, the kept heads s, s + spread, ...: with 2 sets, the groups of set 0 have 0, 2, 4 ...
     """
 
     first: int
@@ -148,11 +148,11 @@ class HeadSelection(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FoldedBatches:
-    """The folded batches of one pattern (segment, dilation): batch rows of only those tokens that a group of heads keeps.
+    """The folded batches of one pattern (segment, dilation): batch rows that hold only the tokens that a head group keeps.
 
-    ``segment``, ``dilation``: in tokens. ``first``, ``heads``: the first query head that uses the pattern, and how many do.
-    ``group_size``: query heads that share a key head. ``ranks``, ``local``: numbers of ranks and of tokens in a shard.
-    ``length``: number of true tokens in all shards. ``mask``: a Band in token positions.
+    ``segment``, ``dilation``: in tokens. ``first``: the first query head that uses the pattern. ``heads``: the number of query
+    heads that use it. ``group_size``: query heads per key head. ``ranks``: number of ranks. ``local``: tokens in a shard.
+    ``length``: tokens in all shards, without padding. ``mask``: a Band in token positions.
     """
 
     segment: int
@@ -176,7 +176,7 @@ class FoldedBatches:
         return self.first % self.dilation
 
     def front(self, rank: Any) -> Any:
-        """Return how many positions of a rank's first slot, 0 to ``dilation - 1``, lie before the rank's shard."""
+        """Return the number of positions, 0 to ``dilation - 1``, by which a rank's slots begin before its shard."""
         return (rank * self.local - self.shift) % self.dilation
 
     @cached_property
@@ -208,8 +208,8 @@ class FoldedBatches:
     def of_keys(self) -> HeadSelection:
         """The heads of k and v that the pattern uses, and the head groups that hold them.
 
-        A group holds one copy of each key head that its query heads read, if the pattern uses all query heads of each key head,
-        and ``head_groups`` divides ``group_size`` or is a multiple of it. Otherwise it holds a copy for each of its query heads.
+        If the pattern uses all query heads of each key head, and ``head_groups`` divides ``group_size`` or is a multiple of it, a
+        head group holds one copy of each key head that its query heads read. Otherwise it holds one copy for each query head.
         """
         first, end = self.first // self.group_size, -(-(self.first + self.heads) // self.group_size)
         whole = self.first % self.group_size == 0 and self.heads % self.group_size == 0
@@ -221,17 +221,17 @@ class FoldedBatches:
 
     @property
     def needs_extents(self) -> bool:
-        """True if ``band`` alone may leave invisible slots unmasked, so that each slot (place for a token) needs an extent."""
+        """True if queries need extents: ``band`` may admit slots of other segments, of padding, or outside of the mask."""
         return not (self.aligned and self.segment >= self.length and self.length % self.dilation == 0)
 
     @property
     def needs_key_mask(self) -> bool:
-        """True if an extent may contain a slot without a token."""
+        """True if an extent over several ranks may contain a slot without a token, the first or last slot of a rank."""
         return not self.aligned and self.ranks > 1
 
     @cached_property
     def band(self) -> Band:
-        """The part of the mask that is a band over slots; extents hold the rest. Causal or full if ``aligned`` is False."""
+        """The mask as a band over slots. If ``aligned`` is False, only causal or full: extents express the rest of the mask."""
         r, (lo, hi) = self.dilation, (self.mask.lo, self.mask.hi)
         lo, hi = None if lo is None else -(-lo // r), None if hi is None else hi // r
         if self.aligned:
@@ -239,10 +239,10 @@ class FoldedBatches:
         return causal() if lo == 0 else full()
 
     def visible(self, rank: Any, slot: Any, of_group: Any) -> tuple[Any, Any, Any]:
-        """Return (holds, first, end) of a slot of the head group ``of_group``.
+        """Return (holds, first, end) for a slot of the head group ``of_group``.
 
-        ``holds``: the slot holds a token, not padding. ``first``, ``end`` (exclusive): the slot's extent, of slots of all ranks
-        (``slots`` per rank), or (0, 0) if empty. The query in the slot may see the slots of its extent that ``band`` allows.
+        ``holds``: True if the slot holds a token, not padding. ``first``, ``end`` (exclusive): the extent of the query in the
+        slot, counted in slots over all ranks; (0, 0) if empty. The query may see the slots of its extent that ``band`` allows.
         """
         p = self.position(rank, slot, of_group)
         start = rank * self.local
@@ -286,7 +286,7 @@ class FoldedBatches:
         return tuple(sorted(shifts))
 
     def options(self, options: Options) -> Options:
-        """Return the options of the pattern's ring attention over folded batches. ``options``: those of the whole call."""
+        """Return the ``options`` of the whole call, changed for this pattern's ring attention over folded batches."""
         length = self.length // self.dilation if self.aligned and self.length % self.dilation == 0 else None
         steps = self.steps if self.needs_extents else None
         return replace(options, mask=self.band, length=length, kv_length=None, steps=steps)

@@ -77,7 +77,7 @@ class SummaryOptions:
         self.exact(causal())
 
     def exact(self, mask: Band) -> Options:
-        """Return the options of exact attention under ``mask``: layout "contiguous", and the values of this record."""
+        """Return the options of exact attention with ``mask`` and layout "contiguous"; copy the other values from this object."""
         return Options(
             layout="contiguous",
             mask=mask,
@@ -96,12 +96,12 @@ class SummaryOptions:
 
     @property
     def stands_for(self) -> float:
-        """Number of tokens that one summary represents, masked ones included; its logarithm is added to the summary's scores."""
+        """Number n of tokens that one summary represents, masked tokens included; log n is added to the summary's scores."""
         return self.block / self.summaries
 
     @property
     def compared(self) -> tuple[tuple[str, Any], ...]:
-        """The options by name, for comparison between ranks."""
+        """Pairs (name, value) of all options. Ranks compare them to check that all ranks passed the same options."""
         return tuple([(name, getattr(self, name)) for name in OPTION_NAMES])
 
 
@@ -121,8 +121,9 @@ class SentBytes(NamedTuple):
 class SummaryPlan:
     """The plan of summary attention over a ring. ``local``: tokens of a shard, padding included.
 
-    The first ``blocks`` blocks are summarized, because some query sees them as summaries. They hold no padding. A rank pools its
-    tokens of each such block into the partial summaries of the block, which take one slot. Every rank has ``slots`` slots.
+    The first ``blocks`` blocks are summarized, because some query sees them as summaries. These blocks hold no padding. From its
+    own tokens of such a block, a rank makes partial summaries. A slot holds the partial summaries of one block on one rank. Every
+    rank has ``slots`` slots.
     """
 
     options: SummaryOptions
@@ -136,7 +137,7 @@ class SummaryPlan:
 
     @property
     def blocks(self) -> int:
-        """Number of blocks that some query sees as summaries: those before the first token that the last query sees exactly."""
+        """Number of blocks that the last query sees as summaries. No query sees more, so only these blocks are summarized."""
         return max(self.length - 1 - self.options.window, 0) // self.options.block
 
     @property
@@ -150,7 +151,7 @@ class SummaryPlan:
     def owners(self) -> int:
         """The largest number of ranks that a block may span.
 
-        Within a shard, blocks start at multiples of ``gcd(block, local)``; the block at the last such start spans the most ranks.
+        Blocks start within a shard at multiples of ``gcd(block, local)``. A block at the last multiple spans the most ranks.
         """
         block, local = self.options.block, self.local
         latest = local - gcd(block, local)
@@ -160,15 +161,15 @@ class SummaryPlan:
     def exact_options(self) -> Options:
         """The options of attention to the tokens that are seen exactly.
 
-        The mask is a window wide enough for every query. Each query also has an extent, which starts at a block's first token and
-        narrows the window. If no block is summarized, the mask is causal.
+        The mask is a sliding window that holds the exact tokens of every query. The extent of a query narrows this window: the
+        extent starts at the token ``first``, at which a block starts. If no block is summarized, the mask is causal.
         """
         reach = self.options.window + self.options.block - 1
         return self.options.exact(sliding_window(reach) if self.blocks else causal())
 
     @property
     def ring(self) -> RingPlan:
-        """The ring plan of attention to the tokens that are seen exactly. Raise ValueError if the length does not fit."""
+        """The ring plan of attention to the exactly seen tokens. Raise ValueError if ``length`` does not fit the shards."""
         lengths: Any = (None, self.options.length)
         return RingPlan("contiguous", self.exact_options.mask, self.ranks, self.local, *lengths)
 
@@ -179,10 +180,10 @@ class SummaryPlan:
         return clamp(positions - window, 0, self.length) // block * block
 
     def pooled(self, slot_of: Any, index: Any, rank: Any) -> tuple[Any, Any]:
-        """Return (first, end) of the local tokens ``first .. end - 1`` that ``rank`` pools for one summary.
+        """Return (first, end): ``rank`` pools its local tokens ``first .. end - 1`` for one partial summary.
 
-        ``slot_of``: the slot of the block on this rank; ``index``: the index of the summary within the block. An empty slot has
-        an empty interval.
+        ``slot_of``: the slot of the block on this rank. ``index``: the index of the summary within the block. The interval is
+        empty if the slot holds no block.
         """
         block, width = self.options.block, self.options.width
         start = rank * self.local
@@ -192,10 +193,10 @@ class SummaryPlan:
         return here(of_summary), here(of_summary + width)
 
     def held(self, block: Any, owner: Any) -> tuple[Any, Any]:
-        """Return the index of a partial summary of ``block`` among all ranks' slots, and whether this summary exists.
+        """Return (slot, exists): the slot of ``block`` on one rank, counted over all ranks, and whether this rank has the block.
 
-        ``owner`` selects the rank that made the summary: 0 is the first rank with tokens of the block. If the block lies on too
-        few ranks, the summary does not exist, and the index is that of the first rank's summary.
+        ``owner`` selects the rank: 0 is the first rank with tokens of the block, 1 the next rank. If the block lies on too few
+        ranks, ``exists`` is False, and the slot is that of the first rank.
         """
         size, local = self.options.block, self.local
         first = block * size // local
@@ -209,9 +210,10 @@ class SummaryPlan:
         ``dims``: (head_dim, v_dim). ``itemsize``: bytes of an element of q, k and v.
 
         Forward: each hop of the exact attention sends a shard of k and v, and its key mask as bits. An all-gather sends this
-        rank's partial summaries, each head_dim + v_dim + 1 numbers (one more with a key mask) in the accumulation dtype.
+        rank's partial summaries in the accumulation dtype. For each key head a partial summary has head_dim + v_dim + 1 numbers,
+        and one more with a key mask.
 
-        Backward: each hop sends k, v and the key mask again, and the gradients of k and v in the accumulation dtype; one more hop
+        Backward: each hop sends k, v and the key mask again, and the gradients of k and v in the accumulation dtype. One more hop
         returns these gradients to their owner. A reduce-scatter returns the gradients of the partial summaries to the ranks that
         made them. An all-gather or reduce-scatter counts as a send to each other rank.
         """
@@ -227,7 +229,8 @@ class SummaryPlan:
 def checked(shapes: dict[str, tuple[int, ...]], pool: OptionalArray | None, options: SummaryOptions, ranks: int) -> SummaryPlan:
     """Return the plan of a call. ``shapes``: shapes of q, k and v. ``pool``: shape and dtype of the pooling's queries, or None.
 
-    Raise ValueError if an array is not 4-D, if the numbers of tokens differ, or if ``pool`` or the length does not fit.
+    Raise ValueError if an array is not 4-D, if the numbers of tokens of q, k and v differ, if ``pool`` is missing, not needed, or
+    of a wrong shape or dtype, or if ``length`` does not fit the shards.
     """
     for name, shape in shapes.items():
         if len(shape) != 4:

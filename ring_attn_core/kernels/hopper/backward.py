@@ -7,20 +7,21 @@ One pass over the key tiles computes the same as portable/backward_dq.py and por
 instead of 7. The products take p^T and ds^T from registers. ds also passes through shared memory, for dq; each warpgroup
 computes one half of dq.
 
-Shapes     as in the portable kernels, and dq_RX; q, dout, k and v are read through TMA descriptors
-Program    one for each (tile of 128 keys, key head, batch row). It visits the queries that see these keys, in every query head of
-           the group. Two warpgroups of 64 keys form one partition of 8 warps, which computes. It is the first partition, because
-           the others get shared-memory addresses as numbers, which take registers. Three single warps serve it: the scout
+Shapes     as in the portable kernels, and dq_RX (see Sums); q, dout, k and v are read through TMA descriptors
+Program    each has one (tile of 128 keys, key head, batch row), and visits the queries that see these keys, in every query head
+           of the group. Two warpgroups of 64 keys each compute. These 8 warps are the first partition, because other partitions
+           get shared-memory addresses as numbers, which take registers. The other partitions are three single warps: the scout
            and the producer load k, v, q, dout, lse2 and delta (backward_producer.py), the adder adds dq by TMA to float32 sums
-Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumulators' registers, then the turn of each query
-           tile: how many key tiles have added to it (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
-Order      key tiles add to a query tile in ascending order, each when its turn comes, so two runs give the same bits. Programs
-           start in the same order, so none waits for a later one. All programs walk from the last queries to the first, so each
-           follows the one before, and only the adder warps wait for turns
-Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds), or with key extents by its intervals.
-           With extents the scout stores a word per query with the keys that it sees; every score is masked
+Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumulators' registers. After the sums of all tiles it
+           holds one counter for each query tile, its turn: the number of key tiles that have added to the query tile's sums
+           (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
+Order      key tiles add to a query tile in ascending order: each waits until the turn equals the number of key tiles before it.
+           So two runs give the same bits. Programs start in the same order, so none waits for a later program. All programs walk
+           from the last queries to the first, each behind the one before, and only the adder warps wait for turns
+Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds) or, with key extents, by its intervals
+           (extent_lists.py). With extents the scout stores the visible keys of each query as an int32; every score is masked
 ALiBi      the scout subtracts the queries' part of the bias from lse2; the keys' part is one number per key
-Dropout    the sign of p holds the mask for dv and ds, which costs 20 % (heads of 128). A mask of bools costs 30 %: ptxas packs it
+Dropout    the sign of p holds the mask for dv and ds: 20 % slower (heads of 128), not 30 % as with bools, which ptxas packs
 Tiles      BLOCK_Q comes from ``queries`` of launches.py, the stages from ``backward`` there
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 
@@ -118,8 +119,7 @@ class BackwardArguments(NamedTuple):
 
 
 class BackwardSharedMemory(NamedTuple):
-    """The tiles in shared memory, and mbarriers (``*_full``). The producer alone waits for ``own_full``, consumers for the
-    rest."""
+    """Shared memory: tiles, ``Steps`` and mbarriers. The producer waits for ``own_full``, consumers for the other ``*_full``."""
 
     q: Any
     dout: Any
@@ -280,9 +280,9 @@ def consumer(args, shared, work, sizes: gl.constexpr):
 class RunOfQueries(NamedTuple):
     """A run of queries, with the interval of queries that see each key of the program.
 
-    Without extents, the band lets queries ``begin .. begin + width`` see a key. With extents, ``begin`` is the key's index in the
-    key tile. With key extents, queries ``first_query .. first_query + queries - 1`` may see a key. ``bias``: the keys' part of
-    the ALiBi bias, in base 2. ``stream``: the Philox key of the head's dropout mask.
+    ``begin``, ``width``: the band lets queries ``begin .. begin + width`` see a key; but with extents, ``begin`` is the key's
+    index in the key tile. ``first_query``, ``queries``: with key extents, the first query that may see a key, and the number of
+    such queries. ``bias``: the keys' part of the ALiBi bias, in base 2. ``stream``: the Philox key of the head's dropout mask.
     """
 
     begin: Any
@@ -299,9 +299,9 @@ class RunOfQueries(NamedTuple):
 
 @gluon.jit
 def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
-    """Return run ``q_run`` of a head's queries as ``RunOfQueries`` for the keys ``j``.
+    """Return the query run with index ``q_run`` as a ``RunOfQueries`` for query head ``head`` and the keys ``j``.
 
-    ``seen``: the mask of ``keys_seen_by_some``; keys outside the mask get an empty interval.
+    ``seen``: the result of ``keys_seen_by_some``; a key that no query sees gets an empty interval of queries.
     """
     row = load_row(args.rows, q_run * sizes.K_RUNS + work.k_run)
     if args.key_ranges is None:
@@ -328,9 +328,9 @@ def visit_queries(
 ):  # fmt: skip
     """Visit one query tile: add to dk and dv, hand dq to the adder warp, and return the next tile's position, s, dk and dv.
 
-    ``at``: this tile's position (stage, mbarrier phase, step). ``s``: k q^T, on entry of this tile, on return of the next tile.
-    The product for the next tile runs together with those for dq and dk. No product stays in flight at the end, because ptxas
-    would serialize products across a loop's edge.
+    ``at``: this tile's position (stage of q, phase of its mbarrier, step). ``s``: k q^T of this tile; the returned s is k q^T of
+    the next tile, a product that runs together with those for dq and dk. No product stays in flight between two calls, because
+    ptxas serializes products that cross the edge of a loop.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
@@ -412,7 +412,7 @@ def visit_queries(
 
 @gluon.jit
 def visible(m0, run, shared, number, args, sizes: gl.constexpr):
-    """Return the mask of visible pairs, bool [keys, queries], of the query tile at ``m0``, with index ``number`` in ``Steps``."""
+    """Return the mask, bool [keys, queries], of visible pairs in the query tile from ``m0`` on, tile ``number`` of ``Steps``."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)

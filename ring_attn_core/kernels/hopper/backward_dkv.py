@@ -1,10 +1,11 @@
 """The key side of the Hopper backward, in Gluon: zeroing keys and values that no query sees, and storing dk and dv.
 
-    dk, dv = gradients of this step + dk_in, dv_in        without dk_in, dv_in at the first step
+    dk, dv = gradients of this step + dk_in, dv_in        without dk_in, dv_in if FIRST
 
 Shapes     a tile of 128 keys in 8 warps, or of 64 in 4; dk_BTGD, dv_BTGE, or both packed in one array
-State      FIRST: dk and dv start at 0; else at dk_in and dv_in (f32), which dk and dv may overwrite in place
-Precision  f32; dk and dv are rounded to 16 bits if the keys do not travel, because their only step (FIRST) completes them
+State      FIRST, at the first step and in the one-pass backward at every step: dk and dv start at 0. Else they start at dk_in and
+           dv_in (f32), which they may overwrite in place
+Precision  f32; if the keys do not travel along the ring, their only step (FIRST) completes dk and dv and rounds them to 16 bits
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 
 @gluon.jit
 def hide_unseen(tile, args, work, sizes: gl.constexpr):
-    """Zero the keys or values in ``tile`` that no query sees, because 0 times NaN is NaN.
+    """Zero the keys or values in ``tile`` that no query sees: they may hold NaN, and 0 times NaN is NaN.
 
-    With extents or key extents, set every element that is not finite to 0, visible or not. A query that sees a NaN has NaN in
-    out. Its gradients are all NaN without extents, but not with them.
+    With extents or key extents, zero every other element that is not finite too. Either way the out of a query that sees a NaN
+    is NaN. All gradients of this query are NaN without extents; some may be finite with extents.
     """
     LINES: gl.constexpr = rows_by_lines(tile.shape[1], gl.num_warps())
     j = work.n0 + gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES))

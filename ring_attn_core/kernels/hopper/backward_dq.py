@@ -1,12 +1,13 @@
 """The gradient of the queries in the Hopper backward: summed by TMA in a fixed order, and rounded at the end.
 
     sums[q tile] += ds k of a key tile          in the order of the key tiles, so that two runs give the same bits
-    dq = scale sums                             ``hopper_dq``, once per ring
+    dq = scale * sums                           ``hopper_dq``, once per ring
 
 Shapes     sums_RX f32 [rows, 256] -> dq_BSHD. Each query tile has SUM_ROWS rows of sums, in the order of the accumulators'
-           registers. Behind the sums of all tiles the array holds the tiles' turns, one word per query tile (``TURN_SPACING``
-           words apart): the number of key tiles that have added to its sums in this step
-Program    ``adder`` is a warp of the backward; ``hopper_dq`` runs one program for each (q tile, head, batch row)
+           registers (``hand_over``). After the sums of all tiles, sums_RX holds one counter for each query tile, its turn: the
+           number of key tiles that have added to its sums in this launch. The counters are ``TURN_SPACING`` words apart
+Program    ``adder`` is a warp of the backward, and its steps are the query tiles that the program visits; ``hopper_dq`` runs one
+           program for each (q tile, head, batch row)
 Precision  f32; dq is rounded once to the input dtype
 """
 
@@ -31,7 +32,7 @@ TURN_SPACING = gl.constexpr(launches.TURN_SPACING)
 
 @gluon.jit
 def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
-    """Add the dq of each step to the sums of the step's query tile by TMA, after all earlier key tiles have done so."""
+    """Add the dq of each step to the sums of its query tile by TMA, as soon as all earlier key tiles have added theirs."""
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     batch_rows = gl.num_programs(0) // (gl.cdiv(work.k_slot, sizes.BLOCK_K) * sizes.K_RUNS * sizes.G)
     words = args.sums + (batch_rows * sizes.H * sizes.Q_RUNS * tiles).to(gl.int64) * SUMS
@@ -65,7 +66,7 @@ def adder(dq_in_RX, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
-    """Return how many key tiles add to a query tile's dq before the program's key tile does, and how many add in all."""
+    """Return (turn, turns): the number of key tiles that add to a query tile's dq before the program's key tile, and in all."""
     turn = 0
     turns = 0
     for k_run in range(sizes.K_RUNS):
@@ -90,10 +91,10 @@ def turn_of(args, work, sizes: gl.constexpr, q_run, tile):
 
 @gluon.jit
 def wait_for_turn(at, turn):
-    """Spin until the counter at ``at`` is ``turn``: that many programs have added to the query tile, and the sums are visible.
+    """Spin until the counter at ``at`` equals ``turn``: ``turn`` programs have then added to the sums, and the sums are visible.
 
-    The load is relaxed, because an acquire would empty the L1 cache at each step; TMA adds in the L2 cache, so L1 does not
-    matter.
+    The load of the counter is relaxed, because an acquire would empty the L1 cache at each step. A stale L1 does no harm,
+    because TMA adds in the L2 cache.
     """
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
@@ -109,7 +110,7 @@ def wait_for_turn(at, turn):
 def next_turn(at, by):
     """Wait until this program's addition is complete, then add ``by`` to the turn counter at ``at``.
 
-    ``by``: 1, or minus the counter's value to reset it to 0.
+    ``by``: 1; for the last key tile the negated value of the counter, which resets the counter to 0.
     """
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + at.to(gl.int64)
@@ -144,7 +145,7 @@ def hand_over(dq, tile, BLOCK_Q: gl.constexpr):
 
 @constexpr_function
 def layout_of_dq(block_q):
-    """Return the layout of dq in two warpgroups: each has half of the columns of [64, 128], or half of the rows of [128, 64]."""
+    """Return the layout of dq in two warpgroups: each holds half of dq, 64 columns of [64, 128] or 64 rows of [128, 64]."""
     return gl.NVMMADistributedLayout([3, 0], [4, 2] if block_q == 64 else [8, 1], [16, 64, 16])
 
 

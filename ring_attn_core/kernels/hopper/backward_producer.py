@@ -6,16 +6,16 @@
 Both warps serve backward.py and, in the two-pass backward, wide_dkv.py. The other pass, wide_dq.py, has a separate producer,
 wide_dq_producer.py.
 
-The scout finds the query tiles that the program visits. For each it stores lse2, delta and the index of the tile's first query;
-with extents it also stores one int32 per query, with its first visible key and its number of visible keys. It reads global
-memory, so it works ahead of the producer, which then issues a load as soon as the consumers release a stage (barriers.py). TMA
-cannot read lse2 and delta, because they are not aligned to 16 bytes. With ALiBi the scout subtracts from lse2 the bias between
-each query and the program's first key.
+A step is one query tile that the program visits. The scout finds these tiles. For each it stores the index of the tile's first
+query, and each query's lse2 and delta; with extents also each query's first visible key and number of visible keys, in one
+int32. The scout reads global memory, so it works ahead of the producer. The producer can then issue a load as soon as the
+consumers release a stage (barriers.py). TMA cannot read lse2 and delta, because they are not aligned to 16 bytes. With ALiBi the
+scout subtracts from lse2 the bias between each query and the program's first key.
 
 Blank queries (plan/ring.py), which see no key, may hold NaN, and 0 times NaN is NaN. Without a sink their lse is -inf, and their
-lse2 is set to inf. The load of a tile with an infinite lse2 signals an mbarrier of the producer, which zeroes the rows of these
-queries before it signals the consumers. With sinks lse2 is finite, and ``attend/kernels.py`` of both packages has already
-replaced NaN by 0.
+lse2 is set to inf. If a tile has an infinite lse2, its load signals ``own_full``, an mbarrier for which only the producer waits.
+The producer then zeroes the rows of the blank queries and signals the consumers. With sinks lse2 is finite, and
+``attend/kernels.py`` of both packages has already replaced NaN by 0.
 
 Shapes     ``sources``: q_BSHD, dout_BSHE, k_BTGD, v_BTGE as ``Parts`` of TMA descriptors; lse2_BHS, delta_BHS f32;
            key_ranges int32 [B, k_runs, 2, S] (portable/extent_lists.py)
@@ -49,9 +49,9 @@ MASKED_ROWS = gl.constexpr(1 << 29)
 class Steps(NamedTuple):
     """The data of STEPS query tiles in shared memory, one tile per step, and the mbarriers of the scout and the producer.
 
-    ``first_query``: index of a tile's first query, with flags. ``lse2``, ``delta``: f32, one for each query. ``seen``: a word
-    for each query with its visible keys, see ``seen_of_tile``; a placeholder without extents. ``full``: mbarriers on which the
-    scout signals that it has stored a step. ``free``: mbarriers on which the producer signals that consumers have read the step.
+    ``first_query``: index of a tile's first query, plus the flags WHOLE and MASKED_ROWS. ``lse2``, ``delta``: f32 for each query.
+    ``seen``: result of ``seen_of_tile``; a placeholder without extents. ``full``: mbarriers by which the scout signals that it
+    has stored a step. ``free``: mbarriers by which the producer signals that the consumers have read a step.
     """
 
     first_query: Any
@@ -192,9 +192,10 @@ def producer(sources, args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def bring_queries(source, at, full, tiles, stage, clean, cleaned, number, shared, TAIL: gl.constexpr):
-    """Load a tile of q or dout by TMA. Unless ``clean``, zero the rows of blank queries, whose lse2 is infinite.
+    """Load a tile of q or dout by TMA into stage ``stage`` of ``tiles``, and signal the mbarrier ``full``.
 
-    ``cleaned``: number of tiles that this program has zeroed so far. ``number``: index of the step in ``Steps``.
+    ``at``: (batch row, token, head). Unless ``clean``, zero the rows of blank queries, whose lse2 is infinite. ``cleaned``: the
+    number of tiles in which this program has zeroed rows so far. ``number``: index of the step in ``Steps``.
     """
     ROWS: gl.constexpr = tiles.main.shape[2]
     WIDTH: gl.constexpr = tiles.main.shape[4] + TAIL
@@ -216,7 +217,7 @@ def bring_queries(source, at, full, tiles, stage, clean, cleaned, number, shared
 
 @gluon.jit
 def zero_fully_masked(tiles, stage, lse2):
-    """Zero the rows of q or dout in shared memory whose lse2 is infinite, eight rows at a time to save registers."""
+    """Zero each row of a q or dout tile in shared memory if its query's lse2 is infinite; eight rows at a time save registers."""
     ROWS: gl.constexpr = tiles.shape[2]
     COLUMNS: gl.constexpr = tiles.shape[4]
     LINES: gl.constexpr = rows_by_lines(64, 1)

@@ -1,9 +1,9 @@
 """The scheduler of the Hopper backward, in Gluon: the query tiles that a program visits for its key tile.
 
-    visited = query tiles that meet the band of the key tile. With extents their bounds (backward_sums.py), with key extents
-              their intervals (extent_lists.py), must meet the key tile too
+    visited = query tiles that may see the key tile: by the band; with extents also by the query tile's bounds (backward_sums.py);
+              with key extents also by the query tile's intervals of key tiles (extent_lists.py)
 
-A program walks a run of queries from its last tile to its first. So programs follow each other, and the adder warps rarely wait.
+Each program walks a run of queries from the last tile to the first. So programs follow each other, and adder warps rarely wait.
 
 Shapes     rows int32 [q_runs, k_runs, fields], bounds int32 [B, q tiles, 4] (portable/backward_sums.py), query_tiles int32
            [B, k tiles, q_runs, 4] and intervals (portable/extent_lists.py)
@@ -27,8 +27,8 @@ class KeyWork(NamedTuple):
     ``group``: key head. ``k_tile``: index of the key tile in run ``k_run``. ``n0``: local index of the tile's first key.
     ``k_slot``, ``q_slot``: tokens of a key run and of a query run, padding included.
 
-    ``first``, ``last``: range of query tiles in each query run, ``last`` exclusive. ``visited``: how many of these tiles the
-    program visits for one query head. ``steps``: the sum of ``visited`` over the runs and the query heads of the key head.
+    ``first``, ``last``, ``visited``: one number for each query run. For each query head, the program visits ``visited`` of the
+    tiles ``first .. last - 1``. ``steps``: the sum of ``visited`` over the query runs, times the query heads of the key head.
     """
 
     batch: Any
@@ -118,7 +118,7 @@ def walk_of(work, q_run):
 
 @gluon.jit
 def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
-    """Return whether the program visits a query tile: without ``gaps`` always, else if the tile's extents meet the key tile."""
+    """Return whether the program visits a query tile: always without ``gaps``; else if the tile's extents meet the key tile."""
     if args.query_tiles is None:
         some = True
     else:
@@ -141,11 +141,11 @@ def queries_of_keys(j, args, work, row):
 
 @gluon.jit
 def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
-    """Count the key tiles of a run that a query tile visits.
+    """Count the key tiles of a run that may be seen by a query tile, according to its list of intervals.
 
-    Return (number of these key tiles, number of them before the program's key tile, whether that key tile is among them). Each
-    lane reads one interval. ``tile``: index of the query tile. It may be -1, because ``adder`` of backward_dq.py visits
-    the query tiles in descending order and always asks about the next one too. The result for -1 is not used.
+    Return (number of these key tiles, number of them before the program's key tile, whether the program's key tile is one of
+    them). Each lane reads one interval. ``tile``: index of the query tile. It may be -1, because ``adder`` of backward_dq.py
+    goes through the query tiles in descending order, and asks about a tile one step ahead. The result for -1 is not used.
     """
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)
     tile = (work.batch * sizes.Q_RUNS + q_run).to(gl.int64) * tiles + gl.minimum(gl.maximum(tile, 0), tiles - 1)
@@ -163,7 +163,7 @@ def keys_in_intervals(args, work, sizes: gl.constexpr, q_run, k_run, tile):
 def keys_in_extents(args, work, sizes: gl.constexpr, q_run, k_run, tile):
     """Return first and end (exclusive) of the key tiles of a run that queries of a query tile may see by their extents.
 
-    ``tile``: index of the query tile; -1 for the tile after tile 0 (see ``keys_in_intervals``), whose result is not used.
+    ``tile``: index of the query tile. It may be -1, as in ``keys_in_intervals``; the result is then not used.
     """
     row = load_row(args.rows, q_run * sizes.K_RUNS + k_run)
     tiles = gl.cdiv(work.q_slot, sizes.BLOCK_Q)

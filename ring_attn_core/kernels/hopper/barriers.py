@@ -1,22 +1,23 @@
 """The barriers between the warps of Hopper's kernels, and the numbers that warps pass through shared memory.
 
-An mbarrier signals a full buffer; its phase flips at each use. Left of an arrow are those that arrive, right those that wait.
+An mbarrier signals a full buffer; its phase flips at each use. ``a -> b``: a arrives at the mbarrier, and b waits for it.
 
-    forward    q_full [groups]       a group's q                         producer, TMA -> that consumer
+    forward    q_full [groups]       a group's q                         producer, TMA -> the group
                k_full, v_full        a stage of keys, of values          producer, TMA -> consumers
                work_full [1]         the announced next query tile       producer      -> consumers
     backward   keys_full [1]         the program's k and v               producer, TMA -> consumers
                q_full, dout_full     a stage of q, of dout               producer, TMA -> consumers
-               own_full [1]          a tile with rows to be zeroed       TMA           -> producer
-               full, free [4]        numbers of a step stored, read      scout -> producer -> scout
+               own_full [1]          a tile with rows to be zeroed       producer, TMA -> producer
+               full [4]              numbers of a step are stored        scout         -> producer
+               free [4]              these numbers have been read        producer      -> scout
 
-Named barriers signal that a buffer is free, or order warps. ``arrive`` does not wait; ``sync`` waits until as many threads have
-arrived as the last column says. ``groups``: consuming warpgroups, 2 or 3 in the forward, 2 in the backward.
+Named barriers signal that a buffer is free, or order warps. ``arrive`` does not wait; ``sync`` waits until the number of threads
+in the last column have arrived. ``groups``: consumer warpgroups, each a group: 2 or 3 in the forward, 2 in the backward.
 
     forward    K_FREE + stage        a stage of keys has been read       consumers arrive, producer syncs     128 groups + 32
                V_FREE + stage        a stage of values has been read     consumers arrive, producer syncs     128 groups + 32
                WORK_READ             the announcement has been read      consumers arrive, producer syncs     128 groups + 32
-               Q_FREE + group        a group's q may be overwritten      that consumer arrives, producer syncs     128 + 32
+               Q_FREE + group        a group's q may be overwritten      the group arrives, producer syncs    128 + 32
                VALUES_CLEAN          values that no query sees are 0     consumers sync                       128 groups
     backward   Q_READ + stage        a stage of q has been read          consumers arrive, producer syncs     256 + 32
                DOUT_READ + stage     a stage of dout has been read       consumers arrive, producer syncs     256 + 32
@@ -25,7 +26,7 @@ arrived as the last column says. ``groups``: consuming warpgroups, 2 or 3 in the
     wide dkv   Q_READ, DOUT_READ     as in the backward
                P_FULL                p of a step is in shared memory     the first warpgroup arrives, the second syncs     256
                P_READ                the second warpgroup has read p     the second arrives, the first syncs               256
-    wide dq    all of the forward    as in the forward, but VALUES_CLEAN concerns keys
+    wide dq    the forward's         as in the forward, but VALUES_CLEAN: keys that no query sees are 0
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def sync(number, THREADS: gl.constexpr, WARPS: gl.constexpr):
 
 @gluon.jit
 def named_barrier(TEXT: gl.constexpr, number, WARPS: gl.constexpr):
-    """Run the barrier instruction TEXT (PTX) once in each thread of the calling partition, with the barrier's number in $1."""
+    """Run the PTX instruction TEXT once in each thread of the calling partition; its operand $1 is the barrier's number."""
     x = gl.full([WARPS * WARP], FIRST_FREE + number, gl.int32, gl.BlockedLayout([1], [WARP], [WARPS], [0]))
     gl.inline_asm_elementwise(TEXT, "=r,r,~{memory}", [x], dtype=gl.int32, is_pure=False, pack=1)
 

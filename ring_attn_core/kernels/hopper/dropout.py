@@ -1,9 +1,10 @@
 """The dropout mask in the register layouts of wgmma's accumulators, in Gluon.
 
-    keep_mask_of_tile, keep_mask_of_keys = portable.dropout.keep_mask     the same mask, in the forward's and backward's layout
+    keep_mask_of_tile     the mask of portable.dropout.keep_mask, in the layout of the forward's scores [queries, keys]
+    keep_mask_of_keys     the same mask, in the layout of the backward's scores [keys, queries]
 
-A thread computes the random words of the elements that it holds (``keep_mask_of_tile``), or of some of these elements and some of
-a neighbour lane's (``keep_mask_of_keys``).
+In ``keep_mask_of_tile`` a thread computes the random words of the elements that it holds. In ``keep_mask_of_keys``, if ALIGNED,
+two lanes share this work: each computes half of the words for the elements of both, and then they exchange words.
 
 Shapes     bool [64 queries, WIDTH keys] in 4 warps; bool [KEYS, WIDTH queries], 16 keys to a warp
 Units      positions are token positions of the global sequence
@@ -21,9 +22,9 @@ from .register_layouts import accumulator
 
 @constexpr_function
 def counters_of_tile(width):
-    """Return the layout of Philox counters [32, width / 4]; each serves two of 64 queries and four of ``width`` keys.
+    """Return the layout of the Philox counters [32, width / 4] of a tile [64 queries, ``width`` keys].
 
-    Each thread computes the counters of the elements that it holds in an ``accumulator``.
+    A counter serves two queries and four keys. Each thread has the counters of the elements that it holds in an ``accumulator``.
     """
     keys = [[0, 4 << bit] for bit in range((width // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(keys, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[8, 0], [16, 0]], [], [32, width // 4])
@@ -31,10 +32,10 @@ def counters_of_tile(width):
 
 @constexpr_function
 def counters_of_keys(width, keys):
-    """Return the layout of Philox counters [keys / 4, width / 2], 16 keys to a warp. Neighbour lanes work in pairs.
+    """Return the layout of the Philox counters [keys / 4, width / 2] of a tile [keys, ``width`` queries], 16 keys to a warp.
 
-    A counter serves keys k and k + 1, which an ``accumulator`` holds in two lanes, four apart. The lane of key k computes the
-    words of query q for both keys, and the lane of key k + 1 the words of query q + 1. Then the lanes exchange words
+    A counter serves, among others, keys k and k + 1. An ``accumulator`` holds key k in lane l and key k + 1 in lane l + 4. Lane l
+    computes the words of query q for both keys, and lane l + 4 those of query q + 1. Then the two lanes exchange words
     (``keep_exchanged``).
     """
     queries = [[0, 8 << bit] for bit in range((width // 16).bit_length() - 1)]
@@ -57,7 +58,8 @@ The selectors of prmt are 0 to 3 for this lane's bytes, and 4 to 7 for the other
 def keep_mask_of_tile(stream, threshold, i, m0, n0, q_start, k_start, stride, WIDTH: gl.constexpr, ALIGNED: gl.constexpr):
     """Return the dropout mask, bool [64, WIDTH keys]; True keeps a probability.
 
-    ``i``: local indices of the queries, from ``m0`` on. ``n0``: first key. Other parameters: see ``keep_mask_of_keys``.
+    ``i``: local indices of the queries, from ``m0`` on. ``n0``: local index of the first key. ``keep_mask_of_keys`` explains the
+    other parameters.
     """
     LAYOUT: gl.constexpr = accumulator(WIDTH)
     if ALIGNED:
@@ -80,9 +82,9 @@ def keep_mask_of_keys(
 ):  # fmt: skip
     """Return the dropout mask, bool [KEYS, WIDTH queries]; True keeps a probability.
 
-    ``stream``: the Philox key. ``m0``, ``n0``: local index of the first query and of the first key. ``q_start``, ``k_start``,
-    ``stride``: positions of the runs' first tokens, and their stride. ``ALIGNED``: the positions are consecutive
-    and start at multiples of 16, so that one Philox counter serves eight probabilities.
+    ``stream``: the Philox key. ``m0``, ``n0``: local index of the first query and of the first key. ``q_start``, ``k_start``:
+    positions of the first tokens of the query run and the key run. ``stride``: difference of successive positions in both runs.
+    ``ALIGNED``: stride is 1 and both runs start at multiples of 16, so one call of Philox serves eight probabilities.
     """
     LAYOUT: gl.constexpr = accumulator(WIDTH, KEYS // 16)
     if ALIGNED:
@@ -103,11 +105,12 @@ def keep_mask_of_keys(
 
 @gluon.jit
 def keep_exchanged(word, even, threshold):
-    """Exchange words with the neighbour lane; return the mask, bool [..., 2, 2], of keys k, k + 8 and queries q, q + 1.
+    """Exchange words between two lanes, and return the mask of this lane's keys k, k + 8 and queries q, q + 1.
 
-    ``word`` has the layout ``counters_of_keys``; k and k + 8 are this lane's keys. ``even``: these keys are even. The lane of an
-    even key holds the words of q, the lane of the next, odd key those of q + 1, and each lane gets the other's words. In the lane
-    of the odd key, words rotate by one byte.
+    The mask is bool [..., 2, 2]. ``word``: one word per counter, in the layout ``counters_of_keys``. ``even``: True if this
+    lane's keys are even. The lane with even keys passes the words of query q, and the lane with odd keys the words of query
+    q + 1. Each lane needs both, and gets the other's words by the exchange. The lane with odd keys rotates both words to the left
+    by one byte, as the formula of the mask says (portable/dropout.py).
     """
     first, second = gl.where(even, 0x3210, 0x6547), gl.where(even, 0x7654, 0x2103)
     first, second = gl.inline_asm_elementwise(

@@ -4,17 +4,17 @@
 
 Shapes     as in portable/forward.py. q, k and v are read through TMA descriptors of [batch, tokens, heads, columns], so that no
            tile reaches into another batch row. The columns of q and k are in one part or two (parts.py)
-Program    at most 132 (one per multiprocessor of an H200), persistent: a producer warp, and 2 or 3 consumer warpgroups with 64
-           queries each of a (q tile, head, batch row). A program takes its next q tile by a ticket from a counter in memory. The
-           tickets cover a few heads at a time, so that their keys stay in the L2 cache. Of these heads the last q tiles, or with
-           extents those with the most key tiles, come first (scheduler.py). The prologue and epilogue of one warpgroup overlap
-           with the products of the others
+Program    at most 132 persistent programs (one per multiprocessor of an H200). Each has a producer warp, and 2 or 3 consumer
+           warpgroups that compute 64 queries each of one (q tile, head, batch row). For each q tile a program draws a ticket
+           from a counter in memory. Successive tickets cover a few heads at a time, whose keys then stay in the L2 cache. Of
+           these heads the last q tiles come first, or with extents the q tiles with the most key tiles (scheduler.py). The
+           prologue and epilogue of one warpgroup overlap with the products of the others
 Producer   takes tickets, and loads the next tile's q and first k while the consumers finish this tile. It fills ring buffers of
            STAGES tiles, the k of each step before the v of the previous step (forward_producer.py)
 Consumers  keep the probabilities in registers, and q too if ``HopperConfig.q_in_registers``. S = q k^T of this tile and P v of
            the previous tile are in flight together. The softmax overlaps with P v (FlashAttention-3, arXiv:2407.08608, sec. 3.2)
-K tiles    the runs of keys are visited one after the other, and the pipeline never drains between runs. Columns of a tile beyond
-           its run are masked or zeroed
+K tiles    the runs of keys are visited one after the other, and the pipeline never drains between runs. If a tile extends beyond
+           the end of its run, the keys there are masked or zeroed
 State      as in portable/forward.py. The (out, lse) of earlier shards are read during the last product (forward_epilogue.py)
 Tiles      BLOCK_Q, BLOCK_K, STAGES and registers come from tile_sizes.hopper_tiles
 Precision  as in portable/forward.py, except softcap: its tanh has an error of 1.2e-5
@@ -79,7 +79,7 @@ class ForwardConstants(NamedTuple):
 class ForwardArguments(NamedTuple):
     """The arguments of ``hopper_forward`` without its TMA descriptors; an array that the call does not have is None.
 
-    ``tickets``: counter of the query tiles taken so far. ``total``: number of query tiles. ``together``: heads taken at a time.
+    ``tickets``: counter of tickets taken so far. ``total``: number of q tiles. ``together``: heads that tickets cover at a time.
     """
 
     rows: Any
@@ -256,7 +256,7 @@ def hopper_forward(
 
 
 class WarpgroupQueries(NamedTuple):
-    """The 64 queries of a warpgroup: ``q`` in registers or shared memory, indices ``i``. ``end``: first step after their keys."""
+    """A warpgroup's 64 queries: ``q`` in registers or shared memory, local indices ``i``. ``end``: the step after their last."""
 
     q: Any
     i: Any
@@ -352,7 +352,7 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store out and lse of 64 queries that see no key of this shard, but only at the first and last step of the ring."""
+    """Store out and lse of 64 queries that see no key of this shard, at the first or last step. Other steps leave both as is."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     if sizes.FIRST or sizes.LAST:
         i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
@@ -364,7 +364,7 @@ def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def walk(progress, queries, run, done, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Visit a run's key tiles except the first ``done``; those that need a mask come first. Return the new ``progress``."""
+    """Visit a run's key tiles, first those that need a mask, but skip the first ``done``. Return the new ``WarpgroupState``."""
     masked = count_partly_seen(run.tiles)
     for t in range(done, masked):
         n0 = partly_seen(t, run.tiles) * sizes.BLOCK_K
@@ -424,7 +424,7 @@ def multiply_values(acc, p, shared, step, sizes: gl.constexpr):
 def scores_under_key_mask(products, q, LATER: gl.constexpr, stage, shared, args, sizes: gl.constexpr):
     """Wait for the products q k^T and return their scores, with -inf for keys hidden by the key mask.
 
-    At most LATER products, issued later, stay in flight. The wait also keeps q in registers until ``products`` are complete.
+    LATER: at most this many products, issued after q k^T, stay in flight. The wait keeps q in registers until q k^T is complete.
     """
     some_hidden = False
     if args.key_mask is not None:

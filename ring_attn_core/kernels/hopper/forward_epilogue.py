@@ -22,8 +22,8 @@ from .register_layouts import accumulator, by_eights, column, matrix, rows_and_c
 def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     """Load the out of the earlier shards, in the layout ``by_eights``, and their lse.
 
-    At the first step out is a placeholder, and lse is the sink or, without sinks, a placeholder. ``finish`` does not read
-    placeholders.
+    The first step has no earlier out, and its lse is the sink; without sinks it has no lse either. A missing value is 0 in the
+    result, and ``finish`` does not read it.
     """
     out, lse = 0.0, 0.0
     if not sizes.FIRST:
@@ -38,7 +38,7 @@ def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def finish(acc, m, l, i, before, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Merge this shard's (out, lse) with the out and lse from ``seen_before`` that are not placeholders, and store the pair."""
+    """Merge this shard's (out, lse) with ``before``, the result of ``seen_before``, and store the merged (out, lse)."""
     DTYPE: gl.constexpr = args.out.dtype.element_ty
     O_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_E)
     valid = i < load_row(args.rows, work.q_run * sizes.K_RUNS).q_len
@@ -106,7 +106,7 @@ def elements_of_out_f32(out, args, work, sizes: gl.constexpr, GROUP: gl.constexp
 
 @gluon.jit
 def offsets(i, e, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Return the offset of the first query in out, each row's offset from there, and the mask of elements inside the array."""
+    """Return the first query's offset in out, each row's offset from that query, and the mask of elements inside the array."""
     m0 = work.m0 + GROUP * 64
     first = ((first_token(args, work, sizes) + m0) * sizes.H + work.head) * sizes.E
     return first, i * (sizes.H * sizes.E), (m0 + i < args.S // sizes.Q_RUNS) & (e < sizes.E)

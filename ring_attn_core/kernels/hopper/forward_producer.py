@@ -2,8 +2,9 @@
 
     q of every group | k of step 0 | k of step 1, v of step 0 | k of step 2, v of step 1 | ... | v of the last step
 
-The producer loads tiles in the order in which consumers use them, each as soon as its stage is free (barriers.py). With the keys
-of a step it stores their key mask, if the call has one.
+A group is a consumer warpgroup of 64 queries, a step one key tile. The producer loads tiles in the order in which consumers use
+them, each as soon as its stage, a buffer in shared memory, is free (barriers.py). If the call has a key mask, the producer stores
+the mask of a step's keys beside these keys.
 
 Shapes     q_BSHD, k_BTGD as ``Parts`` of TMA descriptors, v_BTGE as a TMA descriptor, key_mask_BT f32, key_mask_spans int32
            (portable/loads.py), extents and not_finite int32 (portable/extent_lists.py)
@@ -25,7 +26,7 @@ from .scheduler import announce, extents_of_group, key_tiles, next_place, start_
 
 @gluon.jit
 def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
-    """Load by TMA for each query tile of this program: q, then in each step the step's keys and the previous step's values."""
+    """Take query tiles until none is left, and load their q, k and v by TMA, in the order that the module docstring shows."""
     STAGES: gl.constexpr = sizes.STAGES
     step = gl.to_tensor(0)
     loads = gl.to_tensor(0)
@@ -89,7 +90,7 @@ def producer(q_BSHD, k_BTGD, v_BTGE, args, shared, sizes: gl.constexpr):
 
 @gluon.jit
 def take(args):
-    """Take a ticket, the number of the next query tile that no program has taken, from a global counter by an atomic addition."""
+    """Return a new ticket, the number of a query tile that no program has taken; atomically add 1 to the global counter."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     address = gl.full([32], 0, gl.int64, EACH) + args.tickets.to(gl.int64)
     text: gl.constexpr = (
@@ -104,10 +105,11 @@ def take(args):
 def fill_keys(k_BTGD, args, shared, at, step, sizes: gl.constexpr, n0=0):
     """Load the keys of a step by TMA. Store their key mask, if it hides some of them.
 
-    With extents, also store a flag that says whether some elements are not finite: values in the forward, keys in the pass of dq.
-    Mask and flag are loaded before the stage is free, to hide their latency. Consumers of the forward read a step's flag after
-    they release the step's keys, but before they release the keys of two steps later, so there are twice as many flags as stages.
-    ``n0``: local index of the first key; with key extents it is stored beside the flag.
+    With extents of queries or keys, also store a flag. It says whether the step's values (in the forward) or keys (in the pass of
+    dq) have infinite or NaN elements. Mask and flag are loaded from global memory before the stage is free, to hide the latency.
+    Consumers of the forward read a step's flag after they release the step's keys, but before they release the keys of two steps
+    later. So there are twice as many flags as stages. ``n0``: local index of the first key, stored beside the flag if the call
+    has key extents.
     """
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
     stage = step % sizes.STAGES

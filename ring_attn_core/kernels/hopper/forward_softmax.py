@@ -1,10 +1,10 @@
 """The softmax of a tile in the Hopper forward, in Gluon: from products to scores, exponentials and probabilities.
 
-    s_ij = factor^-1 (score in base 2)          ``factor`` goes into the exponential's multiply-add
+    s_ij = (score in base 2) / factor           the multiply-add of the exponential applies ``factor``
     m_i  = max(m_i so far, factor max_j s_ij)
     w_ij = exp2(factor s_ij - m_i)              p_ij = w_ij if dropout keeps it, else 0
 
-Shapes     products, s, w, p [64 queries, keys] in the layout of wgmma's results, 64 queries to a warpgroup; m, l [64]
+Shapes     products, s, w, p [64 queries, keys] of a warpgroup, in the layout of wgmma's results; row max m, row sum l [64]
 Precision  f32; p is rounded once to the input dtype
 """
 
@@ -24,7 +24,7 @@ from .scheduler import visible, visible_by_key
 
 @gluon.jit
 def scores(products, args, sizes: gl.constexpr):
-    """Return the scores without ALiBi. They become scores in base 2 when ``softmax_step`` multiplies them by ``factor``."""
+    """Return the scores s, without ALiBi and divided by ``factor``; ``softmax_step`` adds ALiBi and multiplies by ``factor``."""
     s = products
     if args.softcap is not None:
         s = special_tanh(products * args.inner)
@@ -51,10 +51,10 @@ def row_sum(x):
 
 @gluon.jit
 def of_thread(x):
-    """Split an accumulator [64, columns] into upper and lower rows: the first and last eight of every sixteen.
+    """Split an accumulator [64, columns] into upper and lower rows: the first and the last eight of every sixteen rows.
 
-    Each thread holds elements of one upper and one lower row. Both results are [4, 8, 4, 2, ..., 2]. The dimensions of size 2
-    index a thread's elements of a row, so splitting the last dimension halves these elements.
+    Each thread holds elements of one upper and one lower row. Both results have the shape [4 warps, 8 rows, 4 lanes, 2, ..., 2].
+    The dimensions of size 2 index the elements of a row that one thread holds; the last one selects their first or second half.
     """
     if x.shape[1] == 128:
         x = x.reshape([4, 2, 8, 2, 2, 2, 2, 4, 2]).permute([0, 2, 7, 8, 6, 5, 4, 3, 1])
@@ -66,7 +66,7 @@ def of_thread(x):
 
 @gluon.jit
 def of_rows(upper, lower, LAYOUT: gl.constexpr):
-    """Join the numbers of the upper and of the lower rows (see ``of_thread``), [4, 8] each, to one number per row [64]."""
+    """Join two arrays [4, 8], one number per upper row and per lower row (see ``of_thread``), to one number per row, [64]."""
     ROWS: gl.constexpr = gl.DistributedLinearLayout([], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [4, 8])
     upper = gl.convert_layout(upper, ROWS, assert_trivial=True)
     lower = gl.convert_layout(lower, ROWS, assert_trivial=True)
@@ -76,10 +76,10 @@ def of_rows(upper, lower, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def maximum_in_order(m, x):
-    """Return the maximum of m and a thread's columns of x, reduced one column after the other; m may be None.
+    """Return each thread's maximum of m and its elements of x (``of_thread``), taken one after the other; m may be None.
 
-    ``gl.max`` of Triton 3.8 and later reduces by pairs, which takes more registers. Then ptxas starts the exponentials of the
-    first row after the maxima of both rows, not during the second row's maximum, and the forward is 2 to 3 % slower.
+    ``gl.max`` of Triton 3.8 and later reduces by pairs and takes more registers. With ``gl.max``, ptxas starts the exponentials
+    of the first row after the maxima of both rows, not during the second row's maximum, and the forward is 2 to 3 % slower.
     """
     if len(x.shape) > 3:
         first, second = gl.split(x)
@@ -93,7 +93,7 @@ def maximum_in_order(m, x):
 
 @gluon.jit
 def sum_in_order(l, x):
-    """Return the sum of l and a thread's columns of x, added one column after the other; l may be None."""
+    """Return each thread's sum of l and its elements of x (``of_thread``), added one after the other; l may be None."""
     if len(x.shape) > 3:
         first, second = gl.split(x)
         l = sum_in_order(sum_in_order(l, first), second)
@@ -132,7 +132,7 @@ def softmax_step(s, m, run, n0, i, args, work, sizes: gl.constexpr, MASKED: gl.c
 
 @gluon.jit
 def probabilities(weights, step, run, n0, i, shared, args, work, sizes: gl.constexpr, MASKED: gl.constexpr, GROUP: gl.constexpr):
-    """Apply dropout to the tile's softmax weights and round them to 16 bits, as left operand of the product with the values.
+    """Return the tile's softmax weights after dropout, rounded to 16 bits, as the left operand of the product with the values.
 
     If values that no query sees may hold NaN, zero them in shared memory.
     """

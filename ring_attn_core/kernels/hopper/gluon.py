@@ -31,7 +31,7 @@ def _add_tile(descriptor: Any, coordinates: Any, tile: Any, _semantic: Any = Non
 
 @_core.builtin
 def wait_for_products(in_flight: Any, deps: Any, _semantic: Any = None) -> Any:
-    """Wait like ``warpgroup_mma_wait``, but each warpgroup for its own products only.
+    """Wait like ``warpgroup_mma_wait``, but let each warpgroup wait for its own products only.
 
     This matters in a partition of two warpgroups. Triton 3.9 puts a barrier of all warps of the partition behind each wait that
     is not marked as local to a warpgroup.
@@ -53,7 +53,7 @@ meet: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noq
 
 @cache
 def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> Any:
-    """Return the shared-memory layout of a tile of elements such as "bf16": swizzled for wgmma, or row-major."""
+    """Return the shared-memory layout of a tile, swizzled for wgmma or row-major. ``dtype``: "bf16", "fp16" or "fp32"."""
     if not swizzled:
         return gl.NVMMASharedLayout(0, {"bf16": 16, "fp16": 16, "fp32": 32}[dtype], len(block))
     layout_for: Any = gl.NVMMASharedLayout.get_default_for  # typed as Any, because Triton 3.9's types forbid the call

@@ -1,4 +1,4 @@
-"""Wrappers of PTX instructions for which Gluon has no function: conversions in pairs, and the fast tanh."""
+"""Wrappers of PTX instructions for which Gluon has no function: conversion of two elements at a time, and the fast tanh."""
 
 from __future__ import annotations
 

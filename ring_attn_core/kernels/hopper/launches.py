@@ -1,4 +1,4 @@
-"""The launches of the Hopper forward and of the one-pass Hopper backward, made by pure functions."""
+"""Pure functions that return the launches of the Hopper forward and of the one-pass backward (``tile_sizes.hopper_passes``)."""
 
 from __future__ import annotations
 
@@ -93,13 +93,13 @@ def forward(call: RingCall, portable: Launch) -> Launch:
 
 
 def tiles_of_forward(call: RingCall) -> HopperConfig:
-    """Return the tiles of the Hopper forward."""
+    """Return the tile sizes, stages and registers of the Hopper forward."""
     d, e = _widths(call)
     return hopper_tiles(d.total, e, call.features)
 
 
 def _widths(call: RingCall) -> tuple[TileColumns, int]:
-    """Return the padded head dimensions of q and k, as main and tail part, and of v.
+    """Return the padded head dimension of q and k, as main and tail part, and the padded head dimension of v.
 
     The tail part has columns only if v has at most 128 padded columns.
     """
@@ -108,9 +108,9 @@ def _widths(call: RingCall) -> tuple[TileColumns, int]:
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
-    """Return, by parameter, the arguments for the arrays ``names`` of portable/extent_lists.py, except those not needed.
+    """Return a dict from kernel parameters to those arrays ``names`` of portable/extent_lists.py that the call needs.
 
-    Calls without extents and key extents need none. ``intervals`` is only for calls with key extents, ``key_tiles`` for others.
+    A call without extents of queries and keys needs none. A call with key extents needs ``intervals`` in place of ``key_tiles``.
     """
     left_out = "key_tiles" if "key_extents" in call.array_names else "intervals"
     return {f"{name}_ptr": Array(name, "int32") for name in names if call.by_extents and name != left_out}
@@ -131,10 +131,11 @@ def _descriptors(call: RingCall, tiles: HopperConfig, d: TileColumns, e: int) ->
 def parts(
     of: str, axes: str, name: str, dtype: str, shape: tuple[int, ...], rows: int, columns_of: TileColumns, pitch: int = 0
 ) -> dict[str, Argument]:
-    """Return TMA descriptors for tiles of ``rows`` rows, one descriptor for each part of the columns.
+    """Return TMA descriptors for tiles of ``rows`` rows: one for the main columns, and one for the tail if it has columns.
 
-    The result maps kernel parameters, such as ``q_tail_BSHD`` (``of`` q, ``axes`` BSHD), to descriptors. ``name``: the array
-    that the descriptors read, such as "kv" for k if k and v are packed.
+    The result maps kernel parameters to descriptors: ``q_BSHD`` and ``q_tail_BSHD`` if ``of`` is "q" and ``axes`` is "BSHD".
+    ``name``: the array that the descriptors read, such as "kv" for k if k and v are packed. ``shape``, ``pitch``: see
+    ``Descriptor``.
     """
     made: dict[str, Argument] = {}
     for part, width in (("", columns_of.main), ("_tail", columns_of.tail)):
@@ -144,7 +145,7 @@ def parts(
 
 
 def heads_together(call: RingCall) -> int:
-    """Return the number of query heads processed at a time: those of as many key heads (at least one) as fit into L2_SHARE."""
+    """Return how many query heads to process at a time: those of one key head, or of more if their k and v fit L2_SHARE."""
     of_kv_head = 2 * call.kv_local * (call.head_dim + call.v_dim)
     kv_heads = max(L2_SHARE // of_kv_head, 1)
     return min(kv_heads * (call.heads // call.kv_heads), call.batch * call.heads)
@@ -159,9 +160,9 @@ TURN_SPACING = 8
 
 @lru_cache(maxsize=4096)
 def sums_of_dq(call: RingCall) -> tuple[int, int]:
-    """Return the shape of the array of dq sums: the sums of every query tile, then one turn counter per tile.
+    """Return the shape (rows, SUM_COLUMNS) of the array that holds the dq sums of all query tiles, then a turn counter for each.
 
-    A counter says how many key tiles have added to its query tile. The array must be all 0 before the ring's first step.
+    A turn counter says how many key tiles have added to its query tile. The array must be all 0 before the ring's first step.
     """
     tiles = call.batch * call.heads * call.q_tiles(queries(call))
     return tiles * SUM_ROWS + -(-tiles * TURN_SPACING // SUM_COLUMNS), SUM_COLUMNS
@@ -174,10 +175,11 @@ def queries(call: RingCall) -> int:
 
 @lru_cache(maxsize=4096)
 def backward(call: RingCall, last: bool) -> Launch:
-    """Return the launch of a backward step in one pass, with the outputs ``dq`` and then ``dkv``, or ``dk`` and ``dv``.
+    """Return the launch of a one-pass backward step. Its outputs are ``dq``, then ``dkv`` (k, v packed) or ``dk`` and ``dv``.
 
-    This ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``. dk and dv are those of this step:
-    the caller adds those of earlier steps, which travel while the kernel runs. ``last``: dk and dv get the input's dtype.
+    The output ``dq`` holds float32 sums of the shape ``sums_of_dq(call)`` and overwrites ``dq_in``. dk and dv are gradients of
+    this step only. The caller adds the gradients of earlier steps, which travel around the ring while the kernel runs.
+    ``last``: dk and dv get the input's dtype, not float32.
     """
     together, width, block_q = call.head_dim + call.v_dim, columns(call.head_dim), queries(call)
     dtype = call.dtype if last else "float32"
@@ -243,7 +245,7 @@ def backward(call: RingCall, last: bool) -> Launch:
 
 
 def kv_heads_together(call: RingCall, block_k: int = HOPPER_BACKWARD_KEYS) -> int:
-    """Return how many (batch row, key head) pairs the backward processes at a time. ``block_k``: keys per tile."""
+    """Return how many (batch row, key head) pairs the backward processes at a time. ``block_k``: number of keys per tile."""
     enough = -(-KEY_TILES_TOGETHER * HOPPER_BACKWARD_KEYS // block_k // call.k_tiles(block_k))
     return min(enough, KV_HEADS_TOGETHER, call.batch * call.kv_heads)
 

@@ -39,7 +39,7 @@ def allocate_parts(source, COUNT: gl.constexpr, ROWS: gl.constexpr, MAIN: gl.con
 
 @gluon.jit
 def bring_parts(source, batch, token, head, COLUMN: gl.constexpr, full, tiles, index, TAIL: gl.constexpr):
-    """Load a tile by TMA into ``tiles[index]``, from row ``token`` and column COLUMN on.
+    """Load a tile by TMA from ``source`` into ``tiles[index]``; ``token`` is its first row, COLUMN its first column.
 
     The mbarrier ``full`` must already expect the tile's bytes (``expect_parts``).
     """
@@ -56,7 +56,7 @@ def expect_parts(full, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def tile_of(tiles, index, TAIL: gl.constexpr):
-    """Return the main and the tail columns of tile ``index`` as matrices [rows, columns]. If TAIL is 0, tail is not used."""
+    """Return the main and tail columns of tile ``index`` as matrices [rows, columns]. The tail is a placeholder if TAIL is 0."""
     main = matrix(tiles.main.index(index))
     tail = main
     if TAIL > 0:
@@ -109,9 +109,9 @@ def multiply_add(x, a, b, TAIL: gl.constexpr):
 
 @gluon.jit
 def wait_for_sum(IN_FLIGHT: gl.constexpr, x, a, TAIL: gl.constexpr):
-    """Wait until the sum ``x`` of ``multiply_add`` is complete, and return ``x`` and ``a``.
+    """Wait until the sum ``x`` of ``multiply_add`` is complete; return ``x`` and ``a``, which stays in its registers until then.
 
-    At most IN_FLIGHT wgmma groups, those issued later, stay in flight.
+    At most IN_FLIGHT wgmma groups, issued after those of ``x``, stay in flight.
     """
     tail = x.tail
     if TAIL > 0:

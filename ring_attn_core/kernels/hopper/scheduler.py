@@ -3,10 +3,11 @@
     ticket -> query tile          ``together`` heads at a time, and of these heads the query tiles with the most key tiles first
     walk of a run of keys         first the tiles that need a mask, then the others (``tile_at``, ``next_place``)
 
-The producer takes tickets and announces each query tile in shared memory; the consumers read the announcement.
+A run is a part of a shard with evenly spaced token positions (runs.py). The producer takes tickets and announces each query tile
+in shared memory; the consumers read the announcement.
 
 Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], alibi_slopes f32 [H]
-Units      queries, keys and tiles are indices within a run, tokens indices within a shard; extents are token positions
+Units      queries, keys and tiles: indices within a run ("local"). Tokens: indices within a shard. Extents: token positions
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class QueryWork(NamedTuple):
     """A query tile of one batch row and head, with its number of key tiles and its first key tile.
 
     ``m0``: local index of the first query in run ``q_run``. ``tiles``: number of key tiles, -1 after the last query tile.
-    ``first_run``, ``first_token``: run of keys and token at which the first key tile begins.
+    ``first_run``: run of keys that contains the first key tile. ``first_token``: first token of this key tile.
     """
 
     batch: Any
@@ -52,10 +53,11 @@ NUMBERS = gl.constexpr(8)
 
 
 class RunOfKeys(NamedTuple):
-    """A run of keys, with the part of it that each query of a warpgroup sees.
+    """A run of keys, with the interval of keys that each query of a warpgroup sees.
 
-    ``pair``: index of the run's ``runs.Row``, from which ``q_start``, ``k_start`` and ``stride`` come. ``begin``, ``end``: keys
-    that band and extent let each query see. ``tiles``: the ``rows.Tiles`` to visit. ``slope``: the head's ALiBi slope, in base 2.
+    ``pair``: index of the ``runs.Row``, which gives ``q_start``, ``k_start``, ``stride``. ``begin``, ``end``: bounds of the keys
+    that a query sees by the band of this ``Row`` and its own extent. ``tiles``: the ``rows.Tiles`` to visit. ``slope``: ALiBi
+    slope of the head, in base 2.
     """
 
     pair: Any
@@ -70,7 +72,7 @@ class RunOfKeys(NamedTuple):
 
 @gluon.jit
 def extents_of_group(args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Load (first, end) of the extents of a warpgroup's 64 queries in a one-warp partition; (0, 0) beyond the run."""
+    """Load the extents (first, end) of a warpgroup's 64 queries, (0, 0) beyond the run; the caller is a partition of one warp."""
     row = load_row(args.rows, work.q_run * sizes.K_RUNS)
     i = work.m0 + 64 * GROUP + gl.arange(0, 64, gl.BlockedLayout([2], [32], [1], [0]))
     at = args.extents + (work.batch.to(gl.int64) * args.S + row.q_base + i) * 2
@@ -89,7 +91,7 @@ def visible(column, begin, end):
 
 @gluon.jit
 def visible_by_key(columns, i, n0, run, args, work):
-    """Return the mask of (query, key) pairs in which the query lies in the key's extent, bool [queries, keys]."""
+    """Return a mask, bool [queries, keys]: True if the position of the query lies in the extent of the key."""
     row = load_row(args.rows, run.pair)
     inside = n0 + columns < row.k_len
     at = args.key_extents + (work.batch.to(gl.int64) * args.T + row.k_base + n0 + columns) * 2
@@ -101,9 +103,9 @@ def visible_by_key(columns, i, n0, run, args, work):
 
 @gluon.jit
 def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the key tiles of a run that a query tile visits, as ``rows.Tiles``; under extents ``extent_lists`` computed them.
+    """Return the key tiles of a run that a query tile visits, as ``rows.Tiles``. With extents, extent_lists.py computed them.
 
-    With key extents, tile t stands for the t-th tile in the list of intervals. The tiles that need a mask are first in the list.
+    With key extents, tile t means the t-th tile in the list of intervals, and the tiles that need a mask come first in the list.
     """
     if args.intervals is not None:
         at = list_of(args, batch, pair, m0, sizes)
@@ -121,9 +123,9 @@ def key_tiles(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the int64 index of a query tile and a key run in ``args.key_tiles`` and ``args.intervals``.
+    """Return the int64 index of a (query tile, key run) pair in ``args.key_tiles`` and ``args.intervals``.
 
-    ``m0``: the tile's first query. ``pair``: index of the ``Row`` of the query run and the key run, ``q_run * K_RUNS + k_run``.
+    ``m0``: local index of the tile's first query. ``pair``: ``q_run * K_RUNS + k_run``, index of the ``Row`` of both runs.
     """
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tile = (batch * sizes.Q_RUNS + pair // sizes.K_RUNS) * tiles_of_run + m0 // sizes.BLOCK_Q
@@ -132,7 +134,7 @@ def query_tile(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def list_of(args, batch, pair, m0, sizes: gl.constexpr):
-    """Return the pointer to the list of the intervals of key tiles that a query tile visits in a run of keys."""
+    """Return the pointer to the list in ``args.intervals`` of the key tiles that a query tile visits in a run of keys."""
     return args.intervals + query_tile(args, batch, pair, m0, sizes) * LIST
 
 
@@ -140,9 +142,10 @@ def list_of(args, batch, pair, m0, sizes: gl.constexpr):
 def work_of(ticket, args, sizes: gl.constexpr):
     """Return the query tile of a ticket as a ``QueryWork``.
 
-    A ticket is a number in the order of work. Tickets take ``args.together`` heads at a time: first each head's query tile with
-    the most key tiles, then each head's next, so that the programs end nearly together. Without extents the query tiles of a
-    head come from the last to the first. Under a causal mask this too is an order by the number of key tiles.
+    Tickets number the query tiles in the order of work, for ``args.together`` heads at a time. The first tickets are the query
+    tiles with the most key tiles, one from each of these heads. The next tickets are the second tile of each head, and so on, so
+    that all programs end at nearly the same time. Without extents, each head's query tiles are taken from the last to the first;
+    under a causal mask, this also sorts them by their number of key tiles.
     """
     tiles_of_run = gl.cdiv(args.S // sizes.Q_RUNS, sizes.BLOCK_Q)
     tiles = sizes.Q_RUNS * tiles_of_run
@@ -240,7 +243,7 @@ def start_of(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def next_place(place, t, tiles, args):
-    """Return the ``Place`` of the t-th key tile, which follows ``place``; each interval is walked from last tile to first."""
+    """Return the ``Place`` of the t-th key tile from the previous ``place``; an interval is walked from last tile to first."""
     if args.intervals is None:
         place = Place(tile_at(t, tiles), 0, 0)
     else:
@@ -257,8 +260,8 @@ def next_place(place, t, tiles, args):
 def run_of(args, shared, loads, work, sizes: gl.constexpr, number, i, GROUP: gl.constexpr):
     """Return the ``RunOfKeys`` with index ``number``, for the queries ``i`` of a warpgroup.
 
-    If shared memory has room for the queries' extents, the producer stores the extents there with the ``loads``-th load of q.
-    Otherwise this function reads the extents from global memory.
+    If shared memory has room for the queries' extents, the producer stores them there with q. Otherwise this function reads them
+    from global memory. ``loads``: number of query tiles whose q was loaded before this one's.
     """
     pair = work.q_run * sizes.K_RUNS + number
     row = load_row(args.rows, pair)

@@ -3,7 +3,7 @@
     s^T = k q^T     p^T = exp2(s^T - lse2)     dv += p^T dout              the first warpgroup
     dp^T = v dout^T     ds^T = p^T (dp^T - delta)     dk += ds^T q         the second warpgroup
 
-The sums dk and dv of 64 keys with heads of 256 fill the registers of two warpgroups. So each computes two of the four products,
+The sums dk and dv of 64 keys with heads of 256 fill the registers of two warpgroups. So each warpgroup computes two products,
 and p^T passes from the first to the second through shared memory, in float32. While one warpgroup computes exponentials or ds,
 the products of the other fill the tensor cores. dq has a separate launch (wide_dq.py).
 
@@ -14,7 +14,7 @@ Pipeline   q and dout have STAGES stages. The first warpgroup runs k q^T of the 
            product for dv. The second runs v dout^T of the next tile together with this tile's product for dk
 Extents    as in backward.py, but a tile in which each query sees each key (flag WHOLE) needs no mask
 ALiBi      as in backward.py
-Dropout    as in backward.py: the sign of p holds the mask
+Dropout    as in backward.py: the sign of p holds the dropout mask
 Tiles      BLOCK_Q, BLOCK_K, STAGES and IN_REGISTERS (products take k and v from registers) come from wide_launches.py
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """
@@ -80,9 +80,9 @@ class WideConstants(NamedTuple):
 
 
 class WideSharedMemory(NamedTuple):
-    """The tiles in shared memory, and the mbarriers of loads.
+    """The tiles in shared memory, and the mbarriers ``*_full``, which signal that a load is complete.
 
-    ``p`` is the tile that the first warpgroup passes to the second. The producer alone waits for ``own_full``.
+    ``p`` is the tile that the first warpgroup passes to the second. Only the producer waits for ``own_full``.
     """
 
     q: Any
@@ -259,7 +259,7 @@ def visit_queries(
 ):  # fmt: skip
     """Add one query tile to dv and send its p to ``sum_keys``; return the next step, the next tile's k q^T, and dv.
 
-    ``s`` is this tile's k q^T. At the last tile, k q^T of this tile is computed again in place of the next, and not used.
+    ``s`` is this tile's k q^T. No tile follows the last one, so the last call computes k q^T of its own tile again, unused.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES
@@ -348,7 +348,7 @@ def sum_keys(args, shared, work, sizes: gl.constexpr):
 
 @gluon.jit
 def cleaned(tiles, args, work, sizes: gl.constexpr, TAIL: gl.constexpr):
-    """Return a k or v tile as left operand, in registers if IN_REGISTERS. If ZERO_MASKED, first apply ``hide_unseen``."""
+    """Return a k or v tile as wgmma's left operand, in registers if IN_REGISTERS. If ZERO_MASKED, first apply ``hide_unseen``."""
     tile = tile_of(tiles, 0, TAIL)
     if sizes.ZERO_MASKED:
         hide_unseen(tile.main, args, work, sizes)
@@ -364,7 +364,7 @@ def finish_parts(
     x, factor, before, to, COLUMN: gl.constexpr, tiles, STRIDE: gl.constexpr, WIDTH: gl.constexpr,
     args, work, sizes: gl.constexpr, TAIL: gl.constexpr,
 ):  # fmt: skip
-    """Call ``finish`` for each part of the columns of the gradients ``factor * x``. ``tiles``: shared memory for ``finish``."""
+    """Call ``finish`` for the main and the tail columns of the gradients ``factor * x``, with ``tiles`` as its shared memory."""
     tile = tile_of(tiles, 0, TAIL)
     MAIN: gl.constexpr = x.main.shape[1]
     finish(x.main * factor, before, to, COLUMN, tile.main, STRIDE, WIDTH, args, work, sizes)

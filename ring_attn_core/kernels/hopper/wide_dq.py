@@ -2,15 +2,15 @@
 
     s = q k^T     p = exp2(s - lse2)     dp = dout v^T     ds = p (dp - delta)     dq += ds k
 
-It computes the dq of portable/backward_dq.py; dk and dv have a separate launch (wide_dkv.py). Both launches together compute 7
-products, not the 5 of backward.py. In return dq stays in registers and no program waits for another. Two runs give the same bits.
+The kernel computes the dq of portable/backward_dq.py; dk and dv have a separate launch (wide_dkv.py). The two launches compute 7
+products, backward.py only 5. In return dq stays in registers, and no program waits for another. Two runs give the same bits.
 
 Shapes     as in portable/backward_dq.py; q, dout, k and v are read through TMA descriptors, in one part or two (parts.py)
-Program    one per multiprocessor, persistent: it takes tiles of 128 queries by tickets, as the forward does. Two warpgroups share
-           the key tiles, which one warp loads by TMA; with IN_REGISTERS this warp also loads the next queries early
+Program    one per multiprocessor, persistent: it takes tiles of 128 queries by tickets (scheduler.py). Two warpgroups share the
+           key tiles, which the producer warp loads by TMA; with IN_REGISTERS the producer loads the next queries early
 Pipeline   k and v have STAGES and V_STAGES stages. While one warpgroup computes ds, products of the other fill the tensor cores
 K tiles    as in forward.py
-State      FIRST: dq starts at 0, else at dq_in f32, which dq may overwrite in place. At the last step dq gets the input's dtype
+State      dq starts at 0 if FIRST, else at dq_in f32, which dq may overwrite. At the ring's last step dq gets the input's dtype
 Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
 """
 
@@ -113,7 +113,7 @@ class DqArguments(NamedTuple):
 
 
 class DqSharedMemory(NamedTuple):
-    """Shared memory: queries (``q`` to ``extents``), k, v, dq (``out``), small arrays (``key_mask`` to ``work``), mbarriers."""
+    """Arrays for queries (``q`` to ``extents``), k, v, dq (``out``) and numbers (``key_mask`` to ``work``), and mbarriers."""
 
     q: Any
     dout: Any
@@ -343,7 +343,7 @@ def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP:
 
 @gluon.jit
 def zero_fully_masked(dq, lse2, TAIL: gl.constexpr):
-    """Return dq with 0 in the rows of infinite lse2: fully masked queries without a sink, whose q and dout may hold NaN."""
+    """Return dq, zeroed for fully masked queries without a sink; their lse2 is infinite, and their q and dout may hold NaN."""
     MAIN: gl.constexpr = dq.main.type.layout
     main = gl.where(column(lse2, MAIN) < float("inf"), dq.main, 0.0)
     tail = dq.tail
@@ -423,9 +423,9 @@ def visit_keys(
 
 @gluon.jit
 def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Scale the sums ``x`` of dq's columns from COLUMN on, add the dq of earlier steps if FIRST is False, and store the result.
+    """Scale the sums ``x``, add the dq of earlier steps unless FIRST, and store the result in the columns of dq from COLUMN on.
 
-    At the FIRST step, results in 16 bits pass through the shared-memory ``tile``.
+    If FIRST, results in 16 bits pass through the shared-memory ``tile``.
     """
     COLUMNS: gl.constexpr = x.shape[1]
     DTYPE: gl.constexpr = args.dq.dtype.element_ty

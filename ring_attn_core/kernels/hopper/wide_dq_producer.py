@@ -2,8 +2,9 @@
 
     q, dout, lse2, delta of both groups | k, v of step 0 | k, v of step 1 | ...
 
-TMA loads the tiles in the order in which consumers use them, each as soon as its stage is free (barriers.py). The producer stores
-lse2, delta and extents itself, and beside the keys their key mask and a flag for keys that are not all finite.
+A group is a consumer warpgroup of 64 queries, a step one key tile. TMA loads tiles in the order in which consumers use them, each
+as soon as its stage, a buffer in shared memory, is free (barriers.py). The producer itself stores lse2, delta and extents. For
+the keys of each step it also stores the key mask, and a flag that says whether some keys are not finite.
 
 Shapes     ``sources``: q_BSHD, dout_BSHE, k_BTGD, v_BTGE as ``Parts`` of TMA descriptors; lse2_BHS, delta_BHS f32
 """
@@ -22,7 +23,7 @@ from .scheduler import announce, extents_of_group, key_tiles, next_place, start_
 
 @gluon.jit
 def producer(sources, args, shared, sizes: gl.constexpr):
-    """Load for each query tile of this program: q and dout with lse2, delta and extents, then k and v of each step."""
+    """Take query tiles until none is left; load the q, dout, lse2, delta and extents of each, then k and v of each step."""
     step = gl.to_tensor(0)
     loads = gl.to_tensor(0)
     work = work_of(take(args), args, sizes)

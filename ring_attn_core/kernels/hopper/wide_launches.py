@@ -1,4 +1,4 @@
-"""The launches of Hopper's two-pass backward, for calls that ``tile_sizes.hopper_passes`` gives two passes."""
+"""The launches of Hopper's two-pass backward, for calls to which ``tile_sizes.hopper_passes`` assigns two passes."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def dkv(call: RingCall, portable: Launch) -> Launch:
 
 
 def tiles_of(call: RingCall) -> WideConfig:
-    """Return the tiles of both passes of the backward."""
+    """Return the tile sizes, stages and registers of both passes of the backward."""
     return wide_tiles(in_parts(call.head_dim).total, in_parts(call.v_dim).total, call.kv_local)
 
 
@@ -93,7 +93,7 @@ def _widths(call: RingCall) -> dict[str, int]:
 def _arguments(call: RingCall, portable: Launch, q_rows: int, k_rows: int, *lists: str) -> dict[str, Argument]:
     """Return the arguments of the launch ``portable``, with TMA descriptors in place of q, dout, k and v.
 
-    ``q_rows``, ``k_rows``: queries and keys of a tile. ``lists``: more arrays; ``extent_lists`` adds those needed.
+    ``q_rows``, ``k_rows``: number of queries, of keys in a tile. ``lists``: names of arrays that ``extent_lists`` adds if needed.
     """
     d, e, both = in_parts(call.head_dim), in_parts(call.v_dim), call.head_dim + call.v_dim
     keys, values = ("kv", "kv") if call.packed else ("k", "v")

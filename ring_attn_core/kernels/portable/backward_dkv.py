@@ -6,11 +6,11 @@
 One pass over the queries that see a tile of keys, for each query head of the group (FlashAttention-2, arXiv:2307.08691, algorithm
 2).
 
-Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32, bounds int32 [B, q tiles, 4] (backward_sums.py), the
-           dimensions' letters and the other arrays as in forward.py -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD
-Program    one (k tile, key head, batch row), tiles fastest; a k tile lies within one run
-Q tiles    those that the band, the extents (as ``bounds``) and the key extents all allow. Most q tiles that see the whole k tile
-           need no mask (``tiles_in_bounds``)
+Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32, bounds int32 [B, q tiles, 4] (backward_sums.py)
+           -> dk_BTGD, dv_BTGE, or both packed in one array dk_BTGD. For the letters and the other arrays see forward.py
+Program    one (k tile, key head, batch row), k tiles fastest; a k tile lies within one run of keys (runs.py)
+Q tiles    those that the band, the extents (by their ``bounds``) and the key extents all allow. A q tile that sees the whole
+           k tile usually needs no mask (``tiles_in_bounds`` has the exceptions)
 State      FIRST: dk and dv start at 0; else at dk_in and dv_in (f32), which dk and dv may overwrite in place
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 """
@@ -168,7 +168,7 @@ def dkv(
 
 @triton.jit
 def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Add the contribution of the query tile that begins at ``m0`` to dk / scale and to dv / rescale. Return both sums."""
+    """Add the terms of the query tile at ``m0`` to dk and dv, sums that still lack the factors scale and rescale. Return both."""
     ACCURATE: tl.constexpr = tile.k.dtype == tl.float32
     i = m0 + tl.arange(0, sizes.BLOCK_Q)
     j = tile.n0 + tl.arange(0, sizes.BLOCK_K)
@@ -209,12 +209,12 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
 
 @triton.jit
 def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_last, Q_RUNS: tl.constexpr):
-    """Return query ``tiles`` restricted to a range: from the first to the last tile with extents that may meet the key tile.
+    """Return query ``tiles`` without leading and trailing tiles that see no key of the key tile by the bounds of their extents.
 
-    ``k_first``, ``k_last``: positions of the key tile's first and last key. ``bounds_ptr``: the bounds of ``extent_bounds``.
+    ``k_first``, ``k_last``: positions of the key tile's first and last key. ``bounds_ptr``: the result of ``extent_bounds``.
 
-    A tile needs no mask if it is one of the whole tiles of ``tiles``, and the extent of each of its queries holds all keys of the
-    key tile. If such tiles are not consecutive, all tiles are masked.
+    A query tile needs no mask if ``tiles`` counts it as such, and if the extent of each of its queries contains the whole key
+    tile. If the tiles that need no mask are not consecutive, all tiles are masked.
     """
     first, last = tiles.first, tiles.last
     lowest, highest = last, first

@@ -8,11 +8,11 @@
 One pass over the keys that a tile of queries sees, with probabilities recomputed from lse (FlashAttention-2,
 arXiv:2307.08691, algorithm 2).
 
-Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32 (backward_sums.py), the dimensions' letters and
-           the other arrays as in forward.py -> dq_BSHD
+Shapes     q_BSHD, dout_BSHE, k_BTGD, v_BTGE, lse2_BHS and delta_BHS f32 (backward_sums.py) -> dq_BSHD. For the letters and the
+           other arrays see forward.py
 Program    one (q tile, query head, batch row), as in forward.py
-State      FIRST: dq starts at 0; else at dq_in (f32), which dq may overwrite in place. A q tile without a k tile in its band
-           and extents writes only at the first step and at the LAST, where dq gets the input's dtype
+State      FIRST: dq starts at 0; else at dq_in (f32), which dq may overwrite in place. If no k tile lies in the band and extents
+           of a q tile, its dq is written only in the FIRST and the LAST step. In the LAST step, dq gets the input's dtype
 Precision  products in the input dtype, sums in f32; ds is rounded once to the input dtype
 """
 

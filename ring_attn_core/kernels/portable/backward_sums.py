@@ -1,12 +1,13 @@
 """Inputs of the backward, in Triton: lse2 and delta of each query, and the bounds of each query tile's extents.
 
-    lse2_i  = log2(e) (lse_i + rest_i)          +inf if lse_i is -inf (no visible key, no sink): then p_ij = 0
-    delta_i = out_i . dout_i - dlse_i           0 if lse_i is -inf
-    factor_i = 2^-r_i                           only with rest_i, rounding error of lse_i; r_i: rounding error of lse2_i
-    bounds  = least first, greatest end, greatest first, least end       of the extents of a tile's queries, token positions
+    lse2_i   = log2(e) (lse_i + rest_i)         rest_i: rounding error of lse_i, known only for inputs in f32, else 0
+                                                +inf if lse_i is -inf (no visible key, no sink): then p_ij = 0
+    delta_i  = out_i . dout_i - dlse_i          0 if lse_i is -inf
+    factor_i = 2^-r_i                           r_i: rounding error of lse2_i; only for inputs in f32
+    bounds   = least first, greatest end, greatest first, least end      of the extents (first, end) of a tile's queries
 
 Shapes     out_BSHE, lse_BSH and rest_BSH f32, dout_BSHE, dlse_BSH f32 -> lse2_BHS, delta_BHS, factor_BHS f32; extents int32
-           [B, S, 2], rows int32 [q_runs, k_runs, fields] -> bounds int32 [B, q tiles, 4]
+           [B, S, 2], rows int32 [q_runs, k_runs, fields] -> bounds int32 [B, q tiles, 4], as token positions
 Program    ``delta``: one (tile of tokens, head, batch row); ``extent_bounds``: one (q tile, batch row), a q tile within one run
 Precision  f32; lse2 is computed in f64 if there is a rest
 """
@@ -72,11 +73,11 @@ def extent_bounds(
 ):  # fmt: skip
     """Store four bounds of a tile's extents (first, end): the least first, greatest end, greatest first, and least end.
 
-    A tile holds queries and their extents, or keys and their key extents. ROW: distance in ``runs.Row`` from one run to the next.
-    LENGTH: index of the ``runs.Row`` field with the run's length.
+    A tile holds queries and their extents, or keys and their key extents. ROW: distance from one run to the next in the array
+    ``rows``, in records ``runs.Row``. LENGTH: index of the ``runs.Row`` field with the run's length.
 
-    An empty extent counts as first = NOTHING_BEGINS, end = 0. So it does not change the first two bounds, and the last two state
-    that no key is visible to all queries of the tile.
+    An empty extent counts as first = NOTHING_BEGINS, end = 0. Then the first two bounds do not change, and by the last two
+    bounds no key is visible to all queries of the tile.
     """
     slot = S // RUNS
     tiles = tl.cdiv(slot, BLOCK)

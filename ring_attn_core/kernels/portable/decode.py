@@ -1,28 +1,28 @@
 """Attention of a few queries over a cache that is cut into splits, and the merge of the splits, in Triton (sm_80 and later).
 
-    s_ij  = softcap tanh(scale q_i . k_j / softcap) - slope lag_ij        if query i sees the token in slot j, else -inf
+    s_ij  = softcap tanh(scale q_i . k_j / softcap) - slope (q_pos - k_pos)   if query i sees the token in slot j, else -inf
     lse_i = log sum_j exp(s_ij)           natural log; -inf if the query sees no token
     out_i = sum_j exp(s_ij - lse_i) v_j   0 if the query sees no token
 
-One query gives a GPU one row of work per head, so few programs would have to read a long cache. Therefore the slots are cut
-into splits, one program each (Flash-Decoding, Dao et al. 2023). All query heads of a kv head, for all queries, are the rows
-of one tile, so k and v are read once; more than 64 rows (32 in float32) take more tiles, each of which reads k and v.
-``merge_pairs`` then merges the splits, or the results of ranks, in a fixed order: two runs give the same bits.
+One query is one row of work per head. Without splits, a GPU would read a long cache with only a few programs. Therefore the
+slots are cut into splits, each with its own programs (Flash-Decoding, Dao et al. 2023). A tile has one row for each query and
+each query head of a kv head, so k and v are read once. More than 64 rows (32 in float32) take several tiles, and every tile
+reads k and v. ``merge_pairs`` then merges the splits, or the results of ranks, in a fixed order: two runs give the same bits.
 
-The position of a slot, loaded with the keys, decides its visibility. The program loads k and v only of slots whose position a
-query of the tile may see: an empty slot, at -1, may hold NaN. Unseen slots at the ends of a split are skipped, SCAN at a time.
+The position of a slot, loaded before k and v, decides its visibility. The program loads k and v only from slots that a query of
+the tile may see, because an empty slot (position -1) may hold NaN. It skips unseen slots at both ends of a split, SCAN at once.
 
 Shapes     q_BNHD, k_BTGD, v_BTGE, q_positions int32 [B, N], k_positions int32 [B, T], tree_mask uint8 [B, N, N], depths int32
            [B, N] (the position of each node of a tree in the sequence that it continues), alibi_slopes f32 [H], k_scale,
            v_scale f32 [G] -> pairs f32 [SPLITS, B, N, H, E + 1], the last column the lse
            B batch, N queries, T slots, H/G query/key heads (G divides H), D/E head dim of q, k / of v
-Program    of ``decode`` one (kv head, tile of rows, split, batch row), kv heads fastest, so that programs that read neighbouring
-           memory run together. Row m of a kv head is query m // (H / G) and the head m % (H / G) of the group.
-           of ``merge_pairs`` one row of [B, N, H]
+Program    ``decode``: one (kv head, tile of rows, split, batch row), kv heads fastest, so that programs that read neighbouring
+           memory run together. Row m of a kv head is query m // (H / G) with query head m % (H / G) of that kv head.
+           ``merge_pairs``: one row of [B, N, H]
 Precision  products in q's dtype, sums and softmax in f32, in base 2. One-byte keys and values become float16, which holds them
-           exactly and takes one instruction from sm_89 on (bfloat16 four). Queries in bfloat16 then become float16, divided by
-           a power of two for each row. The scales are applied to scores and sums. Probabilities in float16 are multiplied by
-           LIFT, because otherwise the many small probabilities of a long cache would become 0
+           exactly. From sm_89 on, this conversion takes one instruction (to bfloat16, four). Queries in bfloat16 then become
+           float16 too, each row divided by a power of two. k_scale multiplies the scores, v_scale the sums. Probabilities in
+           float16 are multiplied by LIFT, because otherwise the many small probabilities of a long cache would become 0
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class DecodeConstants(NamedTuple):
 class RowVisibility(NamedTuple):
     """The cache slots that a program's rows may see: positions ``lowest`` to ``highest``, limited by window and tree mask.
 
-    ``q_position``: position of each row's query. In a draft tree each query is a node, with its position in the sequence that it
-    continues: first position + depth. ``depths``: pointer to these positions of all nodes. ``first``: position of node 0 in the
-    cache. ``tree_rows``: pointers to the rows of the tree mask. ``N``: number of queries.
+    ``q_position``: position of each row's query. In a draft tree each query is a node. The cache stores node n at position
+    ``first`` + n, but ``q_position`` is ``first`` + depth, the position in the sequence that the node continues. ``depths``:
+    pointer to ``first`` + depth of all nodes. ``tree_rows``: pointers to the rows of the tree mask. ``N``: number of queries.
     """
 
     q_position: Any
@@ -195,7 +195,7 @@ def decode(
 
 @triton.jit
 def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, sizes: tl.constexpr):
-    """Load the tile [BLOCK_K, COLUMNS] of k or v from ``slot`` on, counted over all batch rows; 0 outside the mask ``read``."""
+    """Load a tile [BLOCK_K, COLUMNS] of k or v, with 0 outside the mask ``read``. ``slot``: batch row * T + first slot."""
     j = tl.arange(0, sizes.BLOCK_K)
     column = tl.arange(0, COLUMNS)
     at = source + (slot * sizes.G + group) * WIDTH + j[:, None] * (sizes.G * WIDTH) + column[None, :]
@@ -212,9 +212,9 @@ def load_slots(source, slot, group, read, WIDTH: tl.constexpr, COLUMNS: tl.const
 
 @triton.jit
 def in_half(q_tile):
-    """Divide each row of a query tile by a power of two that brings the row's largest magnitude to between 1 and 2.
+    """Divide each row of a query tile by a power of two, so that the row's largest magnitude lies between 1 and 2.
 
-    Return the tile in float16, and the powers in f32, limited to 2^-120 .. 2^120; rows of zeros stay 0.
+    Return the tile in float16 and the powers in f32. The powers stay within 2^-120 .. 2^120, and rows of zeros stay 0.
     """
     wide = q_tile.to(tl.float32)
     exponent = tl.max(wide.to(tl.int32, bitcast=True) & 0x7F800000, 1)  # of the largest |q|, clamped next for 0 and inf
@@ -227,7 +227,7 @@ def in_half(q_tile):
 def from_bits(tile):
     """Convert float8_e4m3fn bytes to float16 by bit operations.
 
-    The exponent bias of float8_e4m3fn is 8 less than that of float16. A byte with 0x7F in its lower 7 bits is NaN.
+    The exponent bias of float16 is larger by 8, hence a factor of 2^8. A byte with 0x7F in its lower 7 bits is NaN.
     """
     bits = tile.to(tl.int16)
     moved = ((bits & 128) << 8) | ((bits & 127) << 7)
@@ -258,9 +258,9 @@ def who_sees_whom(position, read, valid, seen):
 
 @triton.jit
 def skip_unseen(positions, first, last, seen, FORWARD: tl.constexpr, sizes: tl.constexpr):
-    """Return ``first`` moved up past slots that no row may see. Without FORWARD, return ``last`` moved down past such slots.
+    """Return ``first`` moved up past slots that no row may see; without FORWARD, return ``last`` moved down past such slots.
 
-    The range of slots is ``first .. last - 1``. Either end moves by SCAN slots, so up to SCAN - 1 unseen slots may remain there.
+    The slots are ``first .. last - 1``. The bound moves by SCAN slots at once, so up to SCAN - 1 unseen slots may remain.
     """
     at = first if FORWARD else last
     unseen = first < last

@@ -1,15 +1,15 @@
 """The dropout mask, computed by Philox from global positions (formulas in ring_attn_core.dropout).
 
     dropout_BH[b, h] = philox4x32((0, 0, head, batch), seed)[0]     ``stream``: the Philox key of a global batch row and head
-    words            = philox2x32((of_q, of_k), stream)             two words for the eight probabilities of a counter
-    of_q, of_k       = q_pos // 16 * 8 + q_pos % 8, k_pos // 16 * 4 + k_pos % 8 // 2
+    words            = philox2x32((of_q, of_k), stream)             two words, for the eight probabilities of one counter
+    of_q, of_k       = q_pos // 16 * 8 + q_pos % 8, k_pos // 16 * 4 + k_pos % 8 // 2        the two words of the counter
     word             = words[q_pos // 8 % 2] rotated left by k_pos // 8 % 2 * 2 + k_pos % 2 bytes
     kept if the upper 16 bits of word >= threshold                  threshold: ``dropout_rate`` times 2^16, rounded
 
 Shapes     dropout_seed uint32 [4]: two words of the seed, then the global index of the first batch row and of the first head
-           -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] BY_KEYS
+           -> dropout_BH uint32 [B, H]; masks bool [queries, keys], or [keys, queries] if BY_KEYS
 Program    of ``philox_keys``: one for BLOCK pairs (batch row, head)
-Units      positions are token positions of the global sequence; a kernel gets ``threshold`` in the upper half of a word
+Units      positions are token positions of the global sequence; kernels get ``threshold`` times 2^16, to compare with whole words
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def philox_keys(dropout_seed_ptr, dropout_BH, B, H, BLOCK: tl.constexpr):
 
 @triton.jit
 def keep_mask_of_tile(args, batch, head, row, i, j, m0, n0, sizes: tl.constexpr, BY_KEYS: tl.constexpr):
-    """Return a tile's dropout mask; True keeps a probability.
+    """Return a tile's dropout mask, bool [queries, keys], or [keys, queries] if BY_KEYS; True keeps a probability.
 
     ``i``, ``j``: local indices of queries and keys, starting at ``m0`` and ``n0``.
     """
@@ -65,8 +65,8 @@ def keep_mask(
     """Return the dropout mask, bool [QUERIES, KEYS], or [KEYS, QUERIES] if BY_KEYS; True keeps a probability.
 
     ``stream``: the Philox key. Positions are ``q_pos`` [QUERIES] and ``k_pos`` [KEYS], starting at ``q_first`` and ``k_first``.
-    ALIGNED: the positions are consecutive and start at multiples of 16. Then one call of Philox serves adjacent probabilities of
-    a thread: all eight of a counter, or with BY_KEYS four of the eight. Otherwise each probability takes a separate call.
+    ALIGNED: the positions are consecutive and start at multiples of 16. Then a thread calls Philox once for several of its
+    probabilities: for all eight that share a counter, or with BY_KEYS for four of them. Otherwise it calls Philox for each one.
     """
     if ALIGNED and BY_KEYS:
         j = tl.arange(0, KEYS // 2)[:, None]
@@ -111,14 +111,15 @@ def turned(word, turn):
 
 @triton.jit
 def keep_halves(word, threshold):
-    """Return the mask, bool [..., 2]: entry 0 drawn by the upper 16 bits of the word, entry 1 by its lower 16 bits."""
+    """Return the mask, bool [..., 2]: entry 0 compares the word's upper 16 bits with ``threshold``, entry 1 its lower 16 bits."""
     return tl.join(word >= threshold, (word << 16) >= threshold)
 
 
 @triton.jit
 def keep_quarters(word, threshold):
-    """Return the mask, bool [..., 2, 2]: entry [..., a, b] is drawn by the word rotated left by 2 a + b bytes.
+    """Return the mask, bool [..., 2, 2], of the four keys that share each word.
 
-    This entry is the mask of key k + 8 a + b, where k is the first key of the word's counter.
+    Entry [..., a, b] belongs to key k + 8 a + b; k is the first of the four keys. The entry tests the upper 16 bits of the word
+    rotated left by 2 a + b bytes.
     """
     return tl.join(keep_halves(word, threshold), keep_halves((word << 8) | (word >> 24), threshold))

@@ -1,4 +1,4 @@
-"""The launches that turn extents or key extents into inputs of other kernels, by extent_lists.py and backward_sums.py."""
+"""The launches of the kernels that prepare extents and key extents for other kernels (extent_lists.py, backward_sums.py)."""
 
 from __future__ import annotations
 
@@ -73,9 +73,9 @@ def key_bounds(call: RingCall, block_k: int) -> Launch:
 def intervals(call: RingCall, block_q: int, block_k: int, whole: bool) -> Launch:
     """Return the launch that lists, for each tile of ``block_q`` queries, the tiles of ``block_k`` keys to visit.
 
-    It serves calls with key extents. The output ``intervals`` is int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]: counts,
-    then first and end (exclusive) of each interval of key tiles. ``whole``: list the tiles that need no mask in separate
-    intervals; else list all tiles as masked.
+    It serves calls with key extents. The output ``intervals`` is int32 [batch, q tiles, k_runs, HEADER + 2 INTERVALS]: numbers
+    of tiles, of masked tiles and of intervals, a 0, then first and end (exclusive) of each interval of key tiles. ``whole``: list
+    the tiles that need no mask in separate intervals; else list all tiles as tiles that need a mask.
     """
     arguments = {
         "rows_ptr": Array("rows", "int32"),
@@ -130,8 +130,8 @@ def key_ranges(call: RingCall) -> Launch:
 def query_tiles(call: RingCall, block_q: int, block_k: int) -> Launch:
     """Return the launch that computes, for each tile of ``block_k`` keys, the tiles of ``block_q`` queries to visit.
 
-    With key extents, the tiles come from the array ``intervals``; else from the ``bounds`` of the extents. The output
-    ``query_tiles`` is int32 [batch, k tiles, q_runs, 4]: first, last (exclusive), number of tiles to visit, 0.
+    It reads ``intervals`` if the call has key extents, else the ``bounds`` of the extents. The output ``query_tiles`` is int32
+    [batch, k tiles, q_runs, 4]: first, last (exclusive), number of tiles to visit, and a constant 0.
     """
     of_keys = "key_extents" in call.array_names
     arguments = {

@@ -1,23 +1,23 @@
-"""Lists of the tiles that each program must visit under extents, computed once per launch, in Triton.
+"""Lists of the tiles that each program of a kernel must visit under extents, computed once before its launch, in Triton.
 
     key_tiles      int32 [B, q tiles, k_runs, 4]    first, last, whole_first, whole_last: the ``rows.Tiles`` of a query tile
     query_tiles    int32 [B, k tiles, q_runs, 4]    first, last, count, 0: the query tiles that a key tile visits; if there are
                                                     gaps among first .. last - 1, count is less than last - first
     tile_order     int32 [B, q tiles]               the query tiles, those that visit the most key tiles first
-    key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys that band and extent show a query
-    not_finite     int32 [B, G, spans]              1 if a span of 64 keys has an infinite or NaN element of k (of v in
-                                                    the forward)
+    key_ranges     int32 [B, k_runs, 2, S]          begin and end (exclusive) of the keys that a query sees by band and extent
+    not_finite     int32 [B, G, spans]              1 if k (in the forward: v) has an infinite or NaN element in a span of 64 keys
 
 Key extents leave gaps among the key tiles of a query tile, so the list of key tiles consists of intervals:
 
     key_bounds     int32 [B, k tiles, 4]            the bounds of a key tile's extents, as in backward_sums.py
-    intervals      int32 [B, q tiles, k_runs, 32]   numbers of tiles, masked tiles, intervals, 0, then each interval's first, end
+    intervals      int32 [B, q tiles, k_runs, 32]   numbers of tiles, of tiles that need a mask and of intervals, a 0,
+                                                    then first and end (exclusive) of each interval
 
-The intervals whose tiles need a mask come first. If a query tile has more than INTERVALS intervals, a single interval from its
-first tile to its last replaces them, and all of its tiles need a mask.
+Intervals of tiles that need a mask come first. If a query tile has more than INTERVALS intervals in a run of keys, a single
+interval from its first key tile to its last replaces them, and all tiles of that interval count as tiles that need a mask.
 
-Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py). spans:
-           those of T keys, with T rounded up to a multiple of MASK_BLOCK, as in loads.py
+Shapes     rows int32 [q_runs, k_runs, fields], extents int32 [B, S, 2], bounds int32 [B, q tiles, 4] (backward_sums.py); spans:
+           number of spans of 64 keys in T keys, with T rounded up to a multiple of MASK_BLOCK, as in loads.py
 Program    one (q tile, run of keys, batch row) or (k tile, run of queries, batch row); ``tile_order``: (q tile, batch row);
            ``not_finite``: (span, head, batch row)
 Units      local indices in a run, of tiles or (key_ranges) of keys; bounds and key_bounds are token positions
@@ -65,10 +65,10 @@ def key_tiles(
 
 @triton.jit
 def tile_order(key_tiles_ptr, intervals_ptr, tile_order_ptr, Q_TILES, K_RUNS: tl.constexpr):
-    """Store a query tile at its place in the order.
+    """Store the index of a query tile in ``tile_order``.
 
-    The place is the number of query tiles before it: those that visit more key tiles, and those of higher index that visit as
-    many.
+    The place of the index is the number of query tiles that come first: those that visit more key tiles and, among tiles that
+    visit equally many, those of higher index.
     """
     program = tl.program_id(0)
     tile, first = program % Q_TILES, program // Q_TILES * Q_TILES
@@ -97,7 +97,7 @@ def visited(key_tiles_ptr, intervals_ptr, q_tile, K_RUNS: tl.constexpr):
 
 @triton.jit
 def key_ranges(rows_ptr, extents_ptr, key_ranges_ptr, S, Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr):
-    """Store begin and end of the keys of a run that each query of a tile sees, so that other kernels need no division."""
+    """Store the range of keys of a run that each query of a tile sees, so that other kernels need no division by strides."""
     q_slot = S // Q_RUNS
     tiles_of_run = tl.cdiv(q_slot, BLOCK_Q)
     program = tl.program_id(0)
@@ -117,9 +117,9 @@ def intervals(
     rows_ptr, extents_ptr, key_bounds_ptr, intervals_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the key tiles of a run of keys that a query tile visits under key extents, as intervals of tiles.
+    """Store the intervals of key tiles that a query tile visits in one run of keys under key extents.
 
-    WHOLE: list the tiles that need no mask in separate intervals; without WHOLE, list all tiles as masked.
+    WHOLE: list the tiles that need no mask in separate intervals; else list all tiles as tiles that need a mask.
     """
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
@@ -171,10 +171,10 @@ def intervals(
 
 @triton.jit
 def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
-    """Return whether each key tile may be visible to some query of a query tile and belongs to ``part``.
+    """Return a mask over the key tiles ``tile``: True if the tile belongs to ``part`` and some query of a query tile may see it.
 
-    Part 0 are the key tiles that need a mask, part 1 those that need none. Without WHOLE, all are in part 0. ``first``, ``last``:
-    positions of the query tile's first and last query.
+    Part 0 holds the key tiles that need a mask, part 1 those that need none. Without WHOLE, part 0 holds all key tiles.
+    ``first``, ``last``: positions of the query tile's first and last query.
     """
     inside = (tile >= tiles.first) & (tile < tiles.last)
     at = bounds + tile * 4
@@ -188,7 +188,7 @@ def belongs(tile, part, tiles, bounds, first, last, WHOLE: tl.constexpr):
 
 @triton.jit
 def lies_in(tile, list_ptr, inside):
-    """Return, for each list of intervals in ``list_ptr``, whether it contains key tile ``tile``; False if not ``inside``."""
+    """Return whether each list of intervals at ``list_ptr`` contains key tile ``tile``; False outside the mask ``inside``."""
     found = inside & False
     some = tl.load(list_ptr + 2, mask=inside, other=0)
     for each in range(INTERVALS):
@@ -204,7 +204,7 @@ def query_tiles(
     rows_ptr, bounds_ptr, intervals_ptr, query_tiles_ptr, S, T,
     Q_RUNS: tl.constexpr, K_RUNS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store the query tiles that a key tile visits: those in the band whose bounds or intervals meet the key tile."""
+    """Find the query tiles in the band that, by their intervals or bounds, see a key tile. Store first, last, count and 0."""
     q_tiles = tl.cdiv(S // Q_RUNS, BLOCK_Q)
     k_tiles = tl.cdiv(T // K_RUNS, BLOCK_K)
     program = tl.program_id(0)

@@ -13,13 +13,14 @@ Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents 
            [B, T, 2], key_mask_BT f32 (loads.py), sinks, alibi_slopes f32 [H], dropout uint32 [B, H] -> out_BSHE, lse_BSH f32
            and, for inputs in f32, rest_BSH f32
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
-Program    one per (q tile, query head, batch row); a q tile lies within one run. Over program ids the tile varies fastest, from
-           the last tile of a shard to the first: under a causal mask the last is the heaviest
-K tiles    every query sees one interval of every run (rows.keys_seen); tiles before the first or after the last interval are not
-           visited; tiles inside all intervals need no mask. Key extents are tested tile by tile (rows.some_query_sees)
-State      FIRST: no keys have been seen yet. Else the state of the keys seen so far is out_in (f32), lse_in and rest_in, which
-           out, lse and rest may overwrite in place. A q tile without K tiles writes only at the first step and at
-           the LAST, where out gets the input's dtype
+Program    one per (q tile, query head, batch row); a q tile lies within one run. As program ids increase, the q tile varies
+           fastest, from the last of a shard to the first, because under a causal mask the last q tile has the most work
+K tiles    by band and extent, a query sees one interval of each run of keys (rows.keys_seen). K tiles before the first or after
+           the last interval of a q tile are not visited; k tiles inside all of its intervals need no mask. Key extents are tested
+           for each k tile (rows.some_query_sees)
+State      FIRST: no keys have been seen yet. Else out_in (f32), lse_in and rest_in hold the result for the keys seen so far, and
+           out, lse and rest may overwrite them in place. If no k tile lies in the band and extents of a q tile, the program
+           writes only in the FIRST and the LAST step. In the LAST step, out gets the input's dtype
 Precision  products in the input dtype, sums and softmax in f32, in base 2; probabilities are rounded once to the input dtype;
            for inputs in f32, lse and rest of this shard are computed in f64 and merged in f32
 """
@@ -201,7 +202,7 @@ def forward(
 
 @triton.jit
 def visit_keys(acc, m, l, q_tile, tail, n0, run, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Take the step of online softmax for the key tile that begins at ``n0``; return acc, row max m (base 2) and row sum l."""
+    """Take one step of online softmax, for the key tile that begins at ``n0``. Return acc, row max m (base 2) and row sum l."""
     ACCURATE: tl.constexpr = q_tile.dtype == tl.float32
     row = run.row
     j = n0 + tl.arange(0, sizes.BLOCK_K)

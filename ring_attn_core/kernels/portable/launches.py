@@ -1,4 +1,4 @@
-"""The launches of the portable kernels, made by pure functions. extent_launches.py has more, for extents and key extents."""
+"""The launches of the portable kernels, made by pure functions; extent_launches.py holds those for extents and key extents."""
 
 from __future__ import annotations
 
@@ -103,8 +103,8 @@ def unpack_key_mask(batch: int, kv_local: int) -> Launch:
 
     Outputs: ``key_mask`` f32 [batch, tokens], +inf for a visible key, else -inf; ``key_mask_spans`` int32 [batch, spans].
 
-    A span is ``MASK_SPAN`` keys. Its entry of ``key_mask_spans`` is 0 if all these keys are visible, so that kernels skip the
-    mask, else 1. Keys beyond the shard count as hidden.
+    A span is ``MASK_SPAN`` keys. ``key_mask_spans`` holds 0 for a span if all of its keys are visible, else 1. For spans with 0,
+    kernels skip the mask. Keys beyond the shard count as hidden.
     """
     arguments = {
         "key_mask_bits_ptr": Array("key_mask_bits", "uint8"),
@@ -161,8 +161,8 @@ def dq(call: RingCall, first: bool, last: bool) -> Launch:
 def dkv(call: RingCall, first: bool, last: bool) -> Launch:
     """Return the launch that computes the gradients of one shard of keys: ``dkv`` if k and v are packed, else ``dk`` and ``dv``.
 
-    Unless ``first``, the launch adds the sums so far (``dkv_in``, or ``dk_in`` and ``dv_in``), which float32 outputs overwrite.
-    ``last``: the gradients are complete and get the input's dtype.
+    Unless ``first``, the launch adds the sums of earlier steps (``dkv_in``, or ``dk_in`` and ``dv_in``). Float32 outputs then
+    overwrite these arrays. ``last``: the gradients are complete and get the input's dtype.
     """
     tiles = call.tiles("dkv")
     dtype = call.dtype if last else "float32"
@@ -197,8 +197,8 @@ def _fields(output: Output) -> tuple[str, tuple[int, ...], str]:
 def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> dict[str, Argument]:
     """Return a kernel's arguments for q, k, v and, if ``of_queries`` names it, dout: pointers, or TMA descriptors of tiles.
 
-    ``own``: "q" if a program loads only one tile of q and dout, "kv" if only one tile of k and v. If ``call.tail`` is not None,
-    the values are columns of k, so the tiles of k hold them, and v has no argument.
+    ``own``: "q" if a program loads a single tile of q and of dout, "kv" if it loads a single tile of k and of v. If ``call.tail``
+    is not None, the values are columns of k: the tiles of k contain the values, and v has no argument.
     """
     k_stride, v_stride, _ = call.key_columns
     k_name, v_name = ("kv", "kv") if call.packed else ("k", "v")
@@ -226,7 +226,7 @@ def _inputs(call: RingCall, tiles: TileConfig, own: str, *of_queries: str) -> di
 
 
 def of_decode(call: DecodeCall) -> Iterator[Launch]:
-    """Yield the launches of decoding on one rank and on two; more ranks need the same compiled kernels."""
+    """Yield the launches of decoding on one rank and on two ranks; more ranks use the kernels compiled for two ranks."""
     yield decode(call)
     for of_ranks in (None, 2):
         for final in (True, False):
@@ -307,14 +307,14 @@ def merge_pairs(call: DecodeCall, ranks: int | None, final: bool) -> Launch:
 
 
 def _count(value: int) -> Scalar:
-    """Return a scalar on which the kernel is not specialized, because calls of decoding often differ in such numbers."""
+    """Return ``value`` as an int32 for which no special kernel is compiled, because it often differs between decode calls."""
     return Scalar(value, "i32", divided=False)
 
 
 def tma_fits(call: RingCall) -> bool:
     """Return whether the call may use TMA.
 
-    The launcher must support TMA. Tiles must have no padded columns, rows a multiple of 16 bytes, and arrays at least one token.
+    The launcher must support TMA. Tiles must have no padded columns and rows of a multiple of 16 bytes. No array may be empty.
     """
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
@@ -360,9 +360,9 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
 
 
 def _zero_masked(call: RingCall) -> int:
-    """Return how kernels zero unused keys, which may hold NaN: 0 (not), 1 (by ``tl.where``) or 2 (by a bitwise AND).
+    """Return the method that sets unused keys, which may hold NaN, to 0: 0 (none), 1 (``tl.where``) or 2 (bitwise AND).
 
-    ``loads.keep_seen`` zeroes them. GPUs older than Hopper need the AND.
+    ``loads.keep_seen`` applies the method. GPUs older than Hopper need method 2.
     """
     return 0 if not call.zero_masked else 1 if call.capability >= 90 else 2
 

@@ -26,8 +26,8 @@ def load_tile(
 ):  # fmt: skip
     """Load a tile [ROWS, COLUMNS] of an array [batch, tokens, ...], from ``token`` on. ``columns``: a ``records.Columns``.
 
-    The tile is 0 beyond WIDTH columns and, with LIMITED, from row ``limit`` on. With TMA, WIDTH is COLUMNS, and the rows from
-    ``limit`` on hold the array's next rows, or 0.
+    WIDTH and COLUMNS are fields of ``columns``. Columns from WIDTH on are 0. With LIMITED, rows from ``limit`` on are 0 too. With
+    TMA, WIDTH equals COLUMNS, and rows from ``limit`` on hold the array's next tokens, or 0 after its last token.
     """
     if columns.TMA:
         tile = source.load([batch, token, head, columns.COLUMN]).reshape([ROWS, columns.COLUMNS])
@@ -47,11 +47,11 @@ def load_tile(
 
 @triton.jit
 def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constexpr, ROWS: tl.constexpr):
-    """Load the tile that a program uses in all of its steps: q (and dout), or k and v.
+    """Load a tile that a program uses in every iteration of its loop: a tile of q or dout, or of k or v.
 
-    With TMA, ``source`` is a descriptor of the array as [batch * tokens, columns]. Only with two dimensions does Triton (3.6,
-    3.7) leave the tile in shared memory, from where a product reads it; in registers it would take 32 registers of each thread,
-    and the loops would spill. Rows from ``limit`` on may hold the next batch row's tokens.
+    With TMA, ``source`` is a descriptor of the array as [batch * tokens, columns]. Triton (3.6, 3.7) leaves the tile in
+    shared memory, where products read it, only if the descriptor has two dimensions. Otherwise the tile would take 32 registers
+    of each thread, and the loops would spill. Rows from ``limit`` on may hold tokens of the next batch row.
     """
     if columns.TMA:
         tile = source.load([batch * tokens + token, head * columns.STRIDE + columns.COLUMN])
@@ -64,8 +64,8 @@ def load_own_tile(source, batch, tokens, token, head, limit, columns: tl.constex
 def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
     """Return total + a b.
 
-    In float32 the product is summed separately before it is added, because one long chain of additions loses half a digit. The
-    condition ``tokens > 0`` is true for every tile, but it keeps the compiler from merging the two sums.
+    In float32 the product a b is summed separately and then added, because a single long chain of additions loses half a digit.
+    The condition ``tokens > 0`` is true for every tile, but it keeps the compiler from summing a b directly into ``total``.
     """
     if a.dtype == tl.float32:
         total += tl.where(tokens > 0, tl.dot(a, b, input_precision=PRECISION), 0.0)
@@ -76,7 +76,7 @@ def add_product(total, a, b, tokens, PRECISION: tl.constexpr):
 
 @triton.jit
 def keep_seen(tile, visible, BY_BITS: tl.constexpr):
-    """Return a k or v tile with 0 in the keys that no query sees, because 0 times NaN is NaN. ``visible``: bool [queries, keys].
+    """Return a k or v tile in which keys that no query sees are 0, because 0 times NaN is NaN. ``visible``: bool [queries, keys].
 
     BY_BITS avoids a tensor of bools, for which Triton 3.9 finds no layout before a product on GPUs older than Hopper.
     """
@@ -94,8 +94,8 @@ def keep_seen(tile, visible, BY_BITS: tl.constexpr):
 def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK_K: tl.constexpr):
     """Unpack the bits of the key mask to upper bounds of scores, and flag spans of SPAN keys that contain hidden keys.
 
-    Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked beforehand, because a minimum with the bound
-    takes one instruction per score and turns a hidden key's NaN into -inf too. Testing bits made the forward slower by half.
+    Bit j % 8 of byte j // 8 is 1 if key j is visible. The mask is unpacked before attention: the minimum of score and bound then
+    takes one instruction, and it turns a hidden key's NaN into -inf too. Testing bits made the forward slower by half.
     """
     tiles = tl.cdiv(T, BLOCK_K)
     tile = tl.program_id(0) % tiles
@@ -111,7 +111,7 @@ def unpack_key_mask(key_mask_bits_ptr, key_mask_BT, key_mask_spans_ptr, T, BLOCK
 
 @triton.jit
 def some_hidden(key_mask_spans_ptr, batch, T, token, BLOCK_K: tl.constexpr):
-    """Return whether the key mask may hide one of a shard's keys ``token .. token + BLOCK_K - 1``, by the flags of the spans."""
+    """Return whether a span that overlaps a shard's keys ``token .. token + BLOCK_K - 1`` has a key hidden by the key mask."""
     at = key_mask_spans_ptr + batch * (tl.cdiv(T, SPAN * SPANS) * SPANS)
     last = (token + BLOCK_K - 1) // SPAN
     hidden = tl.load(at + token // SPAN)

@@ -86,7 +86,7 @@ class QueryTile(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The columns of q and k after the first ``v_dim``, if the values are those columns of k (``tile_sizes.tail_of``).
+    """The columns of q and k from ``v_dim`` on, if the values are the first ``v_dim`` columns of k (``tile_sizes.tail_of``).
 
     ``q``: a loaded tile. ``k``: a pointer or TMA descriptor.
     """
@@ -96,8 +96,7 @@ class Tail(NamedTuple):
 
 
 class KeyRun(NamedTuple):
-    """A run of keys with its ``runs.Row``. By band and extents, each query of a tile sees keys ``begin .. end - 1`` of the
-    run."""
+    """A run of keys with its ``runs.Row``. Band and extents let each query of a tile see keys ``begin .. end - 1`` of the run."""
 
     row: Any
     begin: Any

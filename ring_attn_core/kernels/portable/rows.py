@@ -1,15 +1,15 @@
 """The keys that a query sees, and the tiles of keys or queries that a program must visit, in Triton.
 
     lo <= i - j <= hi            the band of a pair of runs, in local indices: query i and key j of their runs
-    begin_i <= j < end_i         the keys of a run that query i sees: one interval for any band, extent and length
+    begin_i <= j < end_i         the keys of a run that query i sees by band, extent and run length: always one interval
     begin_j <= i < end_j         the queries of a run that may see key j by its key extent
 
 A query that sees no key at all is *blank* (plan/ring.py).
 
 Shapes     rows int32 [q_runs, k_runs, fields]: one ``runs.Row`` for each pair of runs; extents int32 [B, S, 2] and key_extents
            int32 [B, T, 2] in token positions
-           i of queries and j of keys broadcast against each other, so the functions serve tiles of scores in either
-           orientation, [queries, keys] and [keys, queries]
+           query indices i and key indices j broadcast against each other, so the functions serve tiles of scores in both
+           orientations, [queries, keys] and [keys, queries]
 Tiles      a program visits the tiles ``first .. last - 1`` of a run; those in ``whole_first .. whole_last - 1`` need no mask
 Units      local indices, except extents and ``*_start``, which are token positions
 """
@@ -136,10 +136,10 @@ def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
 
 @triton.jit
 def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
-    """Return the ``Tiles`` of positions y that lie within the band of some position x.
+    """Return the ``Tiles`` of the indices y in the band, lo <= x - y <= hi, of at least one index x.
 
-    The band is lo <= x - y <= hi, for x in x0 .. x1 - 1 and y in 0 .. others - 1. For the key tiles of queries, x are queries and
-    y are keys. For the query tiles of keys, x are keys and y are queries; pass (-hi, -lo) for (lo, hi).
+    Index x lies in x0 .. x1 - 1, y in 0 .. others - 1. A tile holds BLOCK indices y. To find the key tiles of queries, let x be
+    queries and y keys. To find the query tiles of keys, let x be keys and y queries, and pass (-hi, -lo) for (lo, hi).
     """
     some = (x0 < x1) & (lo <= hi)
     first = tl.maximum(x0 - hi, 0) // BLOCK
@@ -151,10 +151,10 @@ def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
 
 @triton.jit
 def tiles_in_extents(tiles, begin, end, valid, BLOCK: tl.constexpr):
-    """Return key ``tiles`` restricted to those between the least ``begin`` and the greatest ``end`` of a query tile's intervals.
+    """Return key ``tiles`` cut to the range from the least ``begin`` to the greatest ``end`` of a query tile's intervals.
 
-    A tile within the intervals of all ``valid`` queries needs no mask. To restrict query ``Tiles``, pass the query intervals of a
-    key tile (``seen_from``) and the valid keys.
+    ``begin``, ``end``: the interval of keys that each query sees. A key tile inside the intervals of all ``valid`` queries needs
+    no mask. To cut query ``tiles`` instead, pass the intervals of queries that may see a key (``seen_from``) and the valid keys.
     """
     first = tl.maximum(tiles.first, tl.min(begin, 0) // BLOCK)
     last = tl.minimum(tiles.last, (tl.max(end, 0) + BLOCK - 1) // BLOCK)

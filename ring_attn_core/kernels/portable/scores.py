@@ -25,9 +25,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 def tanh(x, ACCURATE: tl.constexpr):
     """Return tanh with an absolute error of at most 5e-7, or with ACCURATE a relative error of a few roundings, also near 0.
 
-    A multiprocessor computes only 16 special functions per cycle. If all of 8 arguments are at most 0.625 in magnitude, as usual
-    under a softcap, a polynomial computes their tanh; else an exponential and a reciprocal do. 5e-7 assumes relative errors of
-    2^-22 of ex2.approx and 2^-23 of rcp.approx; with exact functions the error is 1.9e-7, and that of the polynomial 8e-8.
+    A multiprocessor computes only 16 special functions per cycle. So if eight arguments are all at most 0.625 in magnitude, as
+    usual under a softcap, a polynomial computes their tanh, else an exponential and a reciprocal. The bound 5e-7 assumes relative
+    errors of 2^-22 in ex2.approx and 2^-23 in rcp.approx; with exact functions it is 1.9e-7. The polynomial's error is 8e-8.
     """
     if ACCURATE:
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)
@@ -43,7 +43,7 @@ def tanh(x, ACCURATE: tl.constexpr):
 
 
 def _tanh_of_8() -> str:
-    """Return PTX of eight tanh ($8 to $15 -> $0 to $7): a minimax polynomial if all |x| <= 0.625, else exp2."""
+    """Return PTX that writes tanh of $8 .. $15 to $0 .. $7, by a minimax polynomial if all |x| <= 0.625, else by exp2."""
     each = lambda *lines: [line.format(y=f"y{n}", x=f"${8 + n}", to=f"${n}") for n in range(8) for line in lines]
     hexadecimal = lambda x: "0f" + struct.pack(">f", x).hex()
     c0, c1, c2, c3, c4 = map(hexadecimal, (0.99999946, -0.33330483, 0.13291034, -0.05136296, 0.01453019))
