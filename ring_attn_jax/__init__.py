@@ -1,4 +1,4 @@
-"""Exact ring attention for JAX: attention over sequences that do not fit on a single device."""
+"""Exact ring attention for JAX: attention over sequences too long for a single device."""
 
 from importlib import import_module
 from importlib.util import find_spec

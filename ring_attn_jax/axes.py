@@ -31,9 +31,9 @@ WHOLE = "use sharded_ring_attention(..., mesh=mesh), which builds the shard_map 
 def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE) -> int:
     """Return the number of ranks of the mesh axis.
 
-    Raise ValueError if the axis is unknown here, for example outside of a shard_map over this axis. ``call``: the name of the
-    function, for the message. ``instead``: what to do otherwise, as advice in the message. Raise also what ``check_axis_name``
-    raises.
+    Raise ValueError if the axis is unknown here, for example outside of a shard_map over this axis. Outside of any shard_map the
+    message advises to call the function named ``call`` inside one, or else to do as ``instead`` says. Raise also the errors of
+    ``check_axis_name``.
     """
     check_axis_name(axis_name)
     try:
@@ -44,9 +44,9 @@ def ring_size(axis_name: Any, call: str = "ring_attention", instead: str = WHOLE
 
 
 def unknown_axis(axis_name: Any, outside: str) -> str:
-    """Return the message that ``axis_name`` is not a mesh axis here, with advice.
+    """Return an error message: ``axis_name`` is not a mesh axis here, and what to do.
 
-    ``outside``: the advice outside of any shard_map. Inside a shard_map the advice is to pass one of its axes.
+    ``outside``: the advice if no shard_map surrounds the call. Inside a shard_map the advice is to pass one of its axes.
     """
     axes = jax.sharding.get_abstract_mesh().manual_axes
     advice = f"this shard_map is over {', '.join(axes)}: pass axis_name={choice_of(axes)}" if axes else outside
@@ -54,15 +54,15 @@ def unknown_axis(axis_name: Any, outside: str) -> str:
 
 
 def choice_of(axes: Sequence[str]) -> str:
-    """Return the axis names as a choice for an error message, such as "'rows' or 'seq'"."""
+    """Return the quoted axis names joined by "or" for an error message, such as "'rows' or 'seq'"."""
     return " or ".join(map(repr, axes))
 
 
 def dtype_names(q: Any, k: Any, v: Any) -> tuple[str, str, str]:
     """Return the dtype names of q, k and v.
 
-    Raise ValueError if an argument is not an array, or has a symbolic size other than the batch. Raise it too for a float64 array
-    that JAX would cut to float32.
+    Raise ValueError if an argument is not an array, if a size other than the batch size is symbolic (``jax.export``), or if an
+    array is float64 without ``jax_enable_x64``, since JAX would cast it to float32.
     """
     for name, array in zip("qkv", (q, k, v), strict=True):
         if not hasattr(array, "dtype") or not hasattr(array, "shape"):
@@ -110,9 +110,9 @@ def checks_are_off(axis_name: str) -> bool:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def without_derivative(call: str, x: jax.Array) -> jax.Array:
-    """Return ``x``, but raise ValueError if JAX differentiates this function.
+    """Return ``x`` unchanged, but raise ValueError if JAX differentiates this identity.
 
-    ``call``: the name of the public function, for the error. It has no derivative inside ``shard_map(check_vma=False)``.
+    ``call``: for the message, the name of the public function, which has no derivative in ``shard_map(check_vma=False)``.
     """
     return x
 
@@ -146,12 +146,11 @@ def explicit_axes() -> tuple[str, ...]:
 
 
 def on_auto_axes(function: Callable[..., Any], out_specs: Any) -> Callable[..., Any]:
-    """Wrap ``function`` so that the caller's Explicit mesh axes are Auto inside it; ``out_specs``: how its results are sharded.
+    """Wrap ``function`` so that the caller's Explicit mesh axes are Auto inside it. ``out_specs``: the sharding of the results.
 
-    In a shard_map that is manual over only some axes, the types of arrays still name the Explicit axes. A loop that starts from
-    new zeros then fails, because the types of its carry before and after a step differ. Without Explicit axes, return
-    ``function`` itself. The wrapper is jitted, since outside jit a shard_map evaluates one operation at a time on the mesh of the
-    caller.
+    In a shard_map that is manual over only some axes, array types still name the Explicit axes. A loop whose carry starts as new
+    zeros then fails, because a step returns a carry of another type. Without Explicit axes, return ``function`` itself. The
+    wrapper is jitted, because outside jit a shard_map evaluates one operation at a time on the caller's mesh.
     """
     explicit = explicit_axes()
     if not explicit:

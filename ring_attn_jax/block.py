@@ -49,15 +49,16 @@ def attend_block(
 ) -> tuple[Float[Array, "batch queries heads v_dim"], Float[Array, "batch queries heads"]]:
     """Compute attention of a block of queries over a block of keys, both anywhere in a longer sequence.
 
-    Return ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)`` over the keys of the block that query i may
-    see, in float32 (float64 for float64 inputs). Both are differentiable. :func:`merge` merges such pairs. A query that sees no
-    key has out 0 and lse -inf.
+    Return (out, lse) with ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)``. Here s_ij is the score of
+    query i and key j, and j runs over the keys of the block that query i may see. Both results are float32 (float64 for float64
+    inputs) and differentiable. A query that sees no key has out 0 and lse -inf. :func:`merge` merges the pairs of several blocks.
 
-    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens
-    beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may be traced.
+    ``q_run``, ``k_run``: the global positions of the query tokens and of the key tokens, each a ``Run(start, length, stride)``.
+    The strides must be equal. Tokens of the block beyond a run's length are padding. None: all tokens of the block, from position
+    0 on. ``start`` and ``length`` may be traced.
 
-    The other arguments are those of ``ring_attention``, with the arrays of the block. To apply a sink, merge the pair (out 0,
-    lse ``sink``) into the result once, not once per block.
+    The other arguments are those of ``ring_attention``, with arrays of the block's tokens. To apply a sink, merge the pair (out
+    0, lse ``sink``) into the merged result once, not once per block.
 
     Raise ValueError if inputs do not fit. Differentiable once, in reverse mode.
     """
@@ -75,10 +76,7 @@ def attend_block(
 
 
 def block_state(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` with its arguments as records, and return a ``State``.
-
-    ``runs``: the run of the queries and the run of the keys.
-    """
+    """Compute ``attend_block`` with its arguments as records. Return a ``State``. ``runs``: the query run and the key run."""
     compiled = checked(problem_of(q, k, v, arrays, 1, options), anywhere=True)
     of_q, of_k = ((0, _int32(run.length), _int32(run.start), run.stride) for run in runs)
     fields: Any = row(of_q, of_k, options.mask.clamped(FARTHEST), q.shape[1], k.shape[1])
@@ -89,9 +87,9 @@ def block_state(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, runs: 
 
 
 def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array, Array] | None = None) -> tuple[Array, Array]:
-    """Merge two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B into the pair over all keys.
+    """Merge two pairs (out [b s h e], lse [b s h]) over disjoint key sets A and B into the pair over all keys.
 
-    ``merge([a, b, c])`` merges a list of pairs in order. Differentiable.
+    ``merge([a, b, c])`` merges a list of pairs in order. The results are differentiable.
 
     The merge is exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
 
@@ -100,9 +98,10 @@ def merge(a: tuple[Array, Array] | Sequence[tuple[Array, Array]], b: tuple[Array
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
     A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
-    ``2^-24 |lse|``. This error alone changes out by up to ``2^-24 |lse| |out_A - out_B|``, at an lse of 1e4 by 6e-4 of the
-    difference. The merge adds its own rounding. :func:`ring_attention` carries the rounding error of lse from step to step, for
-    float32 and float64 inputs. Raise ValueError if an argument is not such a pair, or if the shapes do not fit.
+    ``2^-24 |lse|``. This error alone changes out by up to ``2^-24 |lse| |out_A - out_B|``. If lse is 1e4, this bound is
+    ``6e-4 |out_A - out_B|``. The merge adds its own rounding. For float32 and float64 inputs, :func:`ring_attention` carries the
+    rounding error of lse from step to step. Raise ValueError if an argument is not a pair (out, lse), or if the shapes do not
+    fit.
     """
     pairs = check_pairs(a, b, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     top = lax.stop_gradient(reduce(jnp.maximum, [lse for _, lse in pairs]))

@@ -66,24 +66,25 @@ def sharded_ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute :func:`ring_attention` on global arrays in layout order. ``mesh``: None is the mesh of ``jax.set_mesh``.
+    """Compute :func:`ring_attention` on global arrays in layout order. ``mesh``: None stands for the mesh of ``jax.set_mesh``.
 
-    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, kv_tokens, kv_heads, ...]; v None: k's first v_dim columns. Tokens
-    are sharded over the mesh axis ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over other mesh axes all
-    arrays are replicated. Key heads are sharded over ``head_axis`` too; a single key head (multi-query) is replicated. The
-    shard_map is manual over all mesh axes. Other arguments are those of ring_attention, with global arrays: extents [batch,
-    tokens, 2], key_extents [batch, kv_tokens, 2] and key_mask [batch, kv_tokens] in layout order, sinks and alibi_slopes [heads].
-    The dropout mask is that of one device: each shard gets the global index of its first batch row and head as its offset, and
-    dropout_offset is added.
+    Shapes: q [batch, tokens, heads, head_dim], k and v [batch, kv_tokens, kv_heads, ...]. If v is None, the values are k's first
+    v_dim columns. Tokens are sharded over the mesh axis ``axis_name``, batch over ``batch_axes``, heads over ``head_axis``; over
+    other mesh axes all arrays are replicated. Key heads are sharded over ``head_axis`` too, but a single key head (multi-query)
+    is replicated. The shard_map is manual over all mesh axes. Other arguments are those of ring_attention, with global arrays:
+    extents [batch, tokens, 2], key_extents [batch, kv_tokens, 2] and key_mask [batch, kv_tokens] in layout order, sinks and
+    alibi_slopes [heads]. The dropout mask equals that of one device: each shard adds the global indices of its first batch row
+    and first head to dropout_offset.
 
-    Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: train with them under
-    ``jax.set_mesh(mesh)``, called before the weights are made. Works under jax.vmap; its spmd_axis_name may be a mesh axis other
-    than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays that are sharded otherwise are resharded. Outside jit, if a
-    ``mesh`` is passed, arrays on other devices are copied to its devices. The arguments of a jitted function must be on the mesh,
-    or uncommitted.
+    Works with Auto and Explicit mesh axes, inside and outside jit. ``jax.make_mesh`` makes Explicit axes: to train with them,
+    call ``jax.set_mesh(mesh)`` before the weights are made. Works under jax.vmap; its spmd_axis_name may be a mesh axis other
+    than ``axis_name``, ``batch_axes`` and ``head_axis``. Arrays with other shardings are resharded. Outside jit, if a ``Mesh`` is
+    passed, arrays on other devices are copied to the mesh. If a jitted function calls this one, the arguments of the jitted
+    function must be on the mesh's devices, or uncommitted.
 
-    Raise ValueError without a mesh, or if the mesh lacks an axis, an axis is named twice, a size is not a multiple of the size of
-    its axes, or ring_attention refuses an argument. Raise NotImplementedError if ``axis_name`` is a tuple.
+    Raise ValueError without a mesh, or if the mesh lacks an axis, an axis is named twice, an array dimension is not a multiple of
+    the size of its mesh axes, or ring_attention refuses an argument. Raise NotImplementedError if ``axis_name`` is a tuple or
+    list.
     """
     options = Options(
         layout="contiguous" if isinstance(layout, TracedLayout) else layout,
@@ -107,7 +108,7 @@ def sharded_ring_attention(
 
 
 class ShardedAxes(NamedTuple):
-    """The mesh axes over which tokens, batch rows and heads are sharded."""
+    """The mesh, and the names of its axes over which tokens, batch rows and heads are sharded."""
 
     mesh: Mesh | AbstractMesh
     axis_name: str
@@ -116,10 +117,10 @@ class ShardedAxes(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Any, axis_name: Any, batch_axes: str | Sequence[str], head_axis: str | None) -> ShardedAxes:
-        """Return the record. ``mesh`` None is the mesh of ``jax.set_mesh``.
+        """Check the arguments and return them as ``ShardedAxes``. ``mesh``: None stands for the mesh of ``jax.set_mesh``.
 
-        Raise ValueError without a mesh, or if ``mesh`` is not a mesh or lacks an axis, or an axis is named twice. Raise
-        NotImplementedError if ``axis_name`` is a tuple or list.
+        Raise ValueError without a mesh, or if ``mesh`` is not a mesh or lacks an axis, or if an axis is named twice or its name
+        is not a string. Raise NotImplementedError if ``axis_name`` is a tuple or list.
         """
         if mesh is None:
             mesh = jax.sharding.get_abstract_mesh()
@@ -149,7 +150,7 @@ class ShardedAxes(NamedTuple):
         return self.mesh.shape[self.axis_name]
 
     def specs(self, kv_heads: int) -> dict[str, PartitionSpec]:
-        """Return the PartitionSpecs of q, k, v and the fields of ``Arrays``, by name; a single key head is replicated."""
+        """Map "q", "k", "v" and the field names of ``Arrays`` to PartitionSpecs. A single key head is replicated."""
         batch = self.batch_axes or None
         tokens, heads = PartitionSpec(batch, self.axis_name), PartitionSpec(self.head_axis)
         keys = PartitionSpec(batch, self.axis_name, None if kv_heads == 1 else self.head_axis)
@@ -165,7 +166,7 @@ class ShardedAxes(NamedTuple):
 
 
 def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: ShardedAxes, return_lse: bool = False) -> Any:
-    """Compute ``sharded_ring_attention`` from its arguments as records. ``v`` None: the values are columns of k."""
+    """Compute ``sharded_ring_attention`` from arguments packed into records. ``v``: None if the values are columns of k."""
     of_v = k if v is None else v
     dtype_names(q, k, of_v)
     check_shards(q, k, of_v, where)
@@ -184,9 +185,9 @@ def sharded(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, where: Sha
 def _compiled(
     where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: Options, return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the jitted program.
+    """Return the jitted program that maps the arrays, by name, to out, or to (out, lse) if ``return_lse``.
 
-    The cache keeps it, because each call outside of jit would otherwise make and compile a new function.
+    The result is cached: otherwise each call outside jit would compile a new function. ``mapped``: as in ``program``.
     """
 
     def on_shards(inputs: dict[str, Any]) -> Any:
@@ -205,16 +206,17 @@ def _compiled(
 def program(on_shards: Any, where: ShardedAxes, specs: dict[str, PartitionSpec], return_lse: bool, mapped: bool) -> Any:
     """Wrap ``on_shards``, a function of the shards, in a jitted shard_map that returns out, or (out, lse) if ``return_lse``.
 
-    ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX then gives mapped arrays another type than other arrays, and the
-    check ``check_vma`` refuses to combine the two types (jax 0.10 to 0.12). So the check is off. The result does not depend on
-    the check: with or without it, the gradients of replicated arrays are summed where the shard_map ends.
+    ``specs``: the PartitionSpecs of the arrays by name. ``mapped``: True inside a jax.vmap with spmd_axis_name. JAX (0.10 to
+    0.12) gives mapped arrays another type there than other arrays, and the check ``check_vma`` refuses to combine these types. So
+    the check is off. The result does not depend on it: with or without the check, the gradients of replicated arrays are summed
+    where the shard_map ends.
     """
     out_specs = (specs["q"], specs["q"]) if return_lse else specs["q"]
     return jax.jit(jax.shard_map(on_shards, mesh=where.mesh, in_specs=(specs,), out_specs=out_specs, check_vma=not mapped))
 
 
 def _first(axes: str | tuple[str, ...] | None, local: int) -> jax.Array:
-    """Return the global index of this shard's first row or head; each shard has ``local`` of them."""
+    """Return the global index of this shard's first row or head. ``axes``: its mesh axes; ``local``: rows or heads per shard."""
     return lax.axis_index(axes).astype(jnp.uint32) * local if axes else jnp.uint32(0)
 
 
@@ -239,9 +241,9 @@ def _check_intervals(arrays: Arrays, queries: int, keys: int, options: Options, 
 
 
 def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Copy ``x`` to the mesh if ``x`` is committed to other devices. Return ``x`` sharded as ``spec`` over the Explicit axes.
+    """Return ``x`` sharded as ``spec`` over the Explicit axes, after a copy to the mesh if ``x`` is committed to other devices.
 
-    Inside jit the devices of an array are unknown, and JAX refuses an array on devices outside the mesh.
+    Inside jit the devices of ``x`` are unknown, so it is not copied, and JAX refuses an array on devices outside the mesh.
     """
     x = jnp.asarray(x)
     try:
@@ -254,7 +256,7 @@ def on_mesh(x: Any, mesh: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
-    """Return ``x`` sharded as ``spec`` over the Explicit axes of the mesh; XLA shards it over the Auto ones."""
+    """Return ``x`` sharded as ``spec`` over the Explicit axes of the mesh. Leave the Auto axes to XLA."""
     explicit = {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
     if not explicit:
         return x
@@ -265,9 +267,9 @@ def on_explicit_axes(x: jax.Array, mesh: Any, spec: PartitionSpec) -> jax.Array:
 
 
 def check_shards(q: jax.Array, k: jax.Array, v: jax.Array, where: ShardedAxes) -> None:
-    """Raise ValueError if an array is not 4-dimensional, or if its sizes are not multiples of the sizes of the mesh axes.
+    """Raise ValueError if q, k or v is not 4-dimensional, or if a dimension is not a multiple of the size of its mesh axes.
 
-    A single key or value head need not be a multiple.
+    The number of heads of k or v may also be 1: a single head is replicated.
     """
     shape = where.mesh.shape
     for name, x in (("q", q), ("k", k), ("v", v)):

@@ -1,21 +1,22 @@
-"""Tiled attention of one q shard over one k/v shard in plain jnp: for CPU and TPU, and the ground truth at any length.
+"""Tiled attention of one q shard over one k/v shard in plain jnp, for CPU and TPU, and as the ground truth at any length.
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
-    lse_i = log sum_j exp(s_ij)                                                  the sum also has exp(sink), if there is one
+    lse_i = log sum_j exp(s_ij)                                                  with sinks, add the head's exp(sink) to the sum
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = 1 / (1 - dropout_rate), 0 if dropped
 
 This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
 so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator (rest: the rounding error of lse). Key tiles
-outside of the band, or outside of the extents, are skipped. No score matrix is larger than one tile per batch row and head.
+outside of the band, or outside of the extents, are skipped. No score matrix is larger than one tile for each batch row and head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v) or [b t g d] (v in k), rows int32 [q_runs, k_runs, fields];
-           state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
-           of q,k / of v
-Tiles      a slot is the part of a shard that belongs to one run. The slots of a shard are equal; in a balanced layout a slot
-           extends from the run's first token to the end of the shard. A tile lies within one slot, and all tiles of a slot have
-           the same length. The last tile begins early and ends with the slot. Its tokens that the previous tile also holds are
-           marked invalid, so each token counts once. With extents or key extents each batch row visits its own key tiles;
-           without them all batch rows visit the same tiles together
+           state out [b s h e], lse and rest [b s h]. b: batch, s and t: tokens in the q and k shard, h and g: query and key
+           heads, d: head dim of q and k, e: head dim of v
+Tiles      a run is an arithmetic progression of token positions; a slot is the part of a shard for one run. The slots of a shard
+           have equal length; but in a balanced layout a slot extends from its run's first token to the end of the shard. A tile
+           lies within one slot, and all tiles of a slot have the same length. The last tile ends with the slot, so it may
+           overlap the previous tile: the tokens of the overlap are marked invalid in the last tile, so each token counts once.
+           With extents or key extents each batch row visits its own key tiles; otherwise all batch rows visit the same tiles
+           together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype; matrix products too, on every device
 """
 
@@ -41,9 +42,9 @@ from .tiles import Pair, TileInputs, accumulation_dtype, dot
 
 @dataclass(frozen=True)
 class Blockwise:
-    """The backend "blockwise": plain jnp, tile by tile. ``even``: True if each run has an equal part of the shard.
+    """The backend "blockwise": plain jnp, tile by tile. ``even``: True if the slots of a shard have equal length.
 
-    ``v_dim``: the first ``v_dim`` columns of k are the values. None: ``Keys.kv`` holds v behind k.
+    ``v_dim``: the number of first columns of k that are the values; None if ``Keys.kv`` holds v behind k.
     """
 
     two_arrays: ClassVar[bool] = False
@@ -93,7 +94,7 @@ class Blockwise:
 def nothing(q: jax.Array, v_dim: int, rows: jax.Array, score: Score) -> State:
     """Return the initial attention state, in the accumulation dtype.
 
-    ``out`` is 0. ``lse`` is the head's sink; without sinks and at padding queries ``lse`` is -inf.
+    ``out`` is 0. ``lse`` is the sink of the head, but -inf without sinks or if the query is padding.
     """
     b, s, h, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
@@ -153,13 +154,14 @@ def attend_backward(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the gradients of q, k and v in one pass over the tiles.
 
-    Return ``dq`` with the gradient of q from these keys added, and dkv: the gradient of ``keys.kv`` from these queries.
+    Return ``dq`` plus the gradient of q from these keys, and dkv: the gradient of ``keys.kv`` from these queries.
 
         p_ij = exp(s_ij - lse_i); dv_j = sum_i z_ij p_ij dout_i; ds_ij = p_ij (z_ij dout_i . v_j - delta_i) (1 - tanh^2);
         dq_i = scale sum_j ds_ij k_j; dk_j = scale sum_i ds_ij q_i
-    z_ij is the dropout factor of the module's formula; delta_i = dout_i . out_i - dlse_i. The caller has multiplied dout and
-    delta by exp(-rest_i), where rest_i is the rounding error of lse_i (see ``State``). tanh is tanh(scale q_i . k_j / softcap),
-    or 0 without softcap.
+
+    z_ij is the dropout factor: 1 / (1 - dropout_rate), or 0 if the probability is dropped. delta_i = dout_i . out_i - dlse_i. If
+    the state has a rest, the caller has multiplied dout and delta by exp(-rest_i), where rest_i is the rounding error of lse_i
+    (see ``State``). tanh is tanh(scale q_i . k_j / softcap), or 0 without softcap.
     """
     q, dout, lse, delta, *_ = of_q
     dkv = jnp.zeros_like(keys.kv, dtype=dq.dtype)

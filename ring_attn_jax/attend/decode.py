@@ -1,13 +1,14 @@
-"""Attention of a few queries over one rank's cache slots, and the merge of the results of ranks, or of splits of the slots.
+"""Attention of a few queries over one rank's cache slots, and the merge of the results of several ranks or splits.
 
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
-The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a packed pair: out and lse in one array
-[b n h e+1].
+The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a packed pair: out and lse in one array [b
+n h e+1]. The decode kernel divides a rank's slots into splits and returns one result for each split. The last merge adds the
+sinks [h], one more logit in each softmax denominator.
 
-Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the query heads of a kv head are rows of one
-           matrix product
+Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]: n queries, t slots, h query heads, g kv heads.
+           The query heads of a kv head are rows of one matrix product
 Precision  ``blockwise``: float32 throughout (float64 for float64 queries); for the kernels see the core's portable/decode.py
 """
 
@@ -37,7 +38,7 @@ FEW_ROWS = 128
 
 
 class DecodeArrays(NamedTuple):
-    """The arrays of a decode call under their public names; None if not passed."""
+    """The arrays of a decode call, named like the arguments of ``tree_attention_decode``; None if not passed."""
 
     q: jax.Array
     k: jax.Array
@@ -52,7 +53,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> jax.Array:
-    """Run the decode kernel over this rank's slots. Return a packed (out, lse) pair per split, float32 [splits b n h e+1]."""
+    """Run the decode kernel over this rank's slots. Return the packed (out, lse) of each split, float32 [splits b n h e+1]."""
     as_bytes = lambda x: lax.bitcast_convert_type(x, jnp.uint8) if call.fp8 else x
     arguments = {
         "q": arrays.q,
@@ -113,8 +114,8 @@ def merged(pairs: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Ar
 def blockwise(arrays: DecodeArrays, problem: Decode) -> jax.Array:
     """Compute attention over this rank's slots in plain jnp, one chunk of slots at a time.
 
-    Return out and lse packed in one array [b n h e+1]. The v of invisible slots may hold NaN. So if a chunk's product p v is not
-    finite, compute the product again with v set to 0 in these slots.
+    Return out and lse packed in one array [b n h e+1]. The v of a slot that no query sees may be NaN. So if a chunk's product of
+    the probabilities and v is not finite, compute the product again with v set to 0 in these slots.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -165,10 +166,10 @@ class _Score(NamedTuple):
 
 
 class _State(NamedTuple):
-    """The online-softmax state over some slots: for each kv head, one row per query and query head of the kv head.
+    """The online-softmax state over some slots.
 
-    ``top`` [b g rows]: the row max. ``total`` [b g rows]: the sum of exp(s - top). ``acc`` [b g rows e]: the sum of
-    exp(s - top) v.
+    ``top`` [b g rows]: the row max. ``total`` [b g rows]: sum of exp(s - top). ``acc`` [b g rows e]: sum of exp(s - top) v.
+    Each of the g kv heads has one row for each pair of a query and a query head of the kv head.
     """
 
     top: jax.Array
@@ -211,7 +212,7 @@ def _visible(arrays: DecodeArrays, of_tree: jax.Array | None, window: int | None
 def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Visibility, score: _Score) -> _State:
     """Return the online-softmax state of the queries ``rows`` [b g rows d] over one chunk of ``c`` slots.
 
-    A kv head has one row per query and query head of the kv head. ``keys`` [b c g d], ``values`` [b c g e]: the chunk's k and v.
+    The rows are those of ``_State``. ``keys`` [b c g d], ``values`` [b c g e]: k and v of the chunk.
     """
     (b, g, m, _), n = rows.shape, visibility.visible.shape[1]
     s = _products(rows, keys)
@@ -233,9 +234,9 @@ def _attend(rows: jax.Array, keys: jax.Array, values: jax.Array, visibility: _Vi
 def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
     """Return q . k [b g rows c] of the queries ``rows`` [b g rows d] and keys [b c g d].
 
-    XLA copies k head by head for a product batched over kv heads: 87 ms on one core for 16,384 slots of 8 heads of 128. If there
-    are at most ``FEW_ROWS`` rows, multiply the rows of all kv heads as one matrix [g * rows, g d] instead. A row is 0 in the
-    dimensions of the other kv heads. This takes 18 ms.
+    For a product batched over kv heads XLA copies k head by head. Such a product takes 87 ms on one core for 16,384 slots with 8
+    kv heads of dimension 128. If all kv heads together have at most ``FEW_ROWS`` rows, multiply these rows as one matrix
+    [g * rows, g * d] instead, which takes 18 ms. Each row of the matrix is 0 in the dimensions of the other kv heads.
     """
     b, g, m, d = rows.shape
     if g * m > FEW_ROWS:
@@ -248,7 +249,7 @@ def _products(rows: jax.Array, keys: jax.Array) -> jax.Array:
 def _sums(p: jax.Array, values: jax.Array) -> jax.Array:
     """Return p v [b g rows e] of probabilities [b g rows c] and values [b c g e].
 
-    If there are at most ``FEW_ROWS`` rows, multiply the rows of all kv heads at once, as in ``_products``.
+    If all kv heads together have at most ``FEW_ROWS`` rows, multiply these rows at once, as in ``_products``.
     """
     b, g, m, c = p.shape
     if g * m > FEW_ROWS:

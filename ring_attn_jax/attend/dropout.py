@@ -26,7 +26,7 @@ from ring_attn_core.validation import in_words
 
 
 class DropoutState(NamedTuple):
-    """Four 0-d uint32: the lower and upper 32 bits of dropout's seed, and the global indices of the first batch row and head."""
+    """Four 0-d uint32 arrays: lower and upper 32 bits of the seed, and global indices of the first local batch row and head."""
 
     low: jax.Array
     high: jax.Array
@@ -37,8 +37,8 @@ class DropoutState(NamedTuple):
 def dropout_state(seed: Any, offset: Any) -> DropoutState:
     """Return the dropout state of a seed and an offset. Return ``seed`` unchanged if it is a ``DropoutState``.
 
-    Raise ValueError if the offset is not a pair, or if the seed or an offset is neither an int nor a 0-d integer array, or is out
-    of range. The values of JAX arrays are not checked.
+    Raise ValueError if the offset is not a pair (batch row, head), or if the seed or an index of the pair is not an int or a 0-d
+    integer array. Raise ValueError also if one of them is out of range; the values of JAX arrays are not checked.
     """
     if isinstance(seed, DropoutState):
         return seed
@@ -71,7 +71,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _is_key(x: Any) -> bool:
-    """Return whether ``x`` is an array of ``jax.random.key``, or has the shape and dtype of ``jax.random.PRNGKey``."""
+    """Return True if ``x`` seems to be a PRNG key: made by ``jax.random.key``, or uint32 [2] as from ``jax.random.PRNGKey``."""
     if not isinstance(x, jax.Array):
         return False
     return jnp.issubdtype(x.dtype, jax.dtypes.prng_key) or (x.shape == (2,) and x.dtype == jnp.uint32)
@@ -80,7 +80,8 @@ def _is_key(x: Any) -> bool:
 def philox_keys(state: DropoutState, batch: int, heads: int) -> jax.Array:
     """Return the Philox key of each batch row and head, uint32 [batch, heads].
 
-    Call this once per step, not per tile: a key takes more operations (Philox4x32) than the bits of a score (Philox2x32).
+    Call this once per step, not once per tile. Philox4x32, which makes a key, takes more operations than Philox2x32, which makes
+    the random bits of the scores.
     """
     b = state.batch + jnp.arange(batch, dtype=jnp.uint32)[:, None]
     h = state.head + jnp.arange(heads, dtype=jnp.uint32)[None]

@@ -29,8 +29,8 @@ from .state import BackwardInputs, Gradients, State
 class Kernels:
     """The backends "triton", "triton_tf32" and "hopper".
 
-    ``call``: the parameters that all launches share. ``band``: the mask of a balanced layout, whose shards are converted to one
-    run each (``one_run.py``); None in other layouts.
+    ``call``: the parameters that all launches share. ``band``: the mask in a balanced layout, None in other layouts. A shard of a
+    balanced layout has several runs (stretches of the sequence); ``one_run.py`` converts the shard to one run for the kernels.
     """
 
     call: RingCall
@@ -86,8 +86,8 @@ class Kernels:
     ) -> tuple[jax.Array, Gradients]:
         """Compute a step's gradients by kernels. See ``Backend.attend_backward``.
 
-        If ``steps.in_one_pass``, one Hopper kernel computes dq, dk and dv. It sums dq in float32. After the ``last`` step another
-        kernel scales and rounds dq. Otherwise one kernel computes dq, and another dk and dv.
+        If ``steps.in_one_pass`` is True, one Hopper kernel computes dq, dk and dv. This kernel sums dq in float32, and another
+        kernel scales and rounds dq after the ``last`` step. If False, one kernel computes dq, and another computes dk and dv.
         """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
@@ -110,7 +110,7 @@ class Kernels:
     def attend_dq(
         self, of_q: BackwardInputs, keys: Keys, rows: jax.Array, score: Score, dq: jax.Array | None, last: bool
     ) -> jax.Array:
-        """Return ``dq`` (None: 0) plus the gradient of q from these keys, in q's dtype after the ``last`` step."""
+        """Return the gradient of q from these keys, plus ``dq`` if not None. After the ``last`` step the sum is in q's dtype."""
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -129,9 +129,9 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend for key shards of the length of ``keys``.
+        """Return this backend with launch parameters for key shards as long as ``keys``.
 
-        In a balanced layout the strategy "direct" computes on a key shard of another length than the rank's own shard.
+        In a balanced layout with the strategy "direct", a key shard may be longer or shorter than the rank's own shard.
         """
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
@@ -145,9 +145,9 @@ class Kernels:
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, jax.Array], of_q: BackwardInputs) -> None:
-        """Add ``bounds`` to ``arrays``: the extents' bounds in each query tile (``BackwardInputs``). Without extents add nothing.
+        """Add to ``arrays`` the ``bounds`` of the extents of each query tile (see ``BackwardInputs``), if there are extents.
 
-        In a balanced or traced layout extents are indices in a step's key shard, so compute their bounds anew in each step.
+        In a balanced or traced layout the extents are local indices into a step's key shard, so each step computes new bounds.
         """
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds

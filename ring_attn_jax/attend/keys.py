@@ -1,4 +1,4 @@
-"""The arrays that travel between ranks: k and v in one array or two, the key mask as bits, and the key extents."""
+"""The arrays of a key shard, which travel between ranks: packed k and v, the key mask as bits, and the key extents."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ring_attn_core.kernels.call import BEYOND
 
 
 class Keys(NamedTuple):
-    """A shard of keys and values: k and v packed in one array, or, only if no keys travel between ranks, in two arrays.
+    """A shard of keys and values, packed in one array. If no keys travel between ranks, k and v may be two arrays.
 
-    ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone [b t g d], if ``v`` [b t g e] is present, or if the
-    values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j may be
-    attended. None: no key mask. ``extents`` int32 [b t 2]: per key, the first and end (exclusive) position of the queries that
-    may see the key, at least 0; local indices after a conversion by ``one_run.py``. None: no limit.
+    ``kv`` [b t g d+e]: k and v concatenated on the last dimension. ``kv`` [b t g d] is k alone if ``v`` [b t g e] is present, or
+    if the values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j may be
+    attended. None: no key mask. ``extents`` int32 [b t 2]: for each key the first and the end (exclusive) of the query positions
+    that may see the key, at least 0. ``one_run.py`` converts these positions to local query indices. None: no limit.
     """
 
     kv: jax.Array
@@ -36,9 +36,9 @@ def pack(
 ) -> Keys:
     """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
 
-    Set masked keys and values to 0, even NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32 arithmetic.
-    ``two_arrays``: keep k and v in two arrays, which saves a copy; allowed only if no keys travel between ranks. ``v`` None: the
-    values are columns of k, and k is not copied.
+    Set masked keys and values to 0, even if they are NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32
+    arithmetic. ``two_arrays``: if True, keep k and v as two arrays, which saves a copy. It may be True only if no keys travel
+    between ranks. ``v`` None: the values are columns of k. Then k is copied only if there is a key mask.
     """
     arrays = [k] if v is None else [k, v] if two_arrays else [jnp.concatenate([k, v], -1)]
     bits = None
@@ -60,12 +60,12 @@ def clipped(extents: jax.Array) -> jax.Array:
 
 
 def unpack(keys: Keys) -> jax.Array | None:
-    """Unpack the key mask, bool [b t], from its bits. Return None if ``keys`` have no key mask."""
+    """Unpack the key mask, bool [b t], from its bits. Return None without a key mask."""
     return None if keys.bits is None else _mask_of(keys.bits, keys.kv.shape[1])
 
 
 def joined(parts: Keys, tokens: int) -> Keys:
-    """Concatenate shards of ``tokens`` tokens each, with k and v packed. ``parts``: arrays of all shards, [shards b ...]."""
+    """Concatenate shards of ``tokens`` tokens. Each array of ``parts`` stacks all shards, [shards b ...]; k and v are packed."""
     bits = parts.bits
     if bits is not None:
         masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
@@ -85,10 +85,10 @@ def along_tokens(function: Callable[[jax.Array], jax.Array], keys: Keys) -> Keys
 
 
 def placed(parts: Sequence[tuple[jax.Array, Keys]], like: Keys) -> Keys:
-    """Return keys with the shapes of ``like``, into which ``parts`` are written.
+    """Return keys with the shapes of ``like`` that hold the keys of all ``parts``.
 
-    ``parts``: pairs (first, keys); the keys are written to the tokens from index ``first`` on. All other keys are 0, and masked
-    if ``like`` has a key mask.
+    Each part is a pair (first, keys): its keys are written to the tokens from index ``first`` on. All other keys are 0, and also
+    masked if ``like`` has a key mask.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]

@@ -1,4 +1,4 @@
-"""Kernel launches inside a JAX program, by jaxlib's Triton custom call. XLA allocates outputs that do not overwrite an input."""
+"""Kernel launches inside a JAX program, by jaxlib's Triton custom call. XLA allocates each output that overwrites no input."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def launch(launch: Launch, arrays: Mapping[str, jax.Array]) -> tuple[jax.Array, 
     """Add a kernel launch to the JAX program as a custom call, and return its outputs.
 
     ``arrays``: the inputs by name. An output that overwrites an input shares the input's buffer. XLA copies the input first if a
-    later operation reads it. A launch with an empty grid adds no call: its outputs are the inputs to overwrite, or 0.
+    later operation reads it. A launch with an empty grid adds no call: an output is the input that it would overwrite, or 0.
     """
     arrays = {**arrays, **{name: jnp.zeros(x.shape, x.dtype) for name, x in launch.zeros.items()}}
     inputs = [arrays[name] for name in launch.inputs]

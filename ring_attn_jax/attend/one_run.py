@@ -1,10 +1,11 @@
-"""The rows, keys and score of a step in a balanced layout, converted so that each shard is one run, as kernels require.
+"""The conversion of a ring step to local indices, for kernels that require shards of one run and for traced layouts.
 
-A rank's token positions ascend, so the key positions [first, end) that a query sees are one interval of local key indices:
+The token positions of a shard ascend. So the keys at the positions of an extent [first, end) are neighbours in the shard, and the
+extent becomes an interval of key indices. In a balanced layout the extent is first cut to the mask ``lo <= q_pos - k_pos <= hi``:
 
     [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
 
-The converted extents also express the mask. Key extents become intervals of local query indices; they do not express the mask.
+The new extents thus express the mask too. Key extents become intervals of query indices, and do not express the mask.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from .state import BackwardInputs, Gradients, State
 
 
 def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Band) -> tuple[jax.Array, Keys, Score]:
-    """Return the rows, keys and score of a step with each shard converted to one run.
+    """Convert a step of a balanced layout so that each shard is one run, and return its new rows, keys and score.
 
-    ``rows``: a ``runs.Row`` for each pair (query run, key run); they become the one Row of the pair of whole shards. The mask
-    moves into the extents, which are in local indices. ``queries``: tokens of the query shard, padding included. ``band``: the
-    mask, in positions.
+    ``rows``: a ``runs.Row`` for each pair of a query run and a key run. The new rows are a single Row, of the two whole shards
+    and without a mask: the new extents express the mask, as intervals of key indices. ``queries``: number of tokens of the query
+    shard, padding included. ``band``: the mask, in positions.
     """
     q_runs, k_runs = rows[:, 0, 2:5], rows[0, :, 5:8]
     batch, tokens = keys.kv.shape[:2]
@@ -48,12 +49,12 @@ def as_one_run(rows: jax.Array, keys: Keys, score: Score, queries: int, band: Ba
 
 
 def _local(positions: jax.Array, intervals: jax.Array) -> jax.Array:
-    """Convert intervals of token positions to intervals of indices in the ascending ``positions``."""
+    """Convert intervals of token positions, [... 2], to intervals of indices in ``positions``, an array in ascending order."""
     return jnp.searchsorted(positions, intervals, method="scan_unrolled").astype(jnp.int32)
 
 
 def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
-    """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` at padding.
+    """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` (2^30) at padding.
 
     ``runs`` int32 [runs, 3]: for each run, the index of its first token in the shard, its length, and the position of its first
     token.
@@ -65,7 +66,7 @@ def positions_of(runs: jax.Array, tokens: int) -> jax.Array:
 
 
 def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
-    """Return the bounds (least, most), int32 [s 2] each, between which an extent [s 2] must be clamped to lie within ``band``.
+    """Return (least, most), int32 [s 2] each: ``jnp.clip(extents, least, most)`` restricts extents [s 2] to the mask ``band``.
 
     ``at``: the position of each query, int32 [s].
     """
@@ -78,10 +79,11 @@ def limits(at: jax.Array, band: Band) -> tuple[jax.Array, jax.Array]:
 
 @dataclass(frozen=True)
 class TracedRuns:
-    """The backend of a traced layout: it converts each step's positions to local indices, and calls ``backend``.
+    """A backend for a traced layout: it converts each step from token positions to local indices, and calls ``backend``.
 
-    The plan is made for contiguous shards. So ``q_start`` and ``k_start`` of a row hold indices into ``score.positions``, not
-    positions: the index of the first token of the query shard and of the key shard. The extents express the mask.
+    A call in a traced layout runs the plan of contiguous shards. So the fields ``q_start`` and ``k_start`` of a ``runs.Row`` are
+    not positions. They are the indices of the query shard's and the key shard's first token in the table ``score.positions``. The
+    extents express the mask.
     """
 
     backend: Backend
@@ -119,9 +121,9 @@ class TracedRuns:
 def _converted(q: jax.Array, keys: Keys, rows: jax.Array, score: Score) -> tuple[Keys, jax.Array, Score]:
     """Return the keys, rows and score of a step, with indices in the two shards in place of token positions.
 
-    The extent of a query (``score.extents``) becomes an interval of key indices, and the extent of a key (``keys.extents``) an
-    interval of query indices. ``rows``: one ``runs.Row``. Its q_start and k_start, indices into the table ``score.positions``,
-    become indices in the shards. ``step_positions`` of the new score holds the positions of both shards, from the table.
+    Query extents (``score.extents``) become intervals of key indices, and key extents (``keys.extents``) intervals of query
+    indices. ``rows`` holds one ``runs.Row``, whose ``q_start`` and ``k_start`` are indices in the table ``score.positions``. In
+    the new Row they are indices in the shards. ``step_positions`` of the new score holds the token positions of both shards.
     """
     assert score.positions is not None and score.extents is not None
     at, table = Row(*rows[0, 0]), score.positions

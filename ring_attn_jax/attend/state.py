@@ -1,4 +1,4 @@
-"""The arrays that one step of the ring passes to the next."""
+"""The attention state that a step of the ring passes to the next, and the inputs that all steps of a backward share."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
 
-    The rest is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes the denominator by up to a relative 5e-4. The rest is None for 16-bit inputs, whose scores have larger
-    errors.
+    ``rest`` is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
+    float32 lse changes the denominator by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs, because their scores have
+    larger errors.
     """
 
     out: jax.Array
@@ -33,9 +33,9 @@ Gradients = jax.Array | tuple[jax.Array, ...]
 class BackwardInputs(NamedTuple):
     """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta.
 
-    ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the sinks' gradient from these queries;
-    the steps do not change it. ``bounds`` int32 [b, q tiles, 4], for kernels: of the extents (``first``, ``end``) in each query
-    tile the least ``first``, greatest ``end``, greatest ``first`` and least ``end``.
+    ``lse``, ``delta`` (defined in ``Backend.backward_inputs``): [b s h]; for kernels [b h s], with lse in base 2. ``sinks`` [h]:
+    the contribution of these queries to the gradient of the sinks; the steps do not change it. ``bounds`` int32 [b, q tiles, 4],
+    for kernels: the least first, greatest end, greatest first and least end of the extents [first, end) in each query tile.
     """
 
     q: jax.Array
@@ -47,10 +47,10 @@ class BackwardInputs(NamedTuple):
 
 
 def carries_rest(dtype: jnp.dtype) -> bool:
-    """Return True if the attention state of inputs of ``dtype`` has a ``rest``: for float32 and float64."""
+    """Return True if ``dtype`` is float32 or float64: the state of such inputs carries the rounding error ``State.rest``."""
     return dtype in (jnp.float32, jnp.float64)
 
 
 def rest_of(top: jax.Array, log_sum: jax.Array, lse: jax.Array) -> jax.Array:
-    """Return ``top + log_sum - lse``, the rounding error of ``lse = top + log_sum``; 0 for a fully masked query."""
+    """Return ``top + log_sum - lse`` (row max, log of row sum, lse), the rounding error of lse; 0 if lse is -inf."""
     return jnp.where(lse == -jnp.inf, 0, (top - lse) + log_sum)

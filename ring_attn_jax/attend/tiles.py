@@ -1,4 +1,4 @@
-"""The tiles of a ring step: the pairs of query and key tiles to visit, their masks and scores. Shapes as in blockwise.py."""
+"""The pairs of query and key tiles that a ring step visits, their masks and scores. blockwise.py explains shapes and slots."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class BatchRows(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of a run's tokens: indices ``first .. end - 1``, counted from the run's beginning.
+    """A tile of run ``run``: its tokens ``first .. end - 1``, counted from the run's first token. ``block`` tokens are loaded.
 
-    ``base``: index in the shard of the first token to load. ``index`` int32 [block]: the loaded tokens' indices in the run.
-    ``valid`` bool [block]: False for padding and for tokens that the previous tile computes.
+    ``base``: index in the shard of the first loaded token. ``index`` int32 [block]: each loaded token's index in the run.
+    ``valid`` bool [block]: True at ``first .. end - 1``, False at loaded tokens of the previous tile or beyond the run's end.
     """
 
     run: jax.Array
@@ -45,7 +45,7 @@ class Tile(NamedTuple):
     def of(
         cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: Any, block: int, batch: BatchRows
     ) -> Tile:
-        """Build tile number ``tile``, of ``block`` tokens, of a run whose slot has ``slot`` tokens from index ``base`` on."""
+        """Build tile ``tile`` of ``run``. The run has ``length`` tokens; its slot has ``slot``, from shard index ``base`` on."""
         first = tile * block
         begin = jnp.minimum(first, slot - block)
         index = begin + jnp.arange(block, dtype=jnp.int32)
@@ -53,7 +53,7 @@ class Tile(NamedTuple):
         return cls(run, base + begin, index, valid, first, jnp.minimum(first + block, length), batch)
 
     def load(self, x: jax.Array, groups: int, valid_only: bool = True) -> jax.Array:
-        """Load ``x`` [b n heads ...] as [rows groups heads/groups block ...], >= float32. ``valid_only``: 0 at invalid tokens."""
+        """Load [rows groups heads/groups block ...] of ``x`` [b n heads ...], >= float32; ``valid_only``: 0 at invalid tokens."""
         tile = self.tokens_of(x).astype(accumulation_dtype(x.dtype))
         if valid_only:
             tile = jnp.where(self.valid.reshape(1, -1, *[1] * (x.ndim - 2)), tile, 0)
@@ -112,7 +112,7 @@ class TileInputs:
 
     @property
     def batch_rows(self) -> int:
-        """Return the number of batch rows that visit tiles together: 1 with extents or key extents, else all."""
+        """Return the number of batch rows in a tile: 1 with extents or key extents, which differ from row to row, else all."""
         return self.q.shape[0] if self.score.extents is None and self.key_extents is None else 1
 
     @cached_property
@@ -125,7 +125,7 @@ class TileInputs:
 
     @property
     def tiles_of_row(self) -> int:
-        """Return the largest possible number of query tiles in a batch row."""
+        """Return the number of query tiles per batch row: an upper bound unless ``even``, since runs then have any length."""
         runs, block = self.rows.shape[0], self.blocks[0]
         return runs * -(-self.slots[0] // block) if self.even else self.q.shape[1] // block + runs
 
@@ -146,7 +146,7 @@ class TileInputs:
         return Row(*jnp.unstack(self.rows[q_run, k_run]))
 
     def over_keys(self, queries: Tile, key_tile, state):  # type: ignore[no-untyped-def]
-        """Set ``state = key_tile(pair, state)`` for each key tile that a query of ``queries`` may see. Return ``state``."""
+        """Set ``state = key_tile(pair, state)`` for each pair of ``queries`` and a key tile that it may see. Return state."""
         block_k = self.blocks[1]
 
         def key_run(k_run: jax.Array, state):  # type: ignore[no-untyped-def]
@@ -171,7 +171,7 @@ class TileInputs:
         return lax.fori_loop(0, self.rows.shape[1], key_run, state)
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[jax.Array | int, jax.Array]:
-        """Return a range (first, end) that holds all keys in the extents of ``queries``, as indices within the keys' run."""
+        """Return (first, end), a range of indices in the key run of ``row`` that holds every key in an extent of ``queries``."""
         if self.score.extents is None:
             return 0, row.k_len
         first, end = self.extents(queries)
@@ -182,7 +182,7 @@ class TileInputs:
         return begin, end
 
     def extents(self, queries: Tile) -> tuple[jax.Array, jax.Array]:
-        """Return the key positions that each query may see: first and end (exclusive), each int32 [1 block_q], at least 0."""
+        """Return the first and the end (exclusive) key position that each query may see, int32 [1 block_q] each, at least 0."""
         assert self.score.extents is not None
         extents = jnp.maximum(queries.tokens_of(self.score.extents), 0)
         if extents.dtype.itemsize >= 4:
@@ -201,7 +201,7 @@ class Pair:
     row: Row
 
     def load_kv(self, v_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Return the key tile's k and v [b g block_k d or v_dim]. Set keys that no query sees to 0: they may be NaN."""
+        """Return the key tile's k [b g block_k d] and v [b g block_k v_dim]. Keys that no query sees are 0: they may hold NaN."""
         tile = self.keys.load(self.inputs.kv, self.inputs.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
         d = self.inputs.q.shape[-1]
@@ -209,11 +209,11 @@ class Pair:
         return tile[..., :d], tile[..., begin : begin + v_dim]
 
     def queries_that_see(self, tile: jax.Array) -> jax.Array:
-        """Return ``tile`` [b g r block_q width] with 0 at queries that see no key of the key tile: they may hold NaN."""
+        """Return ``tile`` [b g r block_q width], but 0 at queries that see no key of the key tile, since these may hold NaN."""
         return zero_unless(self.visible.any(-1)[..., None], tile)
 
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-        """Return the unmasked scores [b g r block_q block_k] and tanh(scale q . k / softcap), or None without softcap."""
+        """Return unmasked scores [b g r block_q block_k] and tanh(scale q . k / softcap). Without softcap the tanh is None."""
         scores, tanh = dot("bgrqd,bgkd->bgrqk", q_tile, k_tile), None
         if self.inputs.score.softcap is not None:
             tanh = jnp.tanh(scores / self.inputs.score.softcap)
@@ -232,7 +232,7 @@ class Pair:
 
     @cached_property
     def keep_mask(self) -> jax.Array | None:
-        """The dropout mask, bool [b h block_q block_k], True for kept; None without dropout."""
+        """Return the dropout mask, bool [b h block_q block_k], True for kept probabilities; None without dropout."""
         if self.inputs.philox_keys is None:
             return None
         mine = lax.dynamic_slice_in_dim(self.inputs.philox_keys, *self.queries.batch)
@@ -240,7 +240,7 @@ class Pair:
 
     @cached_property
     def visible(self) -> jax.Array:
-        """The mask, bool [b or 1, 1, 1, block_q, block_k]: True if the query sees the key and both tokens are valid."""
+        """Return the mask, bool [b or 1, 1, 1, block_q, block_k]: True if the query sees the key and both tokens are valid."""
         lag = (self.queries.index[:, None] - self.keys.index[None])[None]
         visible = (lag >= self.row.lo) & (lag <= self.row.hi) & self.queries.valid[None, :, None] & self.keys.valid[None, None]
         if self.inputs.score.extents is not None:
@@ -263,12 +263,12 @@ class Pair:
 
     @property
     def reached(self) -> jax.Array:
-        """True if a valid query of the query tile is in the extent of a valid key of the key tile. Else the caller skips both."""
+        """Return True if a valid query is in the key extent of a valid key. If not, the caller skips the pair."""
         return (self.within_key_extents & self.queries.valid[None, :, None] & self.keys.valid[None, None]).any()
 
     @property
     def token_positions(self) -> tuple[jax.Array, jax.Array]:
-        """Return the global positions of queries [block_q] and keys [block_k], also in a traced layout."""
+        """Return the global positions of queries [block_q] and keys [block_k]; in a traced layout from ``step_positions``."""
         if (of_step := self.inputs.score.step_positions) is None:
             return self.q_pos, self.k_pos
         own = lambda of, tile: lax.dynamic_slice_in_dim(of, tile.base, tile.index.size)

@@ -28,7 +28,7 @@ LSE_NAME = "ring_attn_lse"
 
 
 class OpInputs(NamedTuple):
-    """The arrays of a call, or their gradients. The gradient of a constant is None.
+    """The arrays of a call, or their gradients: None for an array without a gradient, such as a mask.
 
     Shapes: q [b s h d], k [b t g d], v [b t g e].
     """
@@ -51,7 +51,8 @@ class OpInputs(NamedTuple):
 def attention(q: Any, k: Any, v: Any, arrays: Arrays, options: Options, axis_name: str) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) of ``ring_attention`` from its arguments as records. Differentiable once, in reverse mode.
 
-    ``v`` None: the values are the first ``options.v_dim`` columns of k. Only the backward reads them as a separate array.
+    If ``v`` is None, the values are the first ``options.v_dim`` columns of k. The backward reads them as a separate array; the
+    forward does so only if a backend is named and a backward follows (``CompiledCall.recorded``).
     """
     v = k[..., : options.v_dim] if v is None else v
     problem = on_hardware(problem_of(q, k, v, arrays, ring_size(axis_name), options))
@@ -67,7 +68,7 @@ def _attention(inputs: OpInputs, compiled: CompiledCall, axis_name: str) -> tupl
 
 
 def round_the_ring(inputs: OpInputs, compiled: CompiledCall, axis_name: str, total: State | None = None) -> State:
-    """Run the ring forward from the state ``total``, without a derivative. Return the state of this rank's queries."""
+    """Run the ring's forward from the state ``total``, without a derivative. Return the new state of this rank's queries."""
 
     def forward(inputs: OpInputs, total: State | None) -> State:
         q, k, v, arrays = inputs
@@ -98,7 +99,7 @@ def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs,
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gradients(inputs: OpInputs, total: State, dtotal: State, compiled: CompiledCall, axis_name: str) -> OpInputs:
-    """Return the gradients of the inputs as ``OpInputs``. custom_vjp takes None for an array without a gradient."""
+    """Return the gradients of the inputs as ``OpInputs``, with None, which custom_vjp accepts, for arrays without one."""
 
     def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
         q, k, v, arrays = inputs

@@ -1,7 +1,7 @@
 """Conversion of a user's arguments into a checked Problem with its plan, score and backend.
 
-All ranks of a process run one traced program, so they cannot disagree about the arguments. With several processes a call compares
-nothing between them: users call ``check_ranks`` of ``training/ranks.py``.
+All ranks of a process run one traced program, so they cannot disagree about the arguments. Between several processes a call does
+not compare the arguments: users call ``check_ranks`` of ``training/ranks.py`` for that.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call under their public names, or their gradients. None: not passed, or without a gradient.
+    """The optional arrays of a call, each named like its public argument, or their gradients. None: not passed, or no gradient.
 
-    The core's checks look the arrays up by these names. Append a new array at the end. ``dropout_seed``: the dropout state, made
-    from the public ``dropout_seed`` and ``dropout_offset``. ``positions``, not public: token positions in a traced layout
-    (``traced.py``).
+    The checks of ring_attn_core look the arrays up by these names. Callers pass them by position, so append a new array at the
+    end. ``dropout_seed``: the dropout state, made from the public ``dropout_seed`` and ``dropout_offset``. ``positions``, not
+    public: the token positions of a traced layout (``traced.py``).
     """
 
     extents: jax.Array | None = None
@@ -50,8 +50,8 @@ class Arrays(NamedTuple):
 def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Options) -> Problem:
     """Describe the call as plain data, without array values.
 
-    Raise ValueError if an argument is not an array. Raise it too if q, k or v has a symbolic size other than the batch, or is
-    float64 that JAX would cut to float32.
+    Raise ValueError if an argument is not an array. Raise it too if q, k or v has a symbolic size other than the batch size, or
+    is float64 without ``jax_enable_x64``, since JAX would cast it to float32.
     """
     dtypes = dtype_names(q, k, v)
     of_seed = () if arrays.dropout_seed is None else (OptionalArray("dropout_seed", (), "uint32"),)
@@ -71,7 +71,7 @@ def problem_of(q: Any, k: Any, v: Any, arrays: Arrays, ranks: int, options: Opti
 
 
 class CompiledCall(NamedTuple):
-    """A problem that passed all checks, with its plan, backend and strategy. ``score`` has no arrays yet."""
+    """A problem that passed all checks, with its plan, backend and strategy. ``score`` holds numbers only, no arrays."""
 
     plan: RingPlan
     score: Score
@@ -84,7 +84,7 @@ class CompiledCall(NamedTuple):
 
     @property
     def of_backward(self) -> CompiledCall:
-        """Return the call with v as an array of its own, as every backward reads it. Raise ValueError as ``checked`` does."""
+        """Return the call for the backward, which needs v as an array separate from k. Raise ValueError as ``checked`` does."""
         if self.values_in_keys is None:
             return self
         problem, anywhere = self.values_in_keys
@@ -92,10 +92,10 @@ class CompiledCall(NamedTuple):
 
     @property
     def recorded(self) -> CompiledCall:
-        """Return the call whose forward runs if a backward follows.
+        """Return the call to run for a forward that a backward will follow.
 
-        This is ``of_backward`` if the user named a backend and the values are columns of k, so that the named backend runs both
-        the forward and the backward. Otherwise it is this call.
+        If the user named a backend and the values are columns of k, return ``of_backward``, so that the named backend runs both
+        the forward and the backward. Otherwise return this call.
         """
         automatic = self.values_in_keys is None or self.values_in_keys[0].options.backend == "auto"
         return self if automatic else self.of_backward
@@ -124,8 +124,8 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check a problem, choose its backend, and compile its kernels if the backend has any.
 
-    ``anywhere``: True for ``attend_block``, whose runs of tokens may begin at any position, not only at the plan's
-    positions. Raise ValueError if a check fails.
+    ``anywhere``: True for ``attend_block``, whose caller chooses the position at which a run of tokens begins; False if the
+    plan determines all positions. Raise ValueError if a check fails.
     """
     warn_if_untried("jax")
     plan, options = problem.check(), problem.options

@@ -49,7 +49,7 @@ def ring_attention(
     deterministic: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Compute exact attention of this rank's queries over the keys of all ranks of the ring, forward and backward.
+    """Compute exact attention of this rank's queries over the keys of all ranks of the ring, with gradients.
 
         s_ij  = scale q_i . k_j                                     for the keys j that query i may see
         lse_i = log sum_j exp(s_ij)
@@ -61,15 +61,15 @@ def ring_attention(
 
     Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the global sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
-        k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
+        k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, and query head h reads key head ``h // (heads /
             kv_heads)``.
         v: ``[batch, kv_local, kv_heads, v_dim]``. None: the values are ``k[..., :v_dim]``, and the forward reads and sends
-            k alone (latent attention, docs/features.md); the backward sends these columns twice.
-        v_dim: the number of columns of the values if v is None, at most head_dim; else leave it out.
+            k alone (latent attention, docs/features.md); the backward sends these columns twice, in k and as v.
+        v_dim: if v is None, the number of columns of the values, at most head_dim. If v is passed, leave v_dim out.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_ring_attention``.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
-            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, static under jit, or its TracedLayout.
-            Any other layout silently gives wrong results for such a shard.
+            For a shard of ``shard_batch(..., layout="balanced")`` pass its field ``.layout``, static under jit, or the
+            TracedLayout made of that field. Any other layout silently gives wrong results for such a shard.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
             each query may see: ``document_extents``, ``prefix_extents``.
@@ -85,21 +85,22 @@ def ring_attention(
             ``1 / (1 - rate)``. The mask depends on (seed, batch row, head, q_pos, k_pos) only, all global: it is the same for any
             ranks and layout, and in PyTorch. None: no dropout, and a dropout_seed is refused.
         dropout_seed: an int or a 0-d integer array, the same on each rank and different at each step.
-        dropout_offset: the global index of the first batch row and of the first head, if these are sharded too. Pass it also if
-            ``jax.vmap`` maps rows or heads, which otherwise all get the same mask.
-        length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
-            None: in a balanced layout, its length. In other layouts ``length`` counts all tokens of the q shards; ``kv_length``
-            is ``length`` if the shards of q and k are equally long, else it counts all tokens of the k shards.
+        dropout_offset: the global indices of the first batch row and of the first head, if rows or heads are sharded too. Pass
+            them also if ``jax.vmap`` maps rows or heads: else all of them get the same dropout mask.
+        length, kv_length: global numbers of queries and keys without padding. Tokens beyond them are padding: no query sees them,
+            and their out is 0. None: in a balanced layout, the layout's length. In other layouts ``length`` counts all tokens of
+            the q shards; ``kv_length`` is ``length`` if the shards of q and k are equally long, else all tokens of the k shards.
+        strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
+            Ulysses(ranks=n), TwoLevel(ranks=n). "auto" takes "direct" in a balanced layout without extents if few keys travel; in
+            other layouts, on GPUs with a record of speeds, the strategy predicted to be fastest; in all other cases "ring".
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32.
         deterministic: no effect here, since gradients always repeat to the bit.
-        strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
-            Ulysses(ranks=n), TwoLevel(ranks=n). "auto": in a balanced layout without extents, "direct" if it moves few keys; in
-            other layouts, on GPUs with a record of speeds, the strategy that is predicted to be fastest; else "ring".
         return_lse: also return lse.
 
-    Returns ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
-    in at least float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink), gradients 0.
+    Return ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
+    in at least float32, natural log, differentiable. A query that sees no key has out 0, gradient 0 and lse -inf; with sinks, lse
+    is the sink of the head.
 
     Raise ValueError at trace time if inputs do not fit; the message says what to do. Differentiable once, in reverse mode. out
     and lse carry the checkpoint names "ring_attn_out" and "ring_attn_lse": save them under jax.checkpoint and the forward ring

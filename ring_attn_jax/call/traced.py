@@ -61,11 +61,11 @@ class TracedLayout:
 
 
 def traced(options: Options, layout: TracedLayout, arrays: Arrays, shape: tuple[int, ...], axis_name: str | None) -> Any:
-    """Convert ``options`` and ``arrays`` of a call in ``layout`` to those of a call on contiguous shards. Return both.
+    """Return ``options`` and ``arrays`` of a call in ``layout``, converted to those of a call on contiguous shards.
 
     The new arrays hold the layout's positions, and extents that express the mask and hide the padding. ``shape``: the shape of q,
-    which is a shard of the ring ``axis_name``, or global if ``axis_name`` is None. Raise ValueError if an argument does not fit
-    the layout or is not supported with it.
+    the shard of this rank on the mesh axis ``axis_name``, or the global array if ``axis_name`` is None. Raise ValueError if an
+    argument does not fit the layout or is not supported with it.
     """
     ranks, local = layout.table.shape
     for name in ("length", "kv_length"):

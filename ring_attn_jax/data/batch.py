@@ -1,4 +1,4 @@
-"""Sharding of a global batch of token ids, with labels, positions and masks."""
+"""Sharding of a global batch of token ids, with labels, positions, extents and key mask."""
 
 from __future__ import annotations
 
@@ -43,10 +43,7 @@ class Shard(NamedTuple):
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: jax.Array | None = None
-    """int32 [batch, tokens, 2]: first and end of the queries that may see a key; [0, 0) in padded slots.
-
-    None if no tree was passed.
-    """
+    """int32 [batch, tokens, 2]: first and end of the queries that may see a key; [0, 0) in padded slots. None without trees."""
     layout: BalancedLayout | None = None
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
     longest_path: int | None = None
@@ -89,15 +86,15 @@ def shard_batch(
     stay within segments, and positions count along the path from the root. ``key_mask`` [batch, length]: True if queries may
     attend to the key.
 
-    A token is padding if its document is negative or its key_mask False. Padding has the label ``ignore_index``, even if
-    ``labels`` has another. It is not the default label of another token. All other labels in ``labels`` stay.
-    ``restart_positions``: count positions from 0 in each document. Tokens of negative documents and padded slots keep their
-    global position. The positions are [batch, tokens], since rows may differ, while the function :func:`positions` returns
-    [tokens].
+    A token is padding if its document id is negative or its key_mask False. The label of padding is ``ignore_index``, even if
+    ``labels`` gives another; all other labels in ``labels`` stay. The default labels never make padding the target of a token.
+    ``restart_positions``: count positions from 0 in each document. Tokens with a negative document id, and slots that the layout
+    pads, keep their global position. The positions are [batch, tokens], since rows may differ, while the function
+    :func:`positions` returns [tokens].
 
-    ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree``. All
-    ranks then have nearly equal work under a causal mask, and the field ``.layout`` of the result holds the layout; pass it on,
-    as in ``ring_attention(..., layout=shard.layout)``.
+    ``layout``: a name, or the field ``.layout`` of another shard. "balanced" distributes ``documents`` or ``tree`` so that all
+    ranks have nearly equal work under a causal mask. The field ``.layout`` of the result then holds the layout: pass it on, as in
+    ``ring_attention(..., layout=shard.layout)``.
 
     Do not append new tokens to a zigzag or contiguous shard: positions depend on the layout and the length, so attention would
     silently be wrong. Append only to ``"striped"`` shards without padding (see :func:`to_layout`).
@@ -151,9 +148,9 @@ def shard_batch(
 
 
 def _balanced(owner: jax.Array, ranks: int) -> BalancedLayout:
-    """Return the balanced layout of a batch. Raise ValueError if the host cannot read the values of ``owner``.
+    """Return the balanced layout for ``owner`` [batch, length], the document id of each token.
 
-    ``owner`` [batch, length]: the document id of each token.
+    Raise ValueError if the host cannot read the values of ``owner``.
     """
     ids = on_host(owner)
     if ids is None:
@@ -182,5 +179,5 @@ def _boolean(key_mask: Any) -> jax.Array:
 
 
 def _next(x: jax.Array, last: int) -> jax.Array:
-    """Shift each row of ``x`` [batch, length] left by one token, with ``last`` in the last place."""
+    """Shift each row of ``x`` [batch, length] left by one token, and put ``last`` at the end of the row."""
     return jnp.concatenate([x[:, 1:], jnp.full_like(x[:, :1], last)], 1)

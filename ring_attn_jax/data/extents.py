@@ -1,13 +1,13 @@
-"""Extents: one interval of visible key positions per query, for masks that a band cannot express.
+"""Extents: one interval of visible key positions per query, for masks that no band (causal, full, sliding window) can express.
 
-Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens, then 3 causal ones:
+Left: documents of 3, 1 and 4 tokens, then two tokens of padding. Right: a prefix of 4 tokens, then 3 causal ones (p: position):
 
     ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
 Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads them with [0, 0). A query with the
-extent [0, 0) sees no key: it is *blank* (``plan/ring.py`` of the core).
+extent [0, 0) sees no key. Such a query is *blank* (``plan/ring.py`` of ring_attn_core).
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ def document_extents(
     or after documents but not inside one. Its extent is [0, 0), and no query sees it.
 
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
-    positions, by default the last entry (required under jit); tokens beyond the last entry are padding.
+    positions, by default the end of the last document; required under jit. Tokens beyond that end are padding.
 
-    Raise ValueError if arguments break these rules. Values that the host cannot read, such as traced ones, are not checked: the
-    result for invalid ones is undefined.
+    Raise ValueError if shapes, dtypes or values break these rules. Values that the host cannot read, such as traced ones, are not
+    checked, and the result for invalid values is undefined.
     """
     if (ids is None) == (cu_seqlens is None):
         raise ValueError(f"document_extents takes either ids or cu_seqlens, got {'neither' if ids is None else 'both'}")
@@ -73,7 +73,7 @@ def prefix_extents(prefix: int | Int[Array, " batch"], length: int) -> Int[Array
 
 
 def integers(name: str, x: Any, *dims: str) -> jax.Array:
-    """Return ``x`` as int32 or int64.
+    """Return ``x`` as an array of int32, or of int64 if its dtype is int64.
 
     ``dims``: the names of the dimensions that ``x`` must have. Raise ValueError if ``x`` does not hold integers or has another
     number of dimensions, or if a value that the host can read does not fit the dtype.
@@ -103,9 +103,9 @@ def on_host(x: Any) -> np.ndarray | None:
 
 
 def whole(x: jax.Array, dim: int) -> jax.Array:
-    """All-gather ``x`` along ``dim`` if an Explicit mesh axis shards it there, and return it.
+    """Return ``x``, all-gathered along ``dim`` if an Explicit mesh axis shards this dimension.
 
-    A permutation along ``dim`` cannot keep such a sharding.
+    A permutation along ``dim``, such as a layout, cannot keep such a sharding.
     """
     x = jnp.asarray(x)
     sharding = jax.typeof(x).sharding

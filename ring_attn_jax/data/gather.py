@@ -26,14 +26,14 @@ def gather(
 ) -> jax.Array:
     """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
-    Call inside ``jax.shard_map`` over ``axis_name``; for global arrays in layout order use :func:`from_layout`. ``layout``:
-    a name, the ``.layout`` of a shard, or its TracedLayout. ``length``: the global number of tokens without padding; None: all
-    tokens of the shards, or the tokens of a balanced layout.
+    Call inside ``jax.shard_map`` over ``axis_name``; for global arrays in layout order use :func:`from_layout`. ``layout``: a
+    name, the ``.layout`` of a shard, or the TracedLayout made from that. ``length``: the global number of tokens without padding.
+    None: the number of tokens of all shards or, for a balanced layout, the length of the layout.
 
-    Differentiable: the gradient of a shard is the sum of all ranks' gradients of its tokens. The result is replicated for JAX, so
-    a loss that every rank computes from it and returns under ``out_specs=P()`` counts once, as on one device. With
-    ``check_vma=False`` JAX does not track the replication, and a gradient computed inside the shard_map is that of one device
-    times the number of ranks.
+    Differentiable: the gradient of a shard is the sum over all ranks of the gradients of the shard's tokens. JAX treats the
+    result as replicated. So a loss that every rank computes from the result and returns under ``out_specs=P()`` counts once, not
+    once per rank. With ``check_vma=False`` JAX does not track the replication: a gradient computed inside the shard_map is the
+    gradient on one device times the number of ranks.
 
     Raise ValueError if ``x`` cannot be a shard of ``length`` tokens in ``layout``, or outside a shard_map over the axis. Raise
     NotImplementedError if ``axis_name`` is a tuple: a ring has one axis.
@@ -56,15 +56,15 @@ def gather_token(
     layout: str | BalancedLayout | TracedLayout = "zigzag",
     length: int | None = None,
 ) -> jax.Array:
-    """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
+    """Gather one token of each row from the shards [batch, tokens, ...] of all ranks. Return [batch, ...] on every rank.
 
-    ``position``: the global position of the token. An int is for all rows, and negative ints count from the end: -1 is the last
-    token. Integers [batch] are one position per row, and a row whose position is outside the sequence gets 0. Only the gathered
-    tokens are sent. For example, the logits of the last token: ``gather_token(model(ids, ..., return_hidden=True),
-    length=length) @ model.head_weight.T``.
+    ``position``: the global position of the token. An int applies to all rows; a negative int counts from the end, so -1 is the
+    last token. An integer array [batch] holds one position per row; a row gets 0 if its position is outside 0 .. length - 1. Each
+    rank sends one token per row. For example, the logits of the last token are
+    ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
-    ``axis_name``, ``layout``, ``length``, gradient and errors: as in :func:`gather`. Raise ValueError also if ``position`` is an
-    int outside the sequence, or not integers [batch].
+    ``axis_name``, ``layout``, ``length``, gradient and errors are those of :func:`gather`. Raise ValueError also if ``position``
+    is neither an int inside the sequence nor an integer array [batch].
     """
     ranks = _ranks("gather_token", x, axis_name)
     held = gathered_length(x.shape, layout, ranks, length)

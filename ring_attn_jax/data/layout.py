@@ -23,10 +23,10 @@ def to_layout(
 ) -> jax.Array:
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
-    ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to the smallest length that
-    a named layout can split equally, or to the size of a balanced one. Raise ValueError if the layout is unknown or of another
-    length, or if another argument is invalid, such as a ``pad_value`` of 0.5 for integers. A layout is a name, the ``.layout`` of
-    a shard of ``shard_batch(..., layout="balanced")``, or its TracedLayout.
+    ``x`` has its tokens in natural order along ``dim``. ``layout``: a name, the ``.layout`` of a shard of ``shard_batch(...,
+    layout="balanced")``, or the TracedLayout made from that. The end of ``x`` is padded with ``pad_value``. A named layout pads
+    to the smallest length that it can split equally, a balanced layout to its own size. Raise ValueError if the layout is unknown
+    or was made for another length, or if another argument is invalid, such as a ``pad_value`` of 0.5 for an integer array.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
@@ -44,8 +44,8 @@ def to_layout(
 def from_layout(x: jax.Array, layout: str | BalancedLayout | TracedLayout, ranks: int, length: int, dim: int = 1) -> jax.Array:
     """Invert :func:`to_layout`: return the tokens in natural order, cut at ``length``.
 
-    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or if the layout, ``dim`` or ``ranks`` is
-    invalid.
+    Raise ValueError if the size of ``x`` along ``dim`` is not the size to which ``to_layout`` pads ``length`` tokens, or if the
+    layout, ``dim`` or ``ranks`` is invalid.
     """
     check_along(x, hasattr(x, "shape") and hasattr(x, "dtype"), "an array", dim)
     order = _order(layout, ranks, length)
@@ -60,14 +60,15 @@ def from_layout(x: jax.Array, layout: str | BalancedLayout | TracedLayout, ranks
 def positions(
     layout: str | BalancedLayout | TracedLayout, ranks: int, length: int, rank: int | jax.Array
 ) -> Int[Array, " seq_local"]:
-    """Return the global position of each token of a rank, int32 [seq_local], in shard order.
+    """Return the global position of each token in a rank's shard, int32 [seq_local].
 
-    Padding has positions >= length. The positions are the same for all batch rows, while ``shard_batch`` returns [batch,
-    seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
-    other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
+    Padding has positions >= length. The result holds for all batch rows, while the positions of ``shard_batch``, [batch,
+    seq_local], may differ between rows. Positions depend on the layout and ``length``: if the sequence grows, the old tokens of a
+    zigzag or contiguous shard get other positions. So append new tokens only to a striped shard without padding (see
+    :func:`to_layout`).
 
     ``rank`` may be traced (``lax.axis_index``). Raise ValueError if ``rank`` is an int outside 0 .. ranks - 1, or if the layout
-    is unknown, or does not fit ``ranks`` or ``length``.
+    is unknown or does not fit ``ranks`` or ``length``.
     """
     check_rank(rank, ranks)
     if isinstance(layout, TracedLayout):
@@ -91,7 +92,7 @@ def _bounds(dtype: jnp.dtype) -> tuple[int, int] | None:
 
 
 def _order(layout: str | BalancedLayout | TracedLayout, ranks: int, length: int) -> jax.Array:
-    """Return the global position of each slot of the padded array in layout order, int32 [padded length]."""
+    """Return the global position of each token in the array that ``to_layout`` returns, int32 [padded length]."""
     check_ranks(ranks)
     if isinstance(layout, TracedLayout):
         layout.check(ranks, length)

@@ -1,4 +1,4 @@
-"""Prefix trees: their key extents, and the packing and unpacking of rollouts."""
+"""Prefix trees: their key extents (the queries that may see each key), and the packing and unpacking of rollouts."""
 
 from __future__ import annotations
 
@@ -38,16 +38,17 @@ jax.tree_util.register_dataclass(Rollouts, ARRAYS, ("counts", "parents", "length
 def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> TreeExtents:
     """Return ``key_extents`` int32 [batch, tokens, 2] and ``positions`` int32 [batch, tokens] of prefix trees.
 
-    ``parents``, ``lengths``: lists of ints for one row, or a list of such lists. They hold, for each segment in depth-first
-    order, the index of its parent segment in the row and its number of tokens. A parent of -1 begins a tree; a row may hold
-    several trees.
+    ``parents``, ``lengths``: for one row a list of ints, for several rows a list of such lists. The segments of a row are in
+    depth-first order. ``parents`` holds the index of each segment's parent in the row, and ``lengths`` each segment's number of
+    tokens. A parent of -1 begins a tree; a row may hold several trees.
 
-    Key j is visible to the queries [j, end), where end is the end of the subtree of key j's segment. So under ``mask=causal()`` a
-    token sees only itself and its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows
-    are padded with (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
+    The queries [j, end) may see key j; ``end`` is the end of the subtree of the segment that holds key j. So under
+    ``mask=causal()`` a token sees only itself and its ancestors. Positions count along the path from the root, for rotary
+    embeddings. Shorter rows are padded with key extents (0, 0) and positions 0. Both arrays describe whole rows;
+    :func:`to_layout` shards them.
 
-    Raise ValueError if a parent comes after its child, segments are not in depth-first order, a segment is empty, or the lists do
-    not match.
+    Raise ValueError if the arguments are not such lists or do not match, if a parent comes after its child, if segments are not
+    in depth-first order, or if a segment is empty.
     """
     return TreeExtents(*map(jnp.asarray, trees.tree_extents(parents, lengths)))
 
@@ -59,25 +60,24 @@ def pack_rollouts(
     weights: Sequence[Any] | None = None,
     length: int | None = None,
 ) -> Rollouts:
-    """Pack rollouts (token lists) that share prefixes into rows of prefix trees.
+    """Pack rollouts (token lists) into rows of prefix trees, so that the tokens of a shared prefix are computed once.
 
-    A shared token is computed once, except where rollouts branch.
-
-    Each slot of a row holds one token and its label. A shared token that different tokens follow is repeated: it takes one slot
-    for each of them.
+    Each slot (one index of a row) holds one token and its label, which is the next token. A shared token that different tokens
+    follow is repeated: it takes one slot for each different label.
 
     ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
-    True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
-    token, of any sign; None: 1. No token predicts the first token of a rollout, so its mask and its weight have no effect.
+    True for each token that counts in the loss; None: all count. ``weights``: for each rollout one number, or a list with one
+    number per token, of any sign; None: 1. No token predicts the first token of a rollout, so the mask and weight of that token
+    have no effect.
 
-    Summed over all slots, ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts computed
-    one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
-    shift them again.
+    The sum over all slots of ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts
+    computed one by one. The label of a slot is -100 if no rollout counts the next token in the loss; a token that counts with
+    weight 0 stays a label. Labels are shifted already: do not shift them again.
 
     ``length``: the maximum number of tokens of a row, or None for one row. A tree that does not fit into the rest of a row is
-    split between two rollouts, and another row repeats their shared prefix. ids and labels are int32; ``saved_tokens`` is the
-    number of tokens that sharing saves. The result is a pytree whose leaves are its arrays. A jitted function
-    that takes it is recompiled for each different tree.
+    split between two rollouts, and another row repeats their shared prefix. In the result, ids and labels are int32.
+    ``saved_tokens`` is the number of tokens that need not be computed, because rollouts share them. The returned Rollouts is a
+    pytree with its array fields as leaves. A jitted function that takes it is recompiled for each different tree.
 
     Raise ValueError if a rollout is empty, is not a list of token ids, or is longer than ``length``, or if masks or weights do
     not fit the rollouts.
@@ -92,16 +92,17 @@ def unpack_rollouts(
 ) -> list[jax.Array]:
     """Return for each rollout the values [tokens - 1, ...] at the slots that predict its tokens, on every rank.
 
-    No slot predicts the first token of a rollout. ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of
-    ``rollouts.labels``: whole rows, or with ``layout`` (as in :func:`gather`) this rank's shard of them, inside ``jax.shard_map``
-    over ``axis_name``. Loss masks are not applied: masked tokens have values too.
+    No slot predicts the first token of a rollout. ``values``: one value per slot, [rows, tokens, ...], such as
+    :func:`token_log_probs` of ``rollouts.labels``. Without ``layout``, pass whole rows. With ``layout`` (as in :func:`gather`),
+    pass this rank's shard of the rows and call inside ``jax.shard_map`` over ``axis_name``. Loss masks are not applied: masked
+    tokens have values too.
 
-    Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
-    rank keeps its own slice of the gradient, without a sum over ranks. The result is replicated for JAX, so a loss that every
-    rank computes from it counts once, as on one device. Under ``check_vma=False`` JAX does not track the replication, so there
-    the gradient with ``layout`` and several ranks raises ValueError.
+    Differentiable: the gradient of a value is the sum over the rollouts that share the value, in at least float32. With
+    ``layout`` each rank keeps the gradient of its own shard, without a sum over ranks. JAX treats the result as replicated, so a
+    loss that every rank computes from it counts once, not once per rank. Under ``check_vma=False`` JAX does not track the
+    replication: a gradient with ``layout`` and several ranks then raises ValueError.
 
-    Raise ValueError if ``values`` do not have the shape of the rollouts, or with ``layout`` outside a shard_map.
+    Raise ValueError if ``values`` do not have the shape of the rollouts, or if ``layout`` is passed outside a shard_map.
     """
     if not hasattr(values, "shape") or not hasattr(values, "dtype"):
         raise ValueError(f"values must be an array, whole or this rank's shard, got {in_words(values)}")

@@ -1,6 +1,7 @@
 """``jax.nn.dot_product_attention`` over a ring.
 
-``data/dense_masks.py`` of the core converts a mask with known values to a band, extents, key extents and a key mask.
+``data/dense_masks.py`` of the core converts a mask with known values to arguments of ``ring_attention``: a band (causal or a
+window), *extents* (an interval of keys for each query), *key extents* (an interval of queries for each key) and a key mask.
 """
 
 from __future__ import annotations
@@ -51,29 +52,30 @@ def dot_product_attention(
     length: int | None = None,
     kv_length: int | None = None,
 ) -> Any:
-    """Compute ``jax.nn.dot_product_attention`` over a ring, forward and backward.
+    """Compute ``jax.nn.dot_product_attention`` over a ring, with gradients.
 
     Call it inside ``jax.shard_map`` over ``axis_name``.
 
-    query, key, value: this rank's shards, ``[batch, tokens, heads, head_dim]`` or without the batch. ``is_causal``: query i sees
-    the keys j <= i, also if the lengths differ. ``local_window_size``: (left, right), or one int for both sides.
-    ``query_seq_lengths``, ``key_value_seq_lengths``: integers ``[batch]``, tokens of each row, counted over all ranks.
+    query, key, value: this rank's shards, ``[batch, tokens, heads, head_dim]`` or all three without the batch. ``is_causal``:
+    query i sees the keys j <= i, even if the numbers of queries and keys differ. ``local_window_size``: (left, right), the
+    numbers of keys that a query sees before and after its position, or one int for both. ``query_seq_lengths``,
+    ``key_value_seq_lengths``: integers ``[batch]``, the numbers of queries or keys in each row without padding, over all ranks.
 
-    ``mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, broadcasting
-    against [batch, heads, length, kv_length]. It must be the same for all heads. Apart from unused keys (padding), it must be a
-    band, or the intersection of two masks: one gives each query an interval of keys, and one gives each key an interval of
-    queries. Documents, prefixes and prefix trees have this form. A mask that is an argument of jit has no values while it is
-    traced, so it is not checked: if the mask has another form for a query, that query's out is NaN.
+    ``mask``: the global mask in natural order, the same on every rank. It is bool, True for each permitted pair. It broadcasts
+    against [batch, heads, length, kv_length] and must be the same for all heads. Apart from unused keys (padding), it must be a
+    band (causal or a sliding window), or restrict each query to an interval of keys, each key to an interval of queries, or both.
+    Masks of documents, prefixes and prefix trees have this form. A mask that jit traces has no values yet and is not checked: out
+    is NaN for each query whose row of the mask differs between heads or lacks this form.
 
     ``implementation``: None chooses the backend, "xla" is plain JAX. ``return_residual``: also return lse, in key's dtype and
     without a gradient, as in JAX. ``axis_name``: the mesh axis of the ring; None is one device, without a mesh. ``layout``,
     ``length``, ``kv_length``: as in :func:`ring_attention`.
 
-    A query that sees no key has out 0 and lse -inf, as with JAX's "cudnn"; JAX's "xla" returns the mean of all values
-    instead, except for queries beyond ``query_seq_lengths``.
+    A query that sees no key has out 0 and lse -inf, as with JAX's "cudnn"; JAX's "xla" returns the mean of all values instead,
+    except for queries beyond ``query_seq_lengths``.
 
     Raise ValueError if a ``bias`` is passed, if ``implementation`` is neither None nor "xla", or if a mask with known values
-    differs between heads or has another form. Raise it too if ring_attention refuses an argument.
+    differs between heads or lacks this form. Raise it too if ring_attention refuses an argument.
     """
     if bias is not None:
         raise ValueError(
@@ -106,9 +108,9 @@ def dot_product_attention(
 
 
 class Shards(NamedTuple):
-    """The sharding of the arrays of one call, over ``ranks`` ranks of the mesh axis ``axis_name`` (None: one device).
+    """The sharding of q and k over ``ranks`` ranks of the mesh axis ``axis_name``, or on one device if ``axis_name`` is None.
 
-    ``local``: the tokens of a shard of q and of a shard of k. ``lengths``: the global numbers of queries and of keys.
+    ``local``: the numbers of queries and of keys in one shard. ``lengths``: the global numbers of queries and of keys.
     """
 
     axis_name: str | None
@@ -134,7 +136,7 @@ class Shards(NamedTuple):
         return jnp.concatenate([run.start + run.stride * jnp.arange(run.length, dtype=jnp.int32) for run in runs])
 
     def own(self, x: Any, of: int) -> jax.Array | None:
-        """Return this rank's shard of a global array [rows, length, ...], padded with zeros; return None for None.
+        """Return this rank's shard of a global array [rows, length, ...], padded with zeros, or None if ``x`` is None.
 
         ``of``: 0 if the tokens of ``x`` are queries, 1 if they are keys.
         """
@@ -145,10 +147,10 @@ class Shards(NamedTuple):
         return jnp.take(padded, self.positions(of), 1)
 
     def within(self, extents: jax.Array | None, queries: Any, keys: Any, batch: int) -> jax.Array:
-        """Return extents [batch, tokens, 2], the range of keys that each query sees, limited to the keys that are not padding.
+        """Limit ``extents`` [batch, tokens, 2], the interval of keys that each local query sees, to keys that are not padding.
 
-        A padded query gets an empty range. ``queries``, ``keys``: the numbers of true tokens [batch], None: all. ``extents``
-        None: all keys.
+        A padded query gets an empty interval. ``queries``, ``keys`` [batch]: the numbers of queries and of keys in each row
+        without padding; None: no padding. If ``extents`` is None, each query sees all keys.
         """
         if extents is None:
             extents = jnp.broadcast_to(jnp.array([0, self.lengths[1]], jnp.int32), (1, self.local[0], 2))
@@ -161,7 +163,7 @@ class Shards(NamedTuple):
         return jnp.where((first < end)[..., None], jnp.stack([first, end], -1), 0)
 
     def attend(self, qkv: tuple[Any, Any, Any], arguments: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        """Return (out, lse) of this rank's queries, out in the dtype of q. ``arguments``: keywords of ``ring_attention``."""
+        """Compute (out, lse) of this rank's queries, out in q's dtype. ``arguments``: other keywords of ``ring_attention``."""
         if self.axis_name is not None:
             lengths = {"length": self.lengths[0], "kv_length": self.lengths[1]}
             return ring_attention(*qkv, axis_name=self.axis_name, layout=self.layout, **lengths, **arguments, return_lse=True)
@@ -200,11 +202,12 @@ def _window(size: Any) -> Band:
 
 
 def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
-    """Return ring arguments for a global mask, and bool [rows, queries]: True for each query whose mask the arguments express.
+    """Convert a global mask to ring arguments. Return them, and bool [rows, queries]: True for each query that they fit.
 
-    If the host can read the mask's values, the second result is None, because the arguments express the mask of every query.
-    ``shape``: batch, heads, length and kv_length, to which the mask must broadcast. Raise ValueError if shape or dtype does not
-    fit. Raise it too if a mask that the host can read differs between heads, or if arguments cannot express it.
+    The second result is None if the host can read the values of the mask, because the arguments then fit every query. They fit a
+    query if they express exactly its row of the mask. ``shape``: batch, heads, length and kv_length, to which the mask must
+    broadcast. Raise ValueError if the shape or dtype of the mask does not fit. Raise it too if a mask that the host can read
+    differs between heads, or if no arguments can express it.
     """
     sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
     if len(sizes) != 4 or not hasattr(mask, "ndim") or any(n not in (1, m) for n, m in zip(sizes, shape, strict=True)):
@@ -232,9 +235,9 @@ def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[Den
 
 
 def _traced_mask_arguments(visible: jax.Array) -> tuple[DenseMaskArguments, jax.Array]:
-    """Return the tightest extents and key extents around ``visible`` bool [rows, queries, keys], and bool [rows, queries].
+    """Return the tightest extents and key extents around ``visible`` bool [rows, queries, keys], and the queries that they fit.
 
-    The bool is True for a query whose visible keys the extents and key extents express exactly.
+    The last result is bool [rows, queries]: True if extents and key extents together permit exactly the query's visible keys.
     """
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]

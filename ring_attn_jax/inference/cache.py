@@ -1,4 +1,4 @@
-"""A KV cache of growing sequences, sharded by position (``cache/placement.py`` of the core): filled by prefill, then by steps."""
+"""A KV cache that prefill and decode steps fill. ``cache/placement.py`` of the core decides which rank stores each token."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .step import CachedRequests, DecodeStep, appended, prefilled
 
 
 class LayerPart(NamedTuple):
-    """This rank's k and v of a layer and their tokens' positions, under the argument names of ``tree_attention_decode``.
+    """One layer's k, v and token positions on this rank, under the argument names of ``tree_attention_decode``.
 
-    Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot). ``k_scale``, ``v_scale`` [g]: the scales of a
-    float8 cache, None for other dtypes.
+    Shapes: k [batch, slots, kv_heads, head_dim], v [..., v_dim], ``k_positions`` int32 [batch, slots] (-1: empty slot).
+    ``k_scale``, ``v_scale`` [kv_heads]: the scales of a float8 cache, None for other dtypes.
     """
 
     k: jax.Array
@@ -40,16 +40,16 @@ class LayerPart(NamedTuple):
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
 class KVCache(Requests):
-    """The k and v of every layer of some requests, sharded over the ranks of a ring; see ``docs/cache.md``.
+    """The keys and values of a batch of requests for every layer, sharded over the ranks of a ring; see ``docs/cache.md``.
 
-    Create one with :meth:`make`. The cache is a pytree. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v
-    [..., v_dim] and positions int32 [batch, slots], the position of the token in each slot, -1 if empty. Outside
-    ``jax.shard_map`` they hold the slots of all ranks, in rank order. Arrays that are equal on every rank:
+    Create one with :meth:`make`. The cache is a pytree. A slot holds one token. Arrays of this rank's slots: k [layers, batch,
+    slots, kv_heads, head_dim], v [..., v_dim] and positions int32 [batch, slots], the position of the token in each slot, -1 if
+    empty. Outside ``jax.shard_map`` these arrays hold the slots of all ranks, in rank order. Arrays that are equal on every rank:
         counts: int32 [batch, ranks], the number of a request's tokens that each rank has stored, overwritten tokens included.
-        lengths: int32 [batch], the number of a request's tokens.
-        reached: int32 [batch], a request's greatest length since its reset, steps without ``advance`` included.
-        owners: int16 [batch, n], the ranks of the newest n positions, each at the index position modulo n.
-        k_scale, v_scale: float32 [layers, kv_heads], used only in float8; 0 until they are known.
+        lengths: int32 [batch], the number of tokens of each request.
+        reached: int32 [batch], a request's greatest length since its reset, including appended steps that were never advanced.
+        owners: int16 [batch, n], the ranks that store the newest n tokens; the token at position p has index p modulo n.
+        k_scale, v_scale: float32 [layers, kv_heads], the scales of a float8 cache; 0 until they are known.
 
     Run a step of new tokens inside ``jax.shard_map``, with ``cache.specs`` as the specs of the cache:
 
@@ -59,9 +59,9 @@ class KVCache(Requests):
             ...                                         # attention over cache.part(layer, step)
         cache = cache.advance(step)
 
-    The tokens that ``append`` writes become visible with ``advance``: a step without ``advance`` adds no tokens. A method that
-    changes the cache returns a new cache; donate the old cache to jit, and XLA writes in place. The methods :meth:`rollback`,
-    :meth:`reset`, :meth:`evict` and :meth:`fork` work between steps, inside and outside of shard_map.
+    The tokens that ``append`` writes become visible with ``advance``. If a step is not advanced, later steps do not see its
+    tokens. Methods that change the cache return a new cache; donate the old cache to jit, and XLA writes in place. Call
+    :meth:`rollback`, :meth:`reset`, :meth:`evict` and :meth:`fork` between steps, inside or outside of shard_map.
     """
 
     @classmethod
@@ -86,17 +86,18 @@ class KVCache(Requests):
         "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
 
         A float8 cache divides each value by the scale of its layer and kv head, and clamps it to the largest float8 number.
-        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two above
-        max |x| / 448 of the first completed step (1 if its maximum is 0).
+        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]. By default each scale is the smallest power of two
+        above max |x| / 448, with the maximum over the tokens of the first completed step (1 if the maximum is 0).
 
-        ``capacity`` is rounded up to an equal and, on several ranks, even number of slots on each, and with ``page`` to whole
-        pages. So a prompt of ``capacity`` tokens fits in every layout.
+        Without a window, ``capacity`` is rounded up until all ranks have equally many slots: an even number if there are several
+        ranks, and whole pages if ``page`` is set. So a prompt of ``capacity`` tokens fits in every layout.
 
-        ``window``: the number of positions before itself that a query sees. With a window a request may have any length.
+        ``window``: the number of positions before its own that a query sees. With a window a request may have any length.
         ``capacity`` is then the number of newest tokens of a request that each rank keeps: at least ``window + room``, the
-        default. ``room`` (by default ``window``): the maximum number of tokens of a step, and of a rollback. ``page``: the number
-        of slots per rank by which :meth:`reserve` grows the cache. ``mesh``: make global arrays, sharded over the mesh axis
-        ``axis_name``. Without a mesh, call this inside ``jax.shard_map`` over that axis, to make this rank's arrays.
+        default. ``room`` (by default ``window``): the maximum number of tokens that a rollback removes or a step adds; a
+        ``fresh`` prefill may add more. ``page`` (not with a window): the number of slots per rank by which :meth:`reserve` grows
+        the cache. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without a mesh, call ``make`` inside
+        ``jax.shard_map`` over that axis, to make this rank's arrays.
 
         Raise ValueError if an argument does not fit.
         """
@@ -116,13 +117,13 @@ class KVCache(Requests):
         return jax.device_put(cache, jax.tree.map(partial(NamedSharding, mesh), cache.specs))
 
     def step(self, tokens: int = 1, *, valid: jax.Array | None = None, rows: Rows | None = None) -> DecodeStep:
-        """Return a DecodeStep: positions and slots for ``tokens`` more tokens of each request.
+        """Return a DecodeStep with the positions and slots of ``tokens`` new tokens of each request.
 
-        Every rank computes q, k and v of all these tokens, and one rank caches each token. ``valid`` bool [requests, tokens], the
-        same on every rank: True for real tokens; None: all. ``rows``: the requests, one int or several; None: all.
+        Every rank computes q, k and v of all these tokens; each token is cached on one rank. ``valid`` bool [requests, tokens],
+        the same on every rank: True for real tokens; None: all. ``rows``: the requests' indices, one int or several; None: all.
 
-        Raise ValueError if an argument does not fit. Without a window, tokens beyond the capacity are lost without an error, and
-        cached tokens stay: call :meth:`check_room` before, outside of jit.
+        Raise ValueError if an argument does not fit. Without a window, new tokens beyond the capacity are lost without an error;
+        cached tokens stay. To prevent this, call :meth:`check_room` before the step, outside of jit.
         """
         of = None if rows is None else tuple(checks.check_step_rows(rows, self.spec.batch))
         checks.check_tokens(self.spec, tokens)
@@ -142,14 +143,15 @@ class KVCache(Requests):
         rows: Rows | None = None,
         fresh: bool = False,
     ) -> DecodeStep:
-        """Return the step of one chunk per request; each rank holds a shard of ``tokens`` tokens of each chunk, in ``layout``.
+        """Return a DecodeStep that adds one chunk, sharded in ``layout``, to each request. A shard has ``tokens`` tokens.
 
-        A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
-        at its end: an int for all, one int each, or integers [requests], the same on every rank. None: no padding. ``rows``: the
-        requests; None: all. ``fresh``: assert, unchecked, that these requests are empty, so that attention skips the cache.
+        A chunk continues the cached tokens of its request. ``lengths``: the number of tokens in each chunk without the padding at
+        its end: an int for all, one int each, or integers [requests], the same on every rank; None: no padding. ``rows``: the
+        requests; None: all. ``fresh``: assert, unchecked, that these requests are empty; attention then skips the cache.
 
-        If the cache has a window and ``fresh`` is False, no chunk may have more than ``room`` tokens. The check compares ``room``
-        with the greatest of ``lengths``. For an array or None it compares ``room`` with the tokens that all ranks' shards hold.
+        If the cache has a window and ``fresh`` is False, no chunk may have more than ``room`` tokens. The check takes the
+        greatest of ``lengths`` as the size of the chunk. If ``lengths`` is an array or None, it takes the total size of all
+        shards.
 
         Raise ValueError if an argument does not fit. To check for room, call :meth:`check_room` before, outside of jit.
         """
@@ -205,7 +207,7 @@ class KVCache(Requests):
         return replace(self, owners=owners, **changed)
 
     def part(self, layer: int | jax.Array, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's part of a layer for all requests; with a ``step``, for the step's requests, new tokens included."""
+        """Return this rank's LayerPart for all requests or, with ``step``, for the step's requests with their new tokens."""
         k, v = self.k[layer], self.v[layer]
         if step is not None and step.rows is not None:
             k, v = (x[step.into[:, 0]] for x in (k, v))
@@ -228,7 +230,7 @@ def _name(dtype: Any) -> Any:
 
 
 def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
-    """Return the arrays of an empty cache, ``k`` to ``owners``. ``k``, ``v`` and ``positions`` have slots of ``ranks`` ranks."""
+    """Return the fields ``k`` to ``owners`` of an empty cache. The arrays hold the slots of ``ranks`` ranks, 1 or all."""
     sizes, slots = spec.sizes, spec.slots * ranks
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [jnp.zeros(shape, spec.dtype) for shape in heads]

@@ -49,24 +49,24 @@ def tree_attention_decode(
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
-    Each rank attends to its own slots. Then one all-gather carries out and lse, packed in one array of float32 (float64 for
-    float64). Every rank merges the ranks' pairs in rank order, with the formula of :func:`merge` (Tree Attention, Shyam et al.,
-    arXiv:2408.04093). So all ranks get the same bits.
+    Each rank attends to its own slots. Then one all-gather exchanges the pairs (out, lse), packed in one array of float32
+    (float64 for float64). Every rank merges the pairs in rank order, with the formula of :func:`merge` (Tree Attention, Shyam et
+    al., arXiv:2408.04093). So all ranks get the same bits.
 
     Arguments (those not listed mean the same as in ``ring_attention``):
         q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
-        k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
-            dtype or both in float8_e4m3fn.
+        k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, its tokens in any order;
+            in q's dtype, or both in float8_e4m3fn.
         q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees no key.
         k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and its content,
             even NaN, has no effect. The requests of a batch may differ in length.
         axis_name: the mesh axis of the ring. Call this inside ``jax.shard_map`` over it, also with one device.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
-            tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
-            alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j, that is for node i
-            itself and its ancestors. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
+            tokens, whose keys are in the cache already. Node j of a request has q_position and k_position ``p + j`` for a
+            common p, so alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j: if j is
+            i or an ancestor of i. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
             A node's window and ALiBi bias count from position p + depth. The caller rotates the node's q and k by that position.
-        window: the number of positions before itself that a query sees; None: all.
+        window: the number of positions before its own that a query sees; None: all.
         k_scale, v_scale: float32 ``[kv_heads]``, the scales of k and v in float8_e4m3fn: the true values are ``k k_scale`` and
             ``v v_scale``.
         backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (all devices).
@@ -74,11 +74,11 @@ def tree_attention_decode(
 
     Return ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
     float32 (float64 for float64), the same on all ranks (``out_specs=P()``). A query that sees no key has out 0. Its lse is -inf
-    or, with sinks, its sink.
+    or, with sinks, the sink of its head.
 
     Raise ValueError if inputs do not fit, outside a shard_map over the axis, or if the result is differentiated. Values are not
-    checked, except that untraced positions must be below 2^31. So it is not checked that q_positions are p, p + 1, ... if
-    ``tree_mask`` is passed.
+    checked, except that untraced positions must be below 2^31. In particular, the positions ``p + j`` of ``tree_mask`` are not
+    checked.
     """
     ranks = ranks_of("tree_attention_decode", axis_name)
     places = as_int32("q_positions", q_positions), as_int32("k_positions", k_positions)
@@ -94,7 +94,7 @@ def tree_attention_decode(
 def _decode(problem: Decode, call: DecodeCall | None, ring: tuple[str, int], arrays: DecodeArrays) -> tuple[jax.Array, jax.Array]:
     """Compute (out, lse) of a checked problem.
 
-    ``call``: the parameters that the kernels' launches share; None: the backend is "blockwise". ``ring``: the name of the mesh
+    ``call``: the parameters that all kernel launches share, or None for the backend "blockwise". ``ring``: the name of the mesh
     axis and the number of ranks.
     """
     axis_name, ranks = ring
@@ -121,8 +121,8 @@ def _(*_: Any) -> Any:
 def as_int32(name: str, positions: Any) -> Any:
     """Convert positions of any integer dtype to int32. Clamp traced positions to at most 2^31 - 1.
 
-    Return an object that is not an integer array unchanged. Raise ValueError if a position exceeds int32. Traced positions are
-    not checked.
+    If ``positions`` is not an integer array, return it unchanged. Raise ValueError if a position exceeds int32. Traced positions
+    are not checked.
     """
     dtype = str(getattr(positions, "dtype", ""))
     if dtype not in INTEGERS or dtype == "int32":
@@ -137,7 +137,7 @@ def as_int32(name: str, positions: Any) -> Any:
 
 
 def _problem(arrays: DecodeArrays, options: tuple[Any, Any, Any, Any]) -> Decode:
-    """Return the shapes, dtypes, device and options of a call as a Decode record."""
+    """Return a Decode record of a call: its arrays, the device, and ``options``, which are (window, scale, softcap, backend)."""
     dtypes = dtype_names(arrays.q, arrays.k, arrays.v)
     others = described(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))
     for name in ("q_positions", "k_positions"):

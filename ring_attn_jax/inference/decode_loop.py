@@ -1,4 +1,4 @@
-"""The decode loop: a step, compiled once, takes each request's newest token and returns its next one, all on the device."""
+"""The decode loop on the device: one program per step caches each unfinished request's newest token and draws its next token."""
 
 from __future__ import annotations
 
@@ -71,14 +71,14 @@ class Programs(NamedTuple):
         first(weights, cache, hidden, parameters, ends) -> newest
         step(weights, cache, newest, parameters, ends) -> (newest, cache)
 
-    ``prefill`` fills the cache with a chunk of the prompts, ``chunk`` = (ids, lengths, ends). ``ends`` marks the prompts that end
-    in this chunk. For each of these, set its row of ``hidden`` [requests, dim] to the last block's output for its last token.
-    ``fresh``: True for the first chunk. ``equal``: the number of tokens of each prompt in the chunk if all have the same number
-    and no padding, else None.
+    ``prefill`` fills the cache with one chunk of each prompt, ``chunk`` = (ids, lengths, ends). Here ``ends`` is a mask of the
+    prompts that end in this chunk. The rows of these prompts in ``hidden`` [requests, dim] become the last block's outputs for
+    their last tokens. ``fresh``: True for the first chunk. ``equal``: the number of tokens of a prompt in the chunk if it is the
+    same for all prompts and the chunk has no padding, else None.
 
     ``first`` draws the token after each prompt. ``step`` caches the newest tokens and draws the next tokens. ``newest``: the pair
-    (tokens, finished) of ``DecodeLoop``. ``parameters``: sampling parameters. ``ends`` of ``first`` and ``step``: the stop ids,
-    and for each request the number of cached tokens at which it ends.
+    (tokens, finished) of ``DecodeLoop``. ``parameters``: sampling parameters. For ``first`` and ``step``, ``ends`` is a pair: the
+    stop ids, and the number of cached tokens at which each request ends.
     """
 
     prefill: Callable[..., Any]
@@ -88,10 +88,10 @@ class Programs(NamedTuple):
 
 @lru_cache(maxsize=16)
 def programs(graph: Any, tree: Any, mesh: Mesh, specs: Specs) -> Programs:
-    """Build and cache a model's programs, so that another call of the same sizes compiles nothing.
+    """Build the jitted programs of a model, or return those of an earlier call with equal arguments.
 
-    ``graph``: the model without its arrays, from ``nnx.split``. ``tree``: the structure into which the weights unflatten.
-    ``specs``: the PartitionSpecs of the weights.
+    So another ``generate`` with the same sizes compiles nothing. ``graph``: the model without its arrays, from ``nnx.split``.
+    ``tree``: the pytree structure whose leaves are the weights. ``specs``: the PartitionSpecs of the weights.
     """
 
     def model_of(weights: Sequence[jax.Array]) -> RankModel:
@@ -106,7 +106,7 @@ def programs(graph: Any, tree: Any, mesh: Mesh, specs: Specs) -> Programs:
 
     @partial(jax.jit, static_argnames=("fresh", "equal"), donate_argnames="cache")
     def prefill(weights: Any, cache: KVCache, hidden: Any, chunk: Any, *, fresh: bool, equal: int | None) -> Any:
-        """Prefill a chunk (ids, lengths, mask of the prompts that end in it). Return (hidden, cache). See ``Programs``."""
+        """Prefill a chunk (ids, lengths, mask of the prompts that it completes). Return (hidden, cache). See ``Programs``."""
 
         def on_rank(weights: Any, cache: KVCache, inputs: Any) -> Any:
             hidden, (ids, lengths, ends) = inputs
@@ -173,7 +173,7 @@ class DecodeLoop:
         """True if the next step is launched before the host reads the newest tokens, so that the device works meanwhile."""
 
     def begin(self, hidden: jax.Array) -> None:
-        """Draw the first new tokens from the last hidden states [requests, dim] of the prompts."""
+        """Draw the first new tokens from the prompts' last hidden states [requests, dim]."""
         self.newest = self._placed.compiled.first(self._placed.weights, self.cache, hidden, self._parameters, self._ends)
 
     def step(self) -> None:

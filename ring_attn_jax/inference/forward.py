@@ -48,17 +48,17 @@ def decode_step(
     """Append a few tokens to every request in the cache. Return their logits and the cache.
 
     ``model``: a RingTransformer. If it has no ``mesh``, call this inside ``jax.shard_map`` over its axis. ``ids``: the tokens,
-    the same on every rank. ``cache``: made for ``model.config`` over the model's ring, in the model's compute dtype or float8;
-    its window is None or at least the widest window of a layer. ``valid``: True for real tokens. The other tokens of a row, at
-    any place, are not cached, and their logits are undefined. All ranks compute the same logits, each with its part of the cache.
-    Dropout is off. Call it inside jax.jit, with the cache donated.
+    the same on every rank. ``cache``: made for ``model.config`` over the model's ring, in the model's compute dtype or float8.
+    Its window is None or at least the widest window of a layer. ``valid``: True for real tokens. Other tokens may be anywhere in
+    a row; they are not cached, and their logits are undefined. Each rank attends to its part of the cache, and all ranks
+    return the same logits. Dropout is off. Call ``decode_step`` inside jax.jit, with the cache donated.
 
     The logits equal those of the model on the whole sequence up to rounding: sums are computed in another order, and a float8
     cache rounds keys and values. To check for room, call ``cache.check_room`` before.
 
-    Raise ValueError if the ids or the cache do not fit the model, or if a layer's mask is neither causal nor a window before the
-    token. Raise it too if the model has a mesh and a ``head_axis``, if weights are sharded otherwise than over the model's mesh,
-    or if an id is outside the vocabulary (a traced id gives NaN instead).
+    Raise ValueError if the ids or the cache do not fit the model, or if a layer's mask is neither causal nor a sliding window of
+    earlier tokens. Raise it too if the model has a mesh and a ``head_axis``, if a weight is sharded, but not over the model's
+    mesh, or if an id is outside the vocabulary (a traced id gives NaN instead).
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))
@@ -75,9 +75,9 @@ def prefill_prompts(
     """Append one chunk of a prompt to each request in the cache. Return the logits of each chunk's last token, and the cache.
 
     ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. The chunk
-    continues the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
-    tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
-    a request without a true token. ``fresh``: assert, unchecked, that all requests are empty, so that attention skips the cache.
+    continues the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of tokens in
+    each row without the padding at its end; None: no padding. The logits are the same on every rank, and undefined for a row of
+    padding only. ``fresh``: the caller asserts that all requests are empty, so attention skips the cache; this is not checked.
 
     Raise ValueError as :func:`decode_step` does. Raise it too if ``lengths`` do not fit, or if the model has ALiBi and ``fresh``
     is False.
@@ -159,7 +159,7 @@ def last_hidden(model: RankModel, cache: KVCache, ids: jax.Array, lengths: Lengt
 
 
 def _through(model: RankModel, ids: jax.Array, step: DecodeStep, attend: Attend) -> jax.Array:
-    """Return the output [b s dim] of the blocks for the tokens ``ids`` [b s] at the step's positions."""
+    """Run the blocks on the tokens ``ids`` [b s] at the step's positions, with ``attend`` as attention. Return [b s dim]."""
     with model.gathered(("embed",), ids):
         x = model.model.embedded(ids)
     for layer, block in enumerate(model.model.blocks):
@@ -170,7 +170,7 @@ def _through(model: RankModel, ids: jax.Array, step: DecodeStep, attend: Attend)
 
 
 def _features(attention: RingAttention, q: jax.Array) -> dict[str, Any]:
-    """Return a layer's attention options as keywords for ``prefill`` and ``tree_attention_decode``."""
+    """Return a layer's window, softcap, sinks and slopes as keywords for ``prefill`` and ``tree_attention_decode``."""
     return {
         "window": attention.config.mask.hi,
         "softcap": attention.config.softcap,
@@ -194,7 +194,7 @@ def computes_in(model: RingTransformer) -> str:
 def check_model(model: RingTransformer, traced: bool = False) -> None:
     """Raise ValueError if ``model`` is not a RingTransformer, or if its masks, ``head_axis`` or sharded weights prevent decoding.
 
-    Raise it too inside jit or another transformation, unless ``traced`` is True.
+    Raise ValueError also inside jit or another transformation, unless ``traced`` is True.
     """
     from flax import nnx
 

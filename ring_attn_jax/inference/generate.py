@@ -24,8 +24,8 @@ def generated(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, for ``RingTransformer.generate``.
 
-    ``arguments``: the arguments of ``generate`` by name, as ``Generation.of`` takes them. ``on_token(request, token)`` is called
-    for each new token, ``progress(done, total)`` after each chunk, both numbers counted in prompt tokens.
+    ``arguments``: the keyword arguments of ``generate``, passed on to ``Generation.of``. ``on_token(request, token)`` is called
+    for each new token. ``progress(done, total)`` is called after each prefilled chunk; both numbers count prompt tokens.
     """
     check_model(model)
     generation = Generation.of(model.config, computes_in(model), **arguments)
@@ -45,7 +45,7 @@ def generated(
 
 
 def _chunks(generation: Generation) -> list[tuple[int, list[int], int]]:
-    """Return (first position, number of tokens of each prompt, padded size) of each chunk of the prompts."""
+    """Return for each chunk of the prompts (first position, number of tokens of each prompt in the chunk, padded size)."""
     return [(start, lengths, bucket(max(lengths))) for start, lengths in generation.chunks()]
 
 

@@ -1,4 +1,4 @@
-"""The merge of each rank's (out, lse) over its own keys into the (out, lse) over all keys, by one all-gather."""
+"""The merge of attention over sharded keys: one all-gather turns each rank's (out, lse) into the (out, lse) over all keys."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from ..axes import axes_of, check_axis_name, unknown_axis
 def merge_ring(pair: tuple[jax.Array, jax.Array], *, axis_name: str = "seq") -> tuple[jax.Array, jax.Array]:
     """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into (out, lse) over all keys.
 
-    The result is that of :func:`merge` on the list of all ranks' pairs, up to rounding, with the same bits on every rank. One
-    all-gather carries out and lse, packed in one array, and they are merged in rank order. The lse is a natural logarithm; a rank
-    whose queries see no key has out 0 and lse -inf, and changes nothing.
+    The result equals that of :func:`merge` on the pairs of all ranks up to rounding. One all-gather exchanges the pairs, each
+    packed in one array of the result's dtype. Every rank merges them in rank order, so all ranks get the same bits. The lse is a
+    natural logarithm. If a query sees no key of a rank, that rank passes out 0 and lse -inf for the query, and does not change
+    the result.
 
-    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). It is computed and
-    returned in float64 if out or lse is float64, else in float32.
+    Call inside ``jax.shard_map`` over ``axis_name``; the result is the same on all ranks (``out_specs=P()``). The result is
+    float64 if out or lse is float64, else float32.
 
-    For inference: not differentiable. Raise ValueError if ``pair`` is not an out [..., e] and an lse [...] of floating dtypes,
-    outside a shard_map over the axis, or if the result is differentiated.
+    For inference: not differentiable. Raise ValueError if ``pair`` is not (out, lse) in floating dtypes, if lse's shape is not
+    ``out.shape[:-1]``, outside a shard_map over the axis, or if the result is differentiated.
     """
     check_own_pair(pair, lambda x: hasattr(x, "shape") and hasattr(x, "dtype"), "an array")
     ranks_of("merge_ring", axis_name)
@@ -62,7 +63,7 @@ def refuse_gradients(call: str) -> None:
 
 
 def ranks_of(call: str, axis_name: Any) -> int:
-    """Return the number of ranks of the mesh axis. Raise ValueError, naming function ``call``, outside a shard_map over it."""
+    """Return the number of ranks of the mesh axis. Outside a shard_map over it, raise ValueError that names function ``call``."""
     check_axis_name(axis_name)
     try:
         return lax.axis_size(axis_name)

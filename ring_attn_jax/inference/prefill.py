@@ -44,17 +44,18 @@ def prefill(
 ) -> tuple[jax.Array, KVCache]:
     """Compute causal attention of this rank's shard of a chunk over the chunk and the cache. Append the shard's k and v.
 
-    ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
-    chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt, up to
-    the order of sums and, in a float8 cache, the rounding of earlier chunks. Each rank caches its own k and v. The chunk attends
-    to itself round the ring. Cached keys do not travel. Instead the chunk's q, which is small beside the cache, is all-gathered,
-    and every rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank that owns the queries, and
-    this rank merges the pairs in rank order. With ``step.fresh`` attention skips the cache.
+    ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``. q, k and v belong to the tokens at
+    ``step.positions``. A chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the
+    whole prompt, up to the order of sums and, in a float8 cache, the rounding of earlier chunks.
 
-    ``window``: the number of positions before itself that a query sees; None: the window of the cache. For the other arguments
-    see ``ring_attention``.
+    Each rank caches its own k and v. The chunk attends to itself by ring attention. Cached keys are not sent. Instead all ranks
+    gather the chunk's q, which is small beside the cache, and each attends to its part of the cache. An all-to-all returns each
+    (out, lse) to the rank of its queries, where the pairs are merged in rank order. If ``step.fresh``, attention skips the cache.
 
-    Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
+    ``window``: the number of positions before its own that a query sees; None: the window of the cache. ``alibi_slopes`` need
+    ``step.fresh``. Other arguments: see ``ring_attention``.
+
+    Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer's new k and v, as from
     ``cache.append``. Raise ValueError at trace time if an argument does not fit. For inference: not differentiable.
     """
     window = checks.check_window(cache.spec, window)
@@ -93,7 +94,7 @@ def prefill(
 
 
 def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the state of this rank's queries over the keys that all ranks had cached before the step, in at least float32."""
+    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32."""
     axis, ranks = cache.axis_name, cache.spec.ranks
     batch, local, heads, _ = q.shape
     queries = lax.all_gather(q, axis, axis=1, tiled=True)
@@ -110,10 +111,10 @@ def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, opt
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return this rank's cached k and v sorted by position, and each query's extent in them, int32 [b, queries, 2].
+    """Return this rank's cached k and v sorted by position, and the extent of each query, int32 [b, queries, 2].
 
-    An extent is (first, end) of the sorted keys that a query sees, empty for padding. The queries are those of all ranks, in rank
-    order.
+    An extent is the interval [first, end) of the sorted keys that a query sees, empty for padding. The queries are those of all
+    ranks, in rank order.
     """
     spec, rank = cache.spec, lax.axis_index(cache.axis_name)
     of = lambda x: x if step.rows is None else x[step.into[:, 0]]
@@ -138,16 +139,16 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
-    """Return int32 [b, queries]: the index of the first of the sorted ``positions`` [b, slots] that is at least ``lowest``.
+    """Return the index of the first of the sorted ``positions`` [b, slots] that is at least ``lowest``, int32 [b, queries].
 
-    ``lowest``: int32 [b, queries].
+    ``lowest`` int32 [b, queries]: the lowest position that each query sees.
     """
     positions, lowest = vary_alike((), positions, lowest)
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 
 
 def _merged(parts: State) -> State:
-    """Merge states that cover different keys, stacked along dimension 0 ([ranks b s h e]), in rank order."""
+    """Merge States of the same queries over disjoint keys, stacked along dimension 0 of each array, in the order of the stack."""
     out, lse, rest = parts
     top = lse.max(0)
     top = jnp.where(top == -jnp.inf, 0, top)
@@ -161,7 +162,7 @@ def _merged(parts: State) -> State:
 
 
 def _with_sinks(total: State, sinks: jax.Array) -> State:
-    """Merge a key of value 0 and score ``sinks`` [h] into the state."""
+    """Merge the attention sinks into a State: head h gets one more key, with value 0 and score ``sinks[h]``."""
     lse = jnp.broadcast_to(sinks.astype(total.lse.dtype)[None, None], total.lse.shape)
     sink = State(jnp.zeros_like(total.out), lse, None if total.rest is None else jnp.zeros_like(total.rest))
     return _merged(jax.tree.map(lambda *both: jnp.stack(both), total, sink))

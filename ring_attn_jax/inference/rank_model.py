@@ -1,4 +1,4 @@
-"""A model inside shard_map, whose weights may be this rank's shards: it all-gathers them for one layer at a time."""
+"""A model inside shard_map. If its weights are sharded, each rank all-gathers them for one layer at a time."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ Path = tuple[Any, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class RankModel:
-    """A RingTransformer inside shard_map: its layers take a rank's tokens, and its weights are replicated or this rank's shards.
+    """A RingTransformer inside shard_map: it computes this rank's tokens, and its weights are replicated or this rank's shards.
 
-    ``specs``: the PartitionSpec of each weight that is sharded, by its path in the model.
+    ``specs``: the PartitionSpec of each sharded weight, by the weight's path in the model.
     """
 
     model: RingTransformer = field(kw_only=False)
@@ -33,9 +33,10 @@ class RankModel:
 
     @classmethod
     def of(cls, graph: Any, tree: Any, weights: Sequence[jax.Array], specs: Specs) -> RankModel:
-        """Make the model from this rank's shards, without its mesh, so that its layers take a rank's tokens.
+        """Make the model from this rank's shards of the weights. It has no mesh, so its layers compute this rank's tokens only.
 
-        ``graph``, ``tree``: from ``nnx.split`` and ``jax.tree.flatten`` of the state. ``specs``: one for each of the ``weights``.
+        ``graph``, ``tree``: from ``nnx.split`` of the model and ``jax.tree.flatten`` of its state. ``specs``: one PartitionSpec
+        for each of the ``weights``.
         """
         from flax import nnx
 
@@ -74,7 +75,7 @@ class RankModel:
 
 
 def _all_gathered(shard: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Return the whole array of a rank's shard, the same on every rank."""
+    """All-gather a weight from the ranks' shards. Return the whole array, the same on every rank."""
     for dim, axes in enumerate(spec):
         if axes:
             shard = lax.all_gather(shard, axes, axis=dim, tiled=True, to="invarying")
@@ -94,10 +95,10 @@ def _spec_of(x: Any) -> PartitionSpec:
 
 
 def is_on(mesh: Any, x: Any) -> bool:
-    """Return False if ``x`` is sharded and not by a NamedSharding over ``mesh``; else return True.
+    """Return True if ``x`` is not sharded, or is sharded by a NamedSharding over ``mesh``; else return False.
 
-    ``mesh``: a Mesh, or None, over which nothing is sharded. The result is True for an ``x`` that is replicated, traced or not a
-    JAX array.
+    An ``x`` that is replicated, traced or not a JAX array counts as not sharded. ``mesh``: a Mesh or None. If it is None, the
+    result is False for every sharded ``x``.
     """
     sharding = getattr(x, "sharding", None)
     if isinstance(x, Tracer) or sharding is None or sharding.is_fully_replicated:

@@ -55,9 +55,9 @@ class Requests:
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
         """Raise ValueError if a request has no room for ``tokens`` more tokens; else return the cache.
 
-        ``tokens``: an int for all requests, or one int each. With ``layout``, check the room of each rank for its part of a chunk
-        of ``tokens``. With a window the room is unlimited. Call this method outside of jit, before a step: it copies ``counts``
-        to the host, and so waits for the previous step.
+        ``tokens``: an int for all requests, or one int each. With ``layout``, the tokens are a chunk for prefill, and each rank
+        must have room for its shard of the chunk. With a window the room is unlimited. Call this method outside of jit, before a
+        step: it copies ``counts`` to the host, and so waits for the previous step.
         """
         more = [tokens] * self.spec.batch if isinstance(as_number(tokens), int) else tokens
         more = checks.check_lengths(more, self.spec.batch, 2**30, "tokens to come")
@@ -72,7 +72,7 @@ class Requests:
         return self
 
     def reserve(self, tokens: int) -> Self:
-        """Grow the cache by whole pages until every request has room for ``tokens`` more, spread evenly over the ranks.
+        """Grow the cache by whole pages until every request has room for ``tokens`` more tokens, spread evenly over the ranks.
 
         Call it outside of jit. If the arrays grow, jit compiles functions of the cache again. Raise ValueError if the cache was
         not made with ``page``, or if ``tokens`` is not an int of at least 0.
@@ -95,10 +95,10 @@ class Requests:
     def rollback(self, lengths: Lengths) -> Self:
         """Truncate each request to its first ``lengths`` tokens.
 
-        ``lengths``: an int for all requests, one int each, or integers [batch], equal on all ranks. A shorter request stays as it
-        is. With a window a request may go back at most ``room`` tokens from its greatest length since its reset. Raise ValueError
-        if a request goes back further. This is not checked if the values cannot be read here: under jit, or if ``lengths`` or the
-        cache's arrays are partly on devices of other processes.
+        ``lengths``: an int for all requests, one int each, or an integer array [batch], equal on all ranks. A shorter request
+        stays as it is. With a window a request may go back at most ``room`` tokens from its greatest length since its reset.
+        Raise ValueError if a request goes back further. This is not checked if the host cannot read the values: under jit, or if
+        ``lengths`` or the cache's arrays are partly on devices of other processes.
         """
         spec = self.spec
         known = np.asarray(lengths) if isinstance(lengths, int | Sequence) else on_host(lengths)
@@ -124,9 +124,9 @@ class Requests:
         return replace(self, positions=positions, counts=counts, lengths=keep)
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty the requests ``rows``; None empties all requests.
+        """Empty the requests ``rows``, or all requests if ``rows`` is None.
 
-        None also clears float8 scales that were not passed to ``make``; the next step sets them again.
+        If ``rows`` is None, also clear float8 scales that were not passed to ``make``; the next step sets them again.
         """
         of = self._rows(range(self.spec.batch) if rows is None else rows)
         nothing = {"positions": -1, "counts": 0, "lengths": 0, "reached": 0}
@@ -136,12 +136,12 @@ class Requests:
         return replace(self, **arrays)
 
     def evict(self, rows: Rows) -> Self:
-        """Empty the requests ``rows``, with their keys and values overwritten by 0 in the returned cache."""
+        """Empty the requests ``rows`` like :meth:`reset`, and overwrite their keys and values with 0 in the returned cache."""
         of = self._rows(rows)
         return replace(self.reset(rows), k=_where(of, 0, self.k, 1), v=_where(of, 0, self.v, 1))
 
     def fork(self, source: Rows, target: Rows) -> Self:
-        """Copy request ``source[i]`` to request ``target[i]``, for every i; a single source goes to every target.
+        """Copy request ``source[i]`` to request ``target[i]``, for each i; a single source is copied to every target.
 
         All sources are read before a target is written. Raise ValueError if the indices do not fit.
         """
@@ -167,8 +167,8 @@ class Requests:
 
 
 def _where(rows: jax.Array, value: int, x: jax.Array, axis: int) -> jax.Array:
-    """Return ``x`` with ``value`` for the requests in the mask ``rows`` [batch]. Dimension ``axis`` of ``x`` counts requests.
+    """Return ``x`` with ``value`` for the requests in the mask ``rows`` [batch]. ``axis``: the batch dimension of ``x``.
 
-    This selects instead of scattering, since a scatter would need the sharding of its result.
+    The function uses ``jnp.where`` and not a scatter, since a scatter would need the sharding of its result.
     """
     return jnp.where(rows.reshape([-1 if dim == axis else 1 for dim in range(x.ndim)]), jnp.asarray(value, x.dtype), x)

@@ -1,6 +1,7 @@
 """Sampling of the next token of each request from its logits, on the device, by the Gumbel-max trick.
 
-``sample`` checks its arguments and calls ``drawn``, as the decode loop does. ``ring_attn_core/sampling.py`` has the formula.
+``sample`` checks its arguments and calls ``drawn``, which the decode loop calls too. ``ring_attn_core/sampling.py`` has the
+formula.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ def sample(
 ) -> Int[Array, " batch"]:
     """Draw the next token of each request from its logits. Return int32 [batch].
 
-    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens. ``top_p``
-    then keeps the fewest of these whose probabilities sum to at least p, the most probable first. None keeps all. Each of the
-    three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an int. ``requests``:
-    the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request, ``cache.lengths``
-    after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
+    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens. Among them,
+    ``top_p`` keeps the most probable tokens until their probabilities sum to at least p. A ``top_k`` or ``top_p`` of None keeps
+    all. Each of the three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an
+    int. ``requests``: the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each
+    request, ``cache.lengths`` after the step that computed the logits. Only the low 32 bits of ``requests``
+    and ``positions`` are used.
 
-    The tokens depend only on the logits and these arguments. So from equal logits all ranks, both frameworks and
-    ``RingTransformer.generate`` draw the same tokens, except where rounding decides. Temperature 0, the default, needs neither
-    requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Logits, requests and positions may
-    be traced.
+    The token of a request depends only on its logits and these arguments, not on the rest of the batch. So from equal logits all
+    ranks, JAX and PyTorch, and ``RingTransformer.generate`` draw the same tokens, unless rounding errors decide between two
+    tokens. Temperature 0, the default, needs neither ``requests`` nor ``positions``. If a logit is NaN, the token is arbitrary
+    and nothing is raised. Logits, requests and positions may be traced.
 
-    Raise ValueError if shapes or dtypes do not fit, if a number is outside its range or traced, if ``top_k`` or ``top_p`` is
-    passed at temperature 0, or if ``positions`` is missing at a temperature above 0.
+    Raise ValueError if shapes or dtypes do not fit, if a number is outside its range or traced, if ``top_k`` or ``top_p`` has no
+    effect because the temperature is 0, or if ``positions`` is missing at a temperature above 0.
     """
     for name, number in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p), ("seed", seed)):
         if isinstance(number, Tracer):
@@ -58,7 +60,7 @@ def sample(
 
 
 def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
-    """Return ``numbers`` as an integer array [batch]. None gives 0, 1, ..., and a list the low 32 bits of its numbers."""
+    """Return ``numbers`` as integers [batch], each number of a list modulo 2^32. If they are None, return 0 to batch - 1."""
     if numbers is None:
         return jnp.arange(len(logits), dtype=jnp.int32)
     if isinstance(numbers, list | tuple) and not any(isinstance(x, Tracer) for x in numbers):
@@ -67,10 +69,11 @@ def _numbers(numbers: Any, logits: jax.Array) -> jax.Array:
 
 
 def drawn(logits: jax.Array, parameters: SamplingParameters, requests: jax.Array, positions: jax.Array) -> jax.Array:
-    """Draw the tokens, int32 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
+    """Draw the next token of each request from logits [b vocab]. Return int32 [b].
 
-    ``parameters``: the sampling parameters, each a number or [b]. ``requests``: the requests' indices. ``positions``: their
-    numbers of cached tokens. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for float64).
+    ``parameters``: sampling parameters, each a number, an array [b] or None. ``requests`` [b]: the indices of the requests.
+    ``positions`` [b]: the number of cached tokens of each. The computation is that of :mod:`ring_attn_core.sampling`, in float32
+    (float64 for float64).
     """
     if parameters.temperature is None:
         return logits.argmax(-1).astype(jnp.int32)
@@ -101,7 +104,8 @@ def _column(x: Any, dtype: Any) -> jax.Array:
 def gumbel(parameters: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n].
 
-    Each uniform u is made from 32 bits of Philox of the seed, the request, its position and the token id.
+    Each uniform number u comes from 32 bits that Philox computes from the seed, the request's index, its position and the token
+    id.
     """
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]

@@ -1,4 +1,4 @@
-"""Keys and values in float8 e4m3: numbers divided by a scale per kv head and clamped to the largest float8 number."""
+"""Keys and values in float8 e4m3: numbers divided by a scale per layer and kv head, and clamped to -448 .. 448."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def checked_scales(spec: CacheSpec, k_scale: Any, v_scale: Any) -> list[jax.Array]:
-    """Return the scales of k and v, float32 [layers, kv_heads], 0 if not passed.
+    """Return the scales of k and v as float32 [layers, kv_heads], or zeros if they are None.
 
     Raise ValueError if a shape or a value does not fit, or if only one of the two is passed. Traced values are not checked.
     """
@@ -47,8 +47,8 @@ def of_first(
     float8; if the maximum is 0, the scale is 1. A product of a float8 number and a power of two has no rounding error within the
     range of a wider dtype.
 
-    ``nothing`` (0-d bool): True if the cache is empty. Then scales other than 0 are replaced too, since a step that did not
-    advance may have set them. If ``nothing`` is False, scales other than 0 stay.
+    ``nothing`` (0-d bool): True if the cache is empty. Then nonzero scales are replaced too, since an earlier step that was
+    never advanced may have set them. If ``nothing`` is False, nonzero scales stay.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = jnp.stack([jnp.where(real, jnp.abs(x), jnp.zeros((), x.dtype)).max((0, 1, 3)).astype(jnp.float32) for x in new])

@@ -22,12 +22,13 @@ META = ("tokens", "layout", "length", "fresh", "ragged", "rows")
 @partial(jax.tree_util.register_dataclass, data_fields=DATA, meta_fields=META)
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """New tokens of some requests, and the state of a cache that includes them; ``KVCache.advance`` applies the step.
+    """The new tokens of a step, and the arrays of the cache after the step; ``KVCache.advance`` stores these arrays in the cache.
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
-    slot, new tokens included. Without a ``layout`` every rank computes the same ``tokens`` tokens. With a layout they are this
-    rank's shard of a chunk of ``length`` tokens; of request i only the first ``chunk[i]`` tokens are real.
+    slot, new tokens included. If ``layout`` is None, every rank computes the same ``tokens`` tokens of each request.
+    Otherwise each rank computes a shard of ``tokens`` tokens of a chunk of ``length`` tokens, and of request i only the first
+    ``chunk[i]`` tokens of the chunk are real.
     """
 
     positions: jax.Array
@@ -76,7 +77,7 @@ class CachedRequests:
 
 
 def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict[str, Any]:
-    """Return the arrays of a DecodeStep in which every rank computes the same ``tokens`` tokens of each request.
+    """Return the array fields of a DecodeStep by name; every rank computes the same ``tokens`` new tokens of each request.
 
     ``valid`` bool [b, tokens]: True for real tokens; None: all.
     """
@@ -119,9 +120,9 @@ def appended(held: CachedRequests, tokens: int, valid: jax.Array | None) -> dict
 
 
 def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -> dict[str, Any]:
-    """Return the arrays of a prefill step with shards of ``local`` tokens in ``layout``.
+    """Return the array fields of a DecodeStep by name, for a prefill with shards of ``local`` tokens in ``layout``.
 
-    ``chunk`` int32 [b]: the number of true tokens of each request in the chunk, before the padding at its end.
+    ``chunk`` int32 [b]: the number of tokens of each request in the chunk, without the padding at its end.
     """
     spec = held.spec
     of_rank, owners = shards(layout, spec.ranks, local)
@@ -146,28 +147,28 @@ def prefilled(held: CachedRequests, chunk: jax.Array, layout: str, local: int) -
 
 
 def shards(layout: str, ranks: int, local: int) -> tuple[jax.Array, jax.Array]:
-    """Return the chunk's token indices that each rank holds, int32 [ranks, local], and the rank of each index, int16 [tokens]."""
+    """Return the indices of a chunk's tokens on each rank, int32 [ranks, local], and the rank of each token, int16 [tokens]."""
     of_rank, owners = placement.positions(layout, ranks, local), placement.owners(layout, ranks, local)
     return jnp.asarray(of_rank, jnp.int32), jnp.asarray(owners, jnp.int16)
 
 
 def _fitting(chunk: jax.Array, held: CachedRequests, room: jax.Array) -> jax.Array:
-    """Return the number of new tokens [b] that enter the cache: ``chunk`` with a window, else at most ``room``.
+    """Return the number of new tokens of each request that the cache stores, [b]: ``chunk`` with a window, else at most ``room``.
 
-    ``chunk``, ``room``: each request's numbers of new tokens and of free places, [b]. New tokens beyond the room are neither
-    cached nor counted; cached tokens stay.
+    ``chunk`` [b]: the number of new tokens of each request. ``room`` [b]: the number of its tokens that still fit in the slots of
+    all ranks. New tokens beyond the room are neither cached nor counted, and overwrite nothing.
     """
     return jnp.minimum(chunk, room) if held.spec.window is None else chunk
 
 
 def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, position: jax.Array) -> dict[str, jax.Array]:
-    """Return by name ``slots``, the slots that this rank writes, and ``k_positions``, the positions in all slots after the write.
+    """Return {"slots": the slots that this rank writes, "k_positions": the position of the token in each slot after the write}.
 
-    For each token, ``here`` [b, writes] is True if this rank caches it, ``slot_index`` [b, writes] is its slot before wrapping
-    around, and ``position`` [b, writes] its position.
+    For each token, ``here`` [b, writes] is True if this rank caches it, ``slot_index`` [b, writes] modulo the number of slots is
+    its slot, and ``position`` [b, writes] is its position.
 
-    Tokens that this rank does not cache get an index beyond the slots, which the scatter drops. Without a window, tokens beyond
-    the last free slot get it too; with a window they overwrite the oldest slots.
+    A token that this rank does not cache gets an index beyond the slots, and the scatter drops it. Without a window, a token
+    beyond the last free slot gets this index too. With a window, it overwrites the oldest slot.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = jnp.where(here, slot_index % held.spec.slots, held.spec.slots)
@@ -176,10 +177,11 @@ def _written(held: CachedRequests, here: jax.Array, slot_index: jax.Array, posit
 
 
 def _recorded_owners(held: CachedRequests, chunk: jax.Array, of_token: jax.Array) -> dict[str, jax.Array]:
-    """Return the owner ranks of the newest tokens and the indices at which ``KVCache.owners``, a ring buffer, stores them.
+    """Return {"owners": the ranks of the newest tokens, "owner_slots": their indices in the ring buffer ``KVCache.owners``}.
 
-    ``chunk`` [b]: the number of new tokens of each request. ``of_token`` [b, tokens]: the owner rank of each. Padding gets an
-    index beyond the buffer, which the scatter drops.
+    If there are more new tokens than the buffer holds, only the newest are returned. ``chunk`` [b]: the number of new tokens of
+    each request. ``of_token`` [b, tokens]: the rank that owns each new token. Padding gets an index beyond the buffer, and the
+    scatter drops it.
     """
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     count = min(tokens, remembered)

@@ -1,6 +1,7 @@
-"""Rematerialized blocks: a block saves only its input and attention's (out, lse), so its recomputation skips the ring.
+"""Rematerialized transformer blocks: the backward recomputes a block, but not its ring attention.
 
-A jax.checkpoint policy selects these arrays by name, and keeps them on the device or offloads them to host memory.
+For this a block saves its input and the attention's (out, lse). A jax.checkpoint policy selects these arrays by name, and keeps
+them on the device or offloads them to host memory.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ Caller = Callable[..., jax.Array]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return the ``Caller`` that runs a block under the checkpoint policy of ``activations``, or None.
+    """Return a ``Caller``, a function that runs a block under the checkpoint policy of ``activations``, or None for "keep".
 
-    ``activations``: "keep" gives None. With "recompute" the saved arrays stay on the device, with "offload" they go to pinned
-    host memory. Raise ValueError if ``activations`` is none of these, or if the device has no pinned host memory for "offload".
+    The value "recompute" leaves the saved arrays on the device, "offload" moves them to pinned host memory. Raise ValueError if
+    ``activations`` is any other text, or if it is "offload" and the device has no pinned host memory.
     """
     check_activations(activations)
     if activations == "keep":

@@ -40,17 +40,17 @@ def attention_fn(
 
     Such a module then takes and returns global arrays [batch..., tokens, features] as before. Its attention is
     :func:`sharded_ring_attention` over the axes of ``mesh``, with the arguments passed here. ``layout``: the order of the tokens
-    in the arrays. "contiguous" is the natural order, of any length; arrays in another layout come from ``to_layout``. ``mask``:
-    a band that applies to all calls, such as ``causal()``, in global positions in any layout.
+    in the arrays. "contiguous" is the natural order, for any number of tokens; ``to_layout`` permutes arrays to another layout.
+    ``mask``: a band, such as ``causal()``, that applies to all calls. It refers to global positions in any layout.
 
     The function takes all arguments that the modules of flax 0.12.2 to 0.12.12 pass:
-        - ``is_causal``: as ``mask=causal()``, in global positions.
+        - ``is_causal``: the call also hides all keys after the query, in global positions.
         - ``mask``, broadcasting against [batch..., heads, queries, keys], in the order of the arrays: padding, causal, windows or
-          documents. It must be the same for all heads, and let each query see one interval of keys, apart from keys hidden from
-          all queries. Any other mask is refused. Under jit its values are unknown, so each query that does not fit gets NaN. A
-          query that sees no key gets 0; flax takes the mean of all values.
-        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: dropout, the same on any mesh, but not the one that flax
-          would draw. ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
+          documents. The mask must be the same for all heads. Each query must see one interval of keys, apart from keys that the
+          mask hides from all queries. Any other mask is refused. Under jit the mask's values are unknown, so a query that breaks
+          these rules gets NaN instead. A query that sees no key gets 0; in flax it gets the mean of all values.
+        - ``dropout_rng``, ``dropout_rate``, ``deterministic``: a call drops the same probabilities on any mesh, but not those
+          that flax would drop. ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,
           since the softmax is in at least float32 anyway, and products keep the inputs' full precision except with
           ``backend="triton_tf32"``.
@@ -79,9 +79,9 @@ class DropoutArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class FlaxFunction:
-    """The base class of attention functions for flax. Functions of equal arguments compare equal, so jit compiles once.
+    """The base class of attention functions for flax. Functions with equal fields compare equal, so jit compiles only once.
 
-    It accepts the arguments that flax passes, and refuses the unsupported ones with a ValueError. A subclass defines
+    A function accepts the arguments that flax passes, and refuses the unsupported ones with a ValueError. A subclass defines
     ``_attended``.
     """
 
@@ -137,7 +137,7 @@ class FlaxFunction:
         return self._attended((q, k, v), visible, dropout, options).reshape(*query.shape[:-1], value.shape[-1])
 
     def _attended(self, qkv: Triple, visible: jax.Array | None, dropout: DropoutArguments | None, options: Options) -> jax.Array:
-        """Return out [batch, tokens, heads, v_dim] of ``qkv``. ``visible``: a mask that ``visible_of`` returned, or None."""
+        """Return attention [batch, tokens, heads, v_dim] of (q, k, v). ``visible``: a mask from ``visible_of``, or None."""
         raise NotImplementedError
 
     def _padded(self, x: Any) -> Any:
@@ -151,7 +151,7 @@ class FlaxFunction:
     def _first(tokens: int, out: jax.Array) -> jax.Array:
         """Return the first ``tokens`` tokens of ``out`` [batch, tokens, ...].
 
-        If ``out`` has more, and an Explicit mesh axis shards its tokens, all-gather them first: a slice cannot keep the sharding.
+        If ``out`` has more tokens and an Explicit mesh axis shards them, all-gather them first: a slice cannot keep the sharding.
         """
         return out if out.shape[1] == tokens else whole(out, 1)[:, :tokens]
 
@@ -177,7 +177,7 @@ class RingAttentionFunction(FlaxFunction):
         return nan_unless(fits, self._over_the_mesh(*qkv, arrays._replace(extents=extents, key_mask=key_mask), options))
 
     def _over_the_mesh(self, q: jax.Array, k: jax.Array, v: jax.Array, arrays: Arrays, options: Options) -> jax.Array:
-        """Return out [batch, tokens, heads, v_dim]. Pad contiguous inputs for the ranks, then drop the padding."""
+        """Return out [batch, tokens, heads, v_dim]. In layout "contiguous" pad inputs to equal shards, then drop the padding."""
         if options.layout != "contiguous":
             return sharded(q, k, v, arrays, options, self.where)
         queries, keys = q.shape[1], k.shape[1]
@@ -220,9 +220,10 @@ def _dropout_state(dropout: DropoutArguments) -> DropoutState:
 
 
 def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
-    """Raise ValueError if ``fits``, bool [batch, queries] or None, is False for any query. Under jit check nothing.
+    """Raise ValueError if ``fits``, bool [batch, queries] or None, is False for any query.
 
-    ``must``: the condition in the error message. ``instead``: the message's last sentence, which says what to do.
+    Check nothing under jit, or if other processes hold a part of ``fits``. ``must``: the condition in the error message.
+    ``instead``: the message's last sentence, which says what to do.
     """
     values = None if fits is None else on_host(fits)
     if values is not None and not values.all():
@@ -231,8 +232,8 @@ def check_fits(fits: jax.Array | None, must: str, instead: str) -> None:
 
 
 def nan_unless(fits: jax.Array | None, out: jax.Array) -> jax.Array:
-    """Set out [batch, tokens, heads, dim] to NaN at queries whose ``fits`` is False, since ``check_fits`` cannot raise under jit.
+    """Return ``out`` [batch, tokens, heads, dim] with NaN at the queries for which ``fits`` is False.
 
-    ``fits``: bool [batch, tokens], or None if all fit.
+    ``fits``: bool [batch, tokens], or None for all True. NaN marks the queries that ``check_fits`` cannot refuse under jit.
     """
     return out if fits is None else out * jnp.where(fits, 1, jnp.nan).astype(out.dtype)[..., None, None]

@@ -35,11 +35,12 @@ class RingAttentionArguments(LayerArguments, LayerRing, AttentionConfig):
 class RingAttention(Projections):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    ``dim``: features of x. ``heads``: query heads, of ``head_dim`` features (None: dim / heads). ``kv_heads`` (None: heads) must
-    divide heads. ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``axis_name``:
-    the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays in layout
-    order instead, sharded over the mesh. Its attention is then :func:`sharded_ring_attention` with ``batch_axes`` and
-    ``head_axis``. The projections are computed in x's dtype, whatever the dtype of the weights.
+    ``dim``: features of x. ``heads``: number of query heads. ``head_dim``: features of a head (None: dim / heads). ``kv_heads``:
+    number of key heads, a divisor of heads (None: heads). ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as
+    in :func:`ring_attention`. ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. If ``mesh`` is
+    passed, call the layer on global arrays in layout order, sharded over the mesh, instead of inside a shard_map. Its attention
+    is then :func:`sharded_ring_attention` with ``batch_axes`` and ``head_axis``. Projections are computed in x's dtype, whatever
+    the dtype of the weights.
 
     ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
     ``rotary_base`` is short for ``Rotary(base)``; None: no rotation. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
@@ -50,8 +51,8 @@ class RingAttention(Projections):
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
     denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
     ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`; use ``rotary_base=None`` then. ``dropout_rate``: fraction of the attention
-    probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`. Combine it with ``rotary_base=None``. ``dropout_rate``: the fraction of the
+    attention probabilities that calls with a ``dropout_seed`` drop; calls without a seed drop nothing.
 
     JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
     ``shard_map(check_vma=False)``. Raise ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an
@@ -88,14 +89,15 @@ class RingAttention(Projections):
         [b s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer array, the same on each rank and different at
         each step; dropout applies only if it is passed. ``dropout_offset``: as in ring_attention.
 
-        ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or its TracedLayout. None: the layer's
-        own layout, which silently gives wrong results for such a shard (:class:`RingTransformer` detects most of these mistakes).
+        ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or a TracedLayout of it. None: the
+        layer's own layout. With a balanced shard None silently gives wrong results (:class:`RingTransformer` detects most of
+        these mistakes).
 
-        ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
-        tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens, the query
-        included, hides nothing on any path and is ignored. A shorter window is refused. ALiBi slopes, masks that are not causal,
-        and a rotary layer without ``positions`` are refused too. A layer with a window or slopes refuses ``key_extents`` without
-        ``longest_path``.
+        ``longest_path``: if ``key_extents`` describe a tree, pass ``shard.longest_path``, the number of tokens of its longest
+        path. Windows and ALiBi slopes count positions of the packed row, not of a path. So with ``longest_path`` the layer
+        refuses slopes, a window of fewer than ``longest_path`` tokens (the query included), a mask that is not causal, and a
+        rotary embedding without ``positions``. Any other window hides nothing on any path and is ignored.
+        Without ``longest_path`` a layer with a window or slopes refuses ``key_extents``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: the context's global number of tokens without padding (None: all tokens of its shards).
@@ -135,10 +137,10 @@ class RingAttention(Projections):
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
         """Return the mask of a call: ``causal()`` if ``longest_path`` is passed, else the layer's mask.
 
-        ``key_extents``: True if the call passes key extents. ``of_path``: True if no rotary angle counts positions of the packed
-        row, because ``positions`` are passed or the layer has no rotary embedding.
+        ``key_extents``: True if the call passes key extents. ``of_path``: True if ``positions`` are passed or the layer has no
+        rotary embedding, so that no rotary angle is computed from a position in the packed row.
 
-        Raise ValueError if ``tree_objection`` returns a reason why the layer cannot attend over the key extents.
+        Raise ValueError, with the reason from ``tree_objection``, if the layer cannot attend over the key extents.
         """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:

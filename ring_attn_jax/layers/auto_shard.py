@@ -24,9 +24,10 @@ class ShardedRows(NamedTuple):
 
     @classmethod
     def of(cls, ids: jax.Array, mask: jax.Array | None, ring: LayerRing) -> ShardedRows:
-        """Return the ShardedRows of global sequences ``ids``. ``ring`` must have a mesh.
+        """Return the ShardedRows of global sequences ``ids`` [batch, tokens]. ``ring`` must have a mesh.
 
-        Raise ValueError if ``ids`` or ``mask`` are invalid, or if ``batch_axes`` do not divide the rows equally.
+        Raise ValueError if ``check_global`` refuses ``ids`` or ``mask``, or if the mesh axes ``batch_axes`` cannot share the
+        batch rows equally.
         """
         check_global(ids, mask)
         where = ring.sharded
@@ -54,7 +55,7 @@ class ShardedRows(NamedTuple):
 
 
 def check_global(ids: Any, mask: Any) -> None:
-    """Raise ValueError if ``ids`` are not integers [batch, tokens], or if a ``mask`` is not bool of the shape of ids."""
+    """Raise ValueError if ``ids`` are not integers [batch, tokens], or if ``mask`` is neither None nor bool of the same shape."""
     shape, dtype = getattr(ids, "shape", ()), getattr(ids, "dtype", None)
     if len(shape) != 2 or dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         got = type(ids).__name__ if dtype is None else f"{dtype} {list(shape)}"

@@ -56,8 +56,8 @@ class Block(nnx.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
     ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
-    all. ``mlp_bias``: the MLP's linear maps have biases. The norms have the attention's ``eps``. The norms and the MLP have the
-    attention's ``param_dtype``.
+    all. ``mlp_bias``: the MLP's linear maps have biases. The norms and the MLP have the ``param_dtype`` of ``attention``, and the
+    norms have its ``eps``.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Apply the block to x [b s dim]; return [b s dim].
 
-        ``call``: a function from :func:`caller` that runs the block, or None. See RingAttention for the other arguments.
+        ``call``: a function from :func:`caller` that runs the block, or None. The other arguments are those of RingAttention.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}

@@ -26,8 +26,8 @@ def in_chunks(
     ``where``: the mesh axes of global arrays, None inside shard_map. With ``where``, each device chunks its own tokens, and the
     gradients of the weights are summed over devices once, not per chunk. If all tokens fit in one chunk, nothing is recomputed.
 
-    Inside an outer jax.checkpoint, such as a block's, ``function`` runs once in the forward and once for the backward, as it does
-    without chunks, if no gradient needs its output: the outer checkpoint then does not recompute the output.
+    An outer jax.checkpoint, such as a block's, does not recompute the output of ``function`` if no gradient needs this output.
+    Then ``function`` runs once in the forward and once for the backward, as without chunks.
     """
 
     def on_shard(weights: Any, x: jax.Array) -> jax.Array:
@@ -49,8 +49,8 @@ def in_chunks(
 def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weights: Any, x: jax.Array) -> jax.Array:
     """Return ``function(weights, x)``. Inside ``function`` the Explicit mesh axes are Auto, so that XLA shards over them.
 
-    A custom_vjp defines the backward, because JAX's own backward of a loop would create its initial zeros on the outer mesh,
-    whose axes are Explicit.
+    A custom_vjp makes these axes Auto in the backward too. JAX's own backward of a loop would start from zeros on the outer mesh,
+    where the axes are Explicit.
     """
     if not explicit_axes():
         return function(weights, x)
@@ -68,8 +68,8 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
     """Split x [b s ...] into [chunks b c ...] with c <= chunk. Pad the end with ``pad_value``.
 
-    Chunk i holds the tokens whose index is i modulo the number of chunks. So if XLA shards the tokens, each device that holds at
-    least as many tokens as there are chunks holds some tokens of each chunk.
+    Chunk i holds the tokens at index i modulo the number of chunks. So if XLA shards the tokens, and a device has at least
+    ``chunks`` of them, then the device computes on tokens of every chunk.
     """
     batch, tokens = x.shape[:2]
     length = even_chunk(tokens, chunk)

@@ -1,8 +1,8 @@
 """Conversion of a dense mask [queries, keys] to the arguments of ring attention: extents and a key mask.
 
-A mask never becomes a band here, because jit hides its values, and a band must be known at compile time. A query's extent is the
-tightest interval around the keys that it sees. In ``functional/`` a mask with known values does become a band, by
-``data/dense_masks.py`` of the core.
+The extent of a query is the tightest interval around the keys that it sees. Here no mask becomes a band (limits of query minus
+key position), because a band must be known at compile time, and jit hides the values of a mask. In ``functional/`` a mask with
+known values may become a band; ``data/dense_masks.py`` of the core converts it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class MaskArguments(NamedTuple):
 def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
     """Convert a flax mask, nonzero where a query sees a key, to bool [rows, heads, queries, keys].
 
-    A size of 1 for heads or queries is kept and stands for all of them; the batch dims become one.
-    ``scores``: the shape (batch..., heads, queries, keys) that the mask must broadcast to. Raise ValueError if it does not.
+    A size of 1 for heads or queries is kept and stands for all of them. The batch dims are flattened into rows. ``scores``: the
+    shape (batch..., heads, queries, keys) that the mask must broadcast to. Raise ValueError if the mask does not broadcast.
     """
     shape = (*[1] * (len(scores) - mask.ndim), *mask.shape)
     if len(shape) != len(scores) or any(n not in (1, m) for n, m in zip(shape, scores, strict=True)):
@@ -48,10 +48,10 @@ def visible_of(mask: jax.Array, scores: tuple[int, ...]) -> jax.Array:
 def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int) -> MaskArguments:
     """Convert ``visible``, bool [rows, heads, queries, keys] in layout order, to extents and a key mask.
 
-    The extent of a query is the tightest interval around the keys that it sees in the first head. The extents are None if all
-    queries share one row of the mask. The key mask hides the keys that no query of any head sees. ``fits`` is True for a query if
-    its visible keys are the same in all heads, and extents and key mask express them exactly. None: True for all queries. If
-    ``fits`` is False for a query, no other extents and key mask express the whole mask.
+    The extent of a query is the tightest interval around the keys that it sees in the first head. The extents are None if the
+    mask is empty or has one row for all queries. The key mask hides the keys that no query of any head sees. ``fits`` is True for
+    a query if it sees the same keys in all heads, and extents and key mask together permit exactly these keys. If ``fits`` is
+    None, that holds for all queries. If ``fits`` is False for a query, no extents and key mask express the whole mask.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

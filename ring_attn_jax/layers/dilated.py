@@ -30,9 +30,10 @@ class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
     It has the weights and arguments of :class:`RingAttention`, without ``layout`` (shards are contiguous), ``o_bias``, sinks,
-    ALiBi and dropout. ``segments``, ``dilations``, ``mixing``: as in :func:`dilated_attention`. In pattern i every
-    ``dilations[i]``-th token of a segment of ``segments[i]`` tokens attends to all such tokens of the segment (LongNet,
-    arXiv:2307.02486). With one segment that covers the sequence and dilation 1, it equals RingAttention.
+    ALiBi and dropout. ``segments``, ``dilations``, ``mixing``: as in :func:`dilated_attention`. Pattern i splits the sequence
+    into segments of ``segments[i]`` tokens. In each segment a head keeps every ``dilations[i]``-th token, and the kept tokens
+    attend to each other (LongNet, arXiv:2307.02486). With dilation 1 and one segment that covers the sequence, the layer equals
+    RingAttention up to rounding.
 
     ``axis_name``: the ring, a mesh axis of the shard_map that the layer is called in. With ``mesh`` the layer takes global arrays
     instead, sharded over the mesh. Its attention is then :func:`sharded_dilated_attention` with ``batch_axes`` and ``head_axis``.

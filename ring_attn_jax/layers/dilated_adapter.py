@@ -39,14 +39,14 @@ def dilated_attention_fn(
     """Return an ``attention_fn`` for ``flax.nnx.MultiHeadAttention`` and linen's ``MultiHeadDotProductAttention``.
 
     Such a module then takes and returns global arrays [batch..., tokens, features] in natural order, of any length, as before.
-    Its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, with the arguments passed here. With one segment
-    that covers the sequence and dilation 1, it is exact attention.
+    Its attention is :func:`sharded_dilated_attention` over the axes of ``mesh``, with the arguments passed here. With dilation 1
+    and one segment that covers the sequence, it is exact attention.
 
     The function takes all arguments that flax's modules pass, like the function that :func:`attention_fn` returns:
-        - ``is_causal``: as ``mask=causal()``.
-        - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from all queries, or all keys from a
-          query, whose output is then 0. It may also hide pairs that the band passed here or ``is_causal`` hides. Any other mask
-          is refused. Under jit its values are unknown, so each query that does not fit gets NaN.
+        - ``is_causal``: the call also hides all keys after the query.
+        - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from all queries. It may hide all
+          keys from a query; this query's output is then 0. Pairs that ``is_causal`` or the band passed here hides may
+          have any value. Any other mask is refused. Under jit its values are unknown, so queries that break these rules get NaN.
         - Dropout is refused, and so are the arguments that ``attention_fn`` refuses.
 
     Raise ValueError if an argument is refused, patterns do not fit, the mesh lacks an axis, keys and queries differ in length, or
@@ -94,10 +94,10 @@ class DilatedAttentionFunction(FlaxFunction):
 
 
 class VisibleTokens(NamedTuple):
-    """A mask within a band, reduced to two sets of tokens: ``keys`` and ``queries``.
+    """The pairs that a mask and a band both allow, reduced to two sets of tokens: ``keys`` and ``queries``.
 
-    ``fits`` says for which queries the band and the two sets give exactly the mask. Each field is bool [batch, tokens]; None: all
-    True.
+    ``fits`` is True for a query if the band and the two sets permit exactly these pairs. Each field is bool [batch, tokens];
+    None: True for all tokens.
     """
 
     keys: jax.Array | None = None
@@ -109,9 +109,9 @@ class VisibleTokens(NamedTuple):
 
 
 def visible_tokens(visible: jax.Array, band: Band) -> VisibleTokens:
-    """Return the ``VisibleTokens`` of the mask ``visible``, bool [rows, heads, queries, keys], within ``band``.
+    """Return the ``VisibleTokens`` of the pairs that the mask ``visible`` and ``band`` both allow.
 
-    The sizes of heads and queries may be 1, for a mask that is the same for all of them.
+    ``visible``: bool [rows, heads, queries, keys]. A size of 1 for heads or queries stands for all of them.
     """
     visible = whole(whole(visible, 2), 3)
     if visible.shape[1:3] == (1, 1):

@@ -16,11 +16,11 @@ from ..axes import sharded_like
 
 
 class LinearMap(nnx.Linear):
-    """``y = x W^T``, or ``x W^T + b``, computed in x's dtype whatever the weight's dtype is: [..., in] -> [..., out].
+    """``y = x W^T`` or ``y = x W^T + b``: [..., in] -> [..., out]. Weights are cast to x's dtype.
 
     The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``, and the bias starts at 0.
-    ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: a function whose value for x is added to y, as in
-    LoRA, or None. flax stores the weight transposed, as ``kernel`` [in, out].
+    ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: None, or a function such as a LoRA; ``adapter(x)`` is
+    added to y. flax stores the weight transposed, as ``kernel`` [in, out].
     """
 
     def __init__(
@@ -60,11 +60,11 @@ def dtype_name(dtype: Any) -> str:
 
 
 def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return ``x @ weight`` [..., out] for x [..., in] and weight [in, out], which Explicit axes may shard differently.
+    """Return ``x @ weight`` [..., out] for x [..., in] and weight [in, out]. Explicit mesh axes may shard the two differently.
 
     x keeps its sharding. Along ``in`` the weight is resharded like x. Along ``out`` the weight stays sharded over axes that x
     does not use (tensor parallelism), and is all-gathered over other axes (FSDP). The result is sharded like the weight along
-    ``out``. Over Auto axes XLA decides.
+    ``out``. Over Auto axes XLA decides the shardings.
     """
     of_x, of_weight = sharded_like(x), sharded_like(weight)
     if not any(of_x) and not any(of_weight):
@@ -92,7 +92,7 @@ def look_up(table: jax.Array, ids: jax.Array) -> jax.Array:
 
 
 def resharded(array: jax.Array, spec: PartitionSpec, *others: jax.Array) -> jax.Array:
-    """Reshard ``array`` as ``spec`` over the Explicit axes of its mesh. If it has no mesh, use the first mesh of ``others``."""
+    """Reshard ``array`` to ``spec`` over Explicit axes of its mesh, or of the first mesh in ``others`` if ``array`` has none."""
     return array if sharded_like(array) == spec else jax.sharding.reshard(array, on_mesh(spec, array, *others))
 
 

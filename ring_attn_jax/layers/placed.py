@@ -1,7 +1,8 @@
 """The check that each token of a RingTransformer is at a position that its extents allow.
 
-A causal query must not lie before its extent, the interval of keys that it may see. A token of a tree must lie inside its key
-extent, the interval of queries that may see it. The check finds most missing ``layout`` arguments.
+An extent is the interval of keys that a query may see; under a causal mask it must begin at or before the query. A key extent is
+the interval of queries that may see a key; in a tree it must contain the key's own position. The check finds most calls that
+omit the ``layout`` of their shard.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ def placed(
     layout: BalancedLayout | TracedLayout | None,
     ring: LayerRing,
 ) -> jax.Array:
-    """Return ``x`` [b s dim] with NaN at misplaced tokens: their position contradicts their extent or key extent.
+    """Return ``x`` [b s dim] with NaN at misplaced tokens.
 
-    An extent that begins after its causal query is a contradiction, and so is a tree's key extent without its own token.
-    ``extents``: of causal queries, or None. ``key_extents``: of a tree, or None. ``length``, ``layout``: arguments of the call.
-    Arrays of wrong shapes and dtypes are not checked, because the layers refuse them. Raise ValueError at a misplaced token if
-    the extents have known values, that is, outside of jit and with a mesh.
+    A causal query is misplaced if its extent begins after it. A token of a tree is misplaced if it lies outside its key extent.
+    Empty extents fit anywhere. ``extents``: of causal queries, or None. ``key_extents``: of a tree, or None. ``length``,
+    ``layout``: arguments of the call. Arrays of wrong shapes and dtypes are not checked, because the layers refuse them. Raise
+    ValueError at a misplaced token instead if the extents are known: outside of jit, with a mesh of this process's devices only.
     """
     arrays = [(of_tree, given) for of_tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
     tokens = _tokens(x.shape[1], layout, ring) if arrays else None
@@ -71,9 +72,9 @@ def _fits(extents: Any, x: jax.Array) -> bool:
 
 
 def _tokens(count: int, layout: BalancedLayout | TracedLayout | None, ring: LayerRing) -> Any:
-    """Return the global position of each of ``count`` tokens, as NumPy if known at trace time, else traced.
+    """Return the global positions [count] of ``count`` tokens, as a NumPy array if known at trace time, else as a traced array.
 
-    Return None if the layout has another number of tokens.
+    Return None if the number of tokens in the layout is not ``count``.
     """
     where = ring.sharded
     if where is None:

@@ -1,4 +1,4 @@
-"""The constructor arguments that layers and models share: the ring, and arguments that may have other types than in a config."""
+"""The constructor arguments that layers and models share: the ring, the sizes and the dtype of the weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ class LayerRing:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
 
         With a mesh, return the positions of all shards in layout order; ``tokens`` is then the total of all shards.
-        ``layout``: a layout to use in place of the field ``layout``; its size then replaces ``tokens``. None: use the field.
+        ``layout``: the layout to use instead of the field ``layout``. A balanced layout knows its own number of tokens, so
+        ``tokens`` is ignored.
         """
         where = self.sharded
         if isinstance(layout, BalancedLayout | TracedLayout):
@@ -79,8 +80,8 @@ class ContiguousRing(LayerRing):
 class LayerArguments:
     """The constructor arguments of a layer.
 
-    Unlike a config, it takes ``dim`` and ``heads`` by position. It also takes None for a default value, and a dtype in place of
-    its name.
+    Unlike a config, it takes ``dim`` and ``heads`` by position, and accepts a dtype in place of its name. ``kv_heads``,
+    ``head_dim``: None for the default value.
     """
 
     dim: int = field(kw_only=False)

@@ -32,7 +32,7 @@ from .ring import LayerArguments, LayerRing
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRing(LayerRing):
-    """The ring of a RingTransformer, and two constructor arguments that its config does not store."""
+    """The ring of a RingTransformer, and the arguments ``auto_shard`` and ``activations``, which its config does not store."""
 
     auto_shard: bool = False
     activations: str = "keep"
@@ -65,24 +65,24 @@ class RingTransformer(nnx.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
-    ``tied``: the head is the embedding. ``mlp_bias``: the MLP's linear maps have biases. ``published``: the data that
+    ``tied``: the head uses the embedding's weight. ``mlp_bias``: the MLP's linear maps have biases. ``published``: the data that
     ``load_llama`` keeps for ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are
     cast to it at use. So gradients of float32 weights, and their sums over ranks, are float32 for any ``compute_dtype``.
     ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a time, None for all. It limits the memory of
-    the ``hidden`` features. The backward then recomputes these features once, which it does without ``mlp_chunk`` too if
-    ``activations`` is not "keep". The other arguments are those of :class:`RingAttention`.
+    the ``hidden`` features, but the backward recomputes them once. If ``activations`` is not "keep", the backward recomputes them
+    once in any case. The other arguments are those of :class:`RingAttention`.
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
-    positions. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field ``config`` holds the model's sizes and options as one
-    record; :meth:`from_config` makes the same model from it.
+    rotary embedding. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field ``config`` holds the model's sizes and options
+    as one record; :meth:`from_config` makes a model of the same sizes and options from this record.
 
     ``auto_shard``, with ``mesh``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global
     logits.
 
     ``activations``: the arrays that a block saves for its backward. "keep": those that JAX saves by default. "recompute": the
-    block's input and attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same
-    arrays, in host memory of the kind pinned_host; the gradient must then be computed inside jax.jit.
+    block's input and attention's (out, lse); from these the backward recomputes the rest of the block without the ring.
+    "offload": the same arrays, in host memory of the kind pinned_host; the gradient must then be computed inside jax.jit.
 
     JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
     ``shard_map(check_vma=False)``. If the axes of ``mesh`` are Explicit, the default of jax.make_mesh, call
@@ -137,13 +137,14 @@ class RingTransformer(nnx.Module):
         ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`;
         ``shard_batch`` returns them. Raise ValueError if ids are not integers [b s], or if a layer refuses an argument.
 
-        Raise ValueError if an extent begins after its query under a causal mask, or if with ``longest_path`` a key extent does
-        not contain its own token, as may happen if the shard's ``layout`` is not passed. For traced arrays nothing is raised: the
-        logits of such tokens are NaN.
+        Raise ValueError if an extent begins after its query under a causal mask. With ``longest_path`` also raise it if a key
+        extent does not contain its own token. Both point to a call that omits the shard's ``layout``. If the arrays are
+        traced, or partly on devices of other processes, nothing is raised, and the logits of such tokens are NaN.
 
-        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers: head h of layer i, both counted from
-        0, draws as head ``i * heads + h``, so layers drop independently. ``dropout_offset``: as in ring_attention; (global index
-        of the first batch row, 0) if ranks hold different rows. With ``mesh`` it is set automatically.
+        ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers. Head h of layer i, both counted from
+        0, draws the random numbers of head ``i * heads + h``, so layers drop independently. ``dropout_offset``: as in
+        ring_attention; (global index of the first batch row, 0) if ranks hold different rows. It is set automatically with
+        ``mesh``.
 
         With ``auto_shard``: ``ids`` are global, int [batch, tokens] in natural order. ``mask``, bool of the same shape, is False
         where a token is padding. The result is global logits [batch, tokens, vocab]. ``positions``, ``length``, ``extents``,
@@ -205,31 +206,32 @@ class RingTransformer(nnx.Module):
     ) -> list[list[int]]:
         """Return the new tokens of each prompt, at most ``max_new_tokens``, up to and including the first stop id.
 
-        ``max_new_tokens``: an int, or a sequence with an int for each prompt. ``stop``: ids that end a request. Later steps skip
-        a finished request.
+        ``max_new_tokens``: an int, or a sequence with an int for each prompt. ``stop``: ids after which a prompt is finished.
+        Later steps skip a finished prompt.
 
         ``prompts``: lists or arrays of token ids, of any lengths, the same in each process. The ring shards the prompts in the
-        model's layout and prefills them. Each step then computes the next token of all requests, until all have finished.
+        model's layout and prefills them. Each step then computes the next token of all prompts, until all are finished.
 
         ``temperature`` 0: the most probable token. Otherwise a token is drawn from ``softmax(logits / temperature)``. ``top_k``
-        restricts the draw to the k most probable tokens, and ``top_p`` then to the fewest of these with a sum of at least p.
-        Each of the three may be a list or a 1-D array with a value for each prompt. A draw depends only on the logits, ``seed``,
-        the prompt's index and the position: from equal logits it is the same on any ring, in either framework, and beside any
-        other prompts.
+        restricts the draw to the k most probable tokens, and ``top_p`` then to the fewest of these with a total probability of at
+        least p. Each of these three arguments may be a list or a 1-D array with a value for each prompt. A draw depends only on
+        the prompt's logits, these arguments, ``seed``, the prompt's index and the position. So unless rounding decides, equal
+        logits give the same draw on any ring, in either framework, and with any other prompts.
 
-        ``on_token(request, token)``: called for each new token, with the prompt's index. ``chunk``: the maximum number of tokens
-        of a prompt in one prefill, None for all. It limits the memory of activations. ``progress(done, total)``: called after
-        each chunk with the numbers of prefilled and of all prompt tokens. ``cache_dtype``: the dtype of the cache,
+        ``on_token(request, token)``: called for each new token; ``request`` is the prompt's index. ``chunk``: the maximum number
+        of tokens of a prompt in one prefill, None for all. It limits the memory of activations. ``progress(done, total)``: called
+        after each chunk with the numbers of prefilled and of all prompt tokens. ``cache_dtype``: the dtype of the cache,
         "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
-        A model with ``mesh`` generates on all its devices, a model without one on its own device. Weights that are sharded over
-        the mesh are gathered one layer at a time. Do not call it inside jit or shard_map. The decode step is compiled once per
-        number of requests and cache size. Prompt lengths are rounded up so that few sizes occur.
+        A model with a mesh generates on all devices of the mesh, a model without a mesh on its own device. Weights sharded over
+        the mesh are gathered one layer at a time. Do not call ``generate`` inside jit or shard_map. The decode step is compiled
+        once per number of requests and cache size. Prompt lengths are rounded up so that few sizes occur.
 
         Raise ValueError, before anything is computed, for empty prompts, text, ids outside the vocabulary, numbers outside their
-        range, ``top_k`` or ``top_p`` at temperature 0, or different arguments in the processes of a program. Raise it too if the
-        model has a mask that is neither causal nor a window before the token, a ``head_axis``, or weights sharded otherwise than
-        over ``mesh``, or if a model with ALiBi gets a chunk shorter than a prompt.
+        range, ``top_k`` or ``top_p`` at temperature 0, or different arguments in the processes of a program. Raise ValueError
+        also if a layer's mask is neither causal nor a sliding window of earlier tokens, if a model with ``mesh`` has a
+        ``head_axis``, if weights are sharded in another way than over ``mesh``, or if a model with ALiBi gets a chunk shorter
+        than a prompt.
         """
         from ..inference.generate import generated
 

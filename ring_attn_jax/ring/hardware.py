@@ -16,7 +16,7 @@ MEASURED = ("gpu",)
 
 
 def on_hardware(problem: Problem) -> Problem:
-    """Add this machine's record of measured speeds to the problem if strategy "auto" can use it, else return it unchanged.
+    """Add this machine's record of speeds to ``problem`` if strategy "auto" can use it, else return ``problem`` unchanged.
 
     A program of several processes uses no record, because its processes may have different records. Raise ValueError if the
     record is damaged.
@@ -34,5 +34,5 @@ def device_name() -> str:
 
 @lru_cache
 def _stored(device: str) -> Machine | None:
-    """Return this machine's record of measured speeds or None. It is cached, so that equal calls trace to the same strategy."""
+    """Return this machine's record of measured speeds, or None. The cache lets equal calls trace to the same strategy."""
     return stored("jax", device)

@@ -1,4 +1,4 @@
-"""Names of the ring's steps in JAX's profiler, which shows them at all operations of a step except the transfer of keys."""
+"""Names of the ring's steps in JAX's profiler. All operations of a step, except the transfer of keys, carry its name."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .step import Ring, Step
 
 
 class RingPass:
-    """One pass over a ring, ``name`` "forward" or "backward". As a context manager it does nothing in JAX."""
+    """A pass over a ring. ``name``: "forward" or "backward". As a context manager it does nothing in JAX."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0
@@ -25,7 +25,7 @@ class RingPass:
     def __exit__(self, *_: object) -> None: ...
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yield the ``steps``, and number them from 1 for ``named``."""
+        """Yield the ``steps`` and count them from 1. The names from ``named`` contain this count."""
         self._number = 1
         for step in steps:
             yield step

@@ -3,15 +3,15 @@
 ``loop.py`` calls them in this order, in the forward and in the backward:
 
     spread               before the first step: move queries, keys and score, or return them unchanged
-    circulate            yield a ``Step`` for each shard of keys, this rank's own first, while the next one is in transfer
+    circulate            yield the steps, first the step on this rank's own keys; during a step the next keys are in transfer
     Step.arrived         in the backward: return the gradients that came with the keys, or None
-    Step.settle          return the state; the next step must not begin before the state is computed
+    Step.settle          return the results so far; the next step must not begin before they are computed
     Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
     Step.home            after the last step of the backward: return the gradients of this rank's own keys
-    collect              after the last step of the forward: the inverse of ``spread`` for out, lse and lse's rounding error
-    collect_gradients    after the last step of the backward: the inverse of ``spread`` for the gradients
+    collect              after the last step of the forward: move out, lse and lse's rounding error to the ranks that own q
+    collect_gradients    after the last step of the backward: move the gradients to the ranks that own q and the keys
 
-In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` they move arrays.
+In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` both move arrays.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class Ring(NamedTuple):
-    """A ring of ranks: its plan, its mesh axis and the strategy by which keys travel."""
+    """A ring of ranks: its plan (layout, mask, sizes and steps), its mesh axis, and the strategy that moves the keys."""
 
     plan: RingPlan
     axis: str
@@ -50,20 +50,22 @@ class Step(Protocol):
     """Number of ranks from the keys' owner to this rank, for the step's name (``plan/step_names.py``); 0 at the first step."""
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the next step's keys: the next step cannot begin before ``state`` is computed."""
+        """Return ``state`` after a barrier that delays the next step until ``state`` is computed."""
         ...
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients of ``keys`` summed over the ranks visited so far.
+        """Return the gradients that came with ``keys``, summed over the ranks that ``keys`` have visited so far.
 
-        Return None at the first step, or if gradients travel straight to the keys' owner, which adds them.
+        Return None if no gradients came with ``keys``: at the first step of a ring, of a direction or of an inner ring, or at
+        every step if each rank sends its gradients straight to the rank that owns ``keys``.
         """
         ...
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next, or to the rank that owns ``keys``.
+        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step, send ``dkv`` to the rank that owns ``keys``.
 
-        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, if any, plus this rank's contribution.
+        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, if any, plus this rank's contribution. Some strategies,
+        such as "direct", send this rank's contribution to the owner after every step.
         """
         ...
 
@@ -78,16 +80,16 @@ class Strategy(Protocol):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return the queries, keys and score that this rank computes on in the steps of ``ring.plan``.
+        """Return the queries, keys and score with which this rank computes its steps, moved between ranks if necessary.
 
-        ``queries``: q and other arrays [b s h ...] of the queries, such as out and lse.
+        ``queries``: q and other arrays [b s h ...] with a value for each query, such as out and lse.
         """
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield this rank's steps, the one on its own keys first.
+        """Yield this rank's steps, first the step on its own keys.
 
-        All ranks take equally many steps, so this rank may see none of the keys of a step.
+        All ranks take the same number of steps, so a step may have no key that this rank sees.
         """
         ...
 

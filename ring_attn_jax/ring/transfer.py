@@ -1,4 +1,4 @@
-"""Transfers between the ranks of a ring: point to point, all-to-all in a group, or all-gather."""
+"""Transfers of arrays between the ranks of a ring: point to point, all-to-all in a group, or all-gather."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ Groups = list[list[int]] | None
 
 
 def send(x: T, hop: int, axis: str, ranks: int) -> T:
-    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute. Return what arrives from ``hop`` ranks back."""
+    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute. Return the ``x`` from ``hop`` ranks back."""
     return send_from(x, range(ranks), hop, axis, ranks)
 
 
 def send_from(x: T, senders: Sequence[int], hop: int, axis: str, ranks: int) -> T:
-    """Send ``x`` as ``send`` does, but only from the ranks ``senders``. Ranks that receive nothing get 0."""
+    """Send ``x`` as ``send`` does, but only from the ranks ``senders``. Return zeros on ranks that receive nothing."""
     return lax.ppermute(x, axis, [(rank, (rank + hop) % ranks) for rank in senders])
 
 
 def send_inside(x: T, hop: int, ranks: int, axis: str, members: int) -> T:
-    """Send ``x`` as ``send`` does, but around each block of ``ranks`` consecutive ranks. The axis has ``members`` ranks."""
+    """Send ``x`` as ``send`` does, but each ``ranks`` consecutive ranks form a ring. ``members``: number of ranks of the axis."""
     place = lambda rank: rank // ranks * ranks + (rank + hop) % ranks
     return lax.ppermute(x, axis, [(rank, place(rank)) for rank in range(members)])
 
 
 def exchange(x: jax.Array, split: int, join: int, axis: str, groups: Groups) -> jax.Array:
-    """Exchange slices by all-to-all in each group: split dimension ``split``, concatenate on dimension ``join``."""
+    """Exchange slices by all-to-all in each group: slice ``x`` along dimension ``split``, and concatenate along ``join``."""
     call = lambda x: lax.all_to_all(x, axis, split, join, tiled=True, axis_index_groups=groups)
     return _mapped(call, lambda x: exchange(x, split + 1, join + 1, axis, groups), x, groups)
 
@@ -45,7 +45,7 @@ def all_gather(x: jax.Array, axis: str, groups: Groups = None, stack: int = 0) -
 def _mapped(
     call: Callable[[jax.Array], jax.Array], batched: Callable[[jax.Array], jax.Array], x: jax.Array, groups: Groups
 ) -> Any:
-    """Return ``call(x)``, with ``batched`` as its vmap rule if there are groups: JAX cannot vmap an all-to-all of groups."""
+    """Return ``call(x)``. With groups, make ``batched`` its vmap rule, because JAX cannot vmap an all-to-all in groups."""
     if groups is None:
         return call(x)
     call = custom_vmap(call)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run, written in the background. Each is complete or absent, and the newest few are kept.
+"""Checkpoints of a training run, written in the background. Incomplete ones are ignored. The newest few are kept.
 
 A save writes to a temporary folder, renames it, and writes ``run.json`` last: see ``model/checkpoint_folder.py`` of the core.
 """
@@ -26,7 +26,7 @@ from .ranks import agreed, by_process, check_exists, check_kinds
 
 
 class Checkpoints:
-    """The newest checkpoints of a run: weights, optimizer, random generators, and the position in the data.
+    """The newest checkpoints of a training run: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
         progress = checkpoints.resume(model, optimizer)  # None without a checkpoint
@@ -39,9 +39,9 @@ class Checkpoints:
     (``jax.distributed``) each of them makes the same calls and sees ``folder``. Arrays may be sharded over any mesh: each process
     writes its shards through orbax, and a run may be resumed on another mesh.
 
-    A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. It has a temporary name until its
-    arrays are written. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at any moment leaves
-    the earlier checkpoints complete. Only one run can write to a folder: the first ``save`` locks it until ``close``.
+    A checkpoint is a folder ``step_100`` of arrays and JSON; no pickle is written or read. The folder has a temporary name until
+    its arrays are written. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at any moment
+    leaves the earlier checkpoints complete. Only one run can write to a folder: the first ``save`` locks it until ``close``.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3) -> None:
@@ -62,18 +62,18 @@ class Checkpoints:
         data: str | None = None,
         more: dict[str, Any] | None = None,
     ) -> None:
-        """Copy the run after ``step`` steps to host memory, and write it to the disk in the background.
+        """Copy the training state after ``step`` steps to host memory, and write it to the disk in the background.
 
-        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: any other JSON value, such as seeds. Only
-        the first process's ``data`` and ``more`` are saved. All nnx variables of ``model`` and ``optimizer`` are saved,
-        ``nnx.Rngs`` included. The call first waits for the previous save. It reads no array after it returns, so the next step
-        may donate them.
+        ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: a dict of other JSON values, such as seeds.
+        Only the first process's ``data`` and ``more`` are saved. All nnx variables of ``model`` and ``optimizer`` are saved,
+        ``nnx.Rngs`` included. The call first waits for the previous save. No array is read after the call returns, so the next
+        training step may donate the arrays to jit.
 
-        Raise ValueError if ``step`` is not after the newest checkpoint, ``data`` or ``more`` is not JSON, an array was deleted,
-        or ``close`` was called. Raise it too if names, shapes or dtypes of arrays differ between processes (``check_ranks``
-        compares values), another run saves in the folder, or a process does not see the folder that process 0 has made. The
-        error is the same in each process.
-        Raise OSError in each process if the previous save has failed, or if any process cannot start to write.
+        Raise ValueError if ``step`` is not after the step of the newest checkpoint, ``data`` is neither a str nor None, ``more``
+        is not a dict of JSON values, an array was deleted, or ``close`` was called. Raise it too if another run saves in the
+        folder, if a process does not see the folder that process 0 has made, or if names, shapes or dtypes of arrays differ
+        between processes. Values are not compared (see ``check_ranks``). The error is the same in each process. Raise OSError in
+        each process if the previous save has failed, or if any process cannot start to write.
         """
         self.wait()
         arrays: dict[str, jax.Array] = {}
@@ -118,18 +118,18 @@ class Checkpoints:
         thread.shutdown(wait=False)  # the thread ends after the save
 
     def resume(self, model: nnx.Module, optimizer: nnx.Optimizer | None = None) -> ResumePoint | None:
-        """Load the newest checkpoint into all variables of ``model`` and ``optimizer``, and return its progress.
+        """Load the newest checkpoint into all variables of ``model`` and ``optimizer``, and return the saved progress.
 
         Without a checkpoint return None and change nothing. Arrays keep their shardings. The result holds the ``step``, ``data``
-        and ``more`` that were passed to ``save`` ({} if no ``more`` was); pass ``data`` to ``dataset.resume``.
+        and ``more`` that were passed to ``save``; ``more`` is {} if none was passed. Pass ``data`` to ``dataset.resume``.
 
         The present values of arrays are not read, except those of random keys. So the arrays of a large model may be deleted
         before the call (``x.delete()``), and the devices then hold only one copy of the model.
 
-        Raise ValueError if the checkpoint is of another model or optimizer, naming what differs. Raise it too if the checkpoint
-        is damaged or unreadable, naming the file or folder (delete the checkpoint's folder to resume from the one before), or if
-        processes see different checkpoints. In these cases nothing changes, and the error is the same in each process. Raise
-        OSError if the previous save has failed.
+        Raise ValueError if the checkpoint is of another model or optimizer; the message names what differs. Raise it too if the
+        checkpoint is damaged or unreadable; the message names the file or folder. (Delete the checkpoint's folder to resume from
+        the previous checkpoint.) Raise it also if processes see different checkpoints. In these cases nothing changes, and each
+        process raises the same error. Raise OSError if the previous save has failed.
         """
         self.wait()
         latest = lambda: max(self.steps(), default=-1)
@@ -217,10 +217,10 @@ class Checkpoints:
 
 
 def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, tuple[tuple[Any, ...], nnx.Variable]]:
-    """Return (path in flax, variable) of each array by its name, such as ``model.blocks.0.mlp.up.kernel``.
+    """Map the name of each array, such as ``model.blocks.0.mlp.up.kernel``, to (its path in flax, its nnx variable).
 
-    Variables without an array are left out, such as the placeholders that an optax transformation keeps for parameters that
-    another transformation updates. Raise ValueError if ``model``, or an ``optimizer`` other than None, is not an nnx module.
+    Variables without an array are left out. An optax transformation keeps such placeholders for parameters that another
+    transformation updates. Raise ValueError if ``model``, or an ``optimizer`` other than None, is not an nnx module.
     """
 
     def each() -> Iterator[tuple[str, tuple[tuple[Any, ...], nnx.Variable]]]:
@@ -238,7 +238,7 @@ def _variables(model: nnx.Module, optimizer: nnx.Optimizer | None) -> dict[str, 
 
 
 def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
-    """Return the class names of the optax states, such as "ScaleByAdamState, EmptyState".
+    """Return the class names of the optimizer's optax states, such as "ScaleByAdamState, EmptyState"; None without an optimizer.
 
     Checkpoints identify the optimizer by these names, because optax's transformations have no names of their own.
     """
@@ -253,12 +253,12 @@ def _class_of(optimizer: nnx.Optimizer | None) -> str | None:
 
 
 def _plain(x: jax.Array) -> jax.Array:
-    """Return ``x``, or its integer key data if it holds keys of jax.random."""
+    """Return ``x``, or the integer data of its keys if ``x`` holds keys of jax.random."""
     return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 
 
 def _like(x: jax.Array, plain: jax.Array) -> jax.Array:
-    """Invert ``_plain``: return ``plain``, converted to jax.random keys if ``x`` holds keys."""
+    """Invert ``_plain``: return the array ``plain``, or the jax.random keys made from it if ``x`` holds keys."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(x)) if is_key else plain
 

@@ -1,4 +1,4 @@
-"""The files of a JAX checkpoint: arrays. Each process writes and reads its shards by orbax."""
+"""The arrays of a JAX checkpoint as files. Each process writes and reads its own shards through orbax."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ _saves = count()
 class CheckpointFiles:
     """A writer and reader of named arrays through orbax. Writing runs in the background.
 
-    It uses orbax's handler without orbax's checkpointer, in whose barriers all processes wait for one that has failed.
+    It calls orbax's handler, not its checkpointer, because in the checkpointer's barriers all processes would wait for a failed
+    process.
     """
 
     def __init__(self) -> None:
@@ -55,16 +56,16 @@ class CheckpointFiles:
         self._writes = list(_completed(saving) or ())
 
     def abandon(self) -> None:
-        """Wait until this process writes nothing more. Ignore errors: the save has failed already."""
+        """Wait until the writes that ``begin`` started here have ended. Ignore their errors: the save has failed already."""
         for write in self._writes:
             with suppress(Exception):
                 write.result()
 
     def end(self, folder: Path, done: Path, commit: Callable[[dict[str, Any]], None]) -> None:
-        """Wait until all processes have written. Process 0 then passes the size and digest of each file to ``commit``.
+        """Wait until all processes have written. Process 0 then calls ``commit`` with the size and digest of each file.
 
-        ``done``: the folder's path once ``commit`` has renamed it. Call this in a background thread. A process that fails raises
-        its own error, and each other process an OSError. No process waits for one that has raised.
+        ``done``: the path to which ``commit`` renames ``folder``. Call this method in a background thread. A process that fails
+        raises its own error, and each other process an OSError. No process waits for a process that has raised.
         """
         from orbax.checkpoint import multihost
 
@@ -89,7 +90,7 @@ class CheckpointFiles:
             raise OSError("process 0 could not complete it")
 
     def read(self, where: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the arrays of a checkpoint by name, sharded like those of ``like``. No process waits for another."""
+        """Return the arrays of a checkpoint that ``like`` names, sharded as in ``like``. No process waits for another."""
         import orbax.checkpoint as orbax
 
         places = jax.tree.map(orbax.utils.to_shape_dtype_struct, like)
@@ -101,7 +102,8 @@ class CheckpointFiles:
     def kinds(self, where: Path, run: dict[str, Any]) -> Kinds:
         """Return (dtype, shape) of each array in a checkpoint. Raise ValueError, naming the file, if a file is damaged.
 
-        ``run``: the content of ``run.json``, whose digests are compared with the files. Each process compares some of them.
+        ``run``: the content of ``run.json``. Each process compares all file sizes with it, and the digests of some of
+        the files; together the processes compare all digests.
         """
         check_files(where, run, None, jax.process_index(), jax.process_count())
         try:
@@ -122,7 +124,7 @@ def _orbax_path(path: Path) -> Any:
 
 
 def _completed(saving: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine in an event loop of its own, and return its result. If this thread runs a loop, use another thread."""
+    """Run a coroutine in a new event loop and return its result; in a new thread, if this thread already runs an event loop."""
 
     def run() -> T:
         loop = asyncio.new_event_loop()
@@ -140,7 +142,7 @@ def _completed(saving: Coroutine[Any, Any, T]) -> T:
 
 
 def _check_written(marks: list[Path]) -> None:
-    """Delete ``marks``, the file ``WRITTEN`` of each process. Raise OSError if one is absent: its process could not write."""
+    """Delete ``marks``, the ``WRITTEN`` files of all processes. Raise OSError if one is missing: that process could not write."""
     absent = [str(process) for process, mark in enumerate(marks) if not seen(mark)]
     if absent:
         raise OSError(f"process{'es' * (len(absent) > 1)} {', '.join(absent)} could not write")
@@ -149,11 +151,11 @@ def _check_written(marks: list[Path]) -> None:
 
 
 def kinds_of(arrays: dict[str, Any]) -> Kinds:
-    """Return (dtype, shape) of each array, or array description, by name."""
+    """Map the name of each array to (dtype, shape). The values of ``arrays`` may also be descriptions of arrays."""
     return {name: (str(x.dtype), tuple(x.shape)) for name, x in arrays.items()}
 
 
 def run_of(where: Path) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the content of the file in checkpoint ``where`` that records the run's progress."""
+    """Return (path, content) of the JSON file that records the run's progress in the checkpoint folder ``where``."""
     file = where / RUN if (where / RUN).exists() or not (where / EARLIER).exists() else where / EARLIER
     return file, read_json(file)

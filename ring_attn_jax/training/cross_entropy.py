@@ -1,13 +1,14 @@
-"""The summed cross-entropy of one rank's labels, from logits, or chunk by chunk from hidden states without storing logits.
+"""The weighted sum of the cross-entropies of one rank's labels, and its gradients, from logits or from hidden states.
 
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
-    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])
-    dhidden = dlogits head,  dhead = dlogits^T hidden              from hidden states: logits = hidden head^T
+    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               [v = l]: 1 if v is the label, else 0
+    dhidden = dlogits head,  dhead = dlogits^T hidden              if logits = hidden head^T
 
-A label outside the vocabulary makes the total and the gradient of its token's logits NaN, because traced values cannot raise.
+Traced values cannot raise an error. Instead, a label outside the vocabulary makes three results NaN: the total, the gradient of
+that label's token, and the gradient of the head.
 
-With hidden states, arrays as wide as the vocabulary hold one chunk of tokens. With logits, nothing is cut into chunks, and XLA
-fuses most of these arrays away. Logits and softmax are computed in at least float32.
+From hidden states the logits are computed chunk by chunk, so arrays [tokens, vocab] hold one chunk of tokens. Passed logits
+are not split into chunks, but XLA fuses most of these arrays away. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ..layers.chunks import from_chunks, to_chunks
 
 
 class Labels(NamedTuple):
-    """The int32 ``labels`` of tokens and their ``weights`` in at least float32, 0 at ignored labels; None if all are 1."""
+    """The int32 ``labels`` of tokens, and their ``weights`` in at least float32, 0 at ignored labels. Weights None: all 1."""
 
     labels: jax.Array
     weights: jax.Array | None = None
@@ -36,14 +37,14 @@ class Labels(NamedTuple):
 
 
 class ChunkSettings(NamedTuple):
-    """The ignored label, and the maximum number of tokens in a chunk (but at least one of each batch row)."""
+    """The ignored label, and the maximum number of tokens in a chunk; a chunk has at least one token of each batch row."""
 
     ignored: int
     chunk: int
 
 
 def sum_of_logits(logits: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
-    """Return the weighted sum of the cross-entropies of ``logits`` [..., vocab] and ``labels`` [...], 0-d, at least float32."""
+    """Return the weighted sum of the cross-entropies of ``logits`` [... vocab] and ``labels`` [...], in at least float32."""
     return _sum_of_logits(*vary_alike((), logits, labels), settings)
 
 
@@ -67,10 +68,10 @@ _sum_of_logits.defvjp(_logits_forward, _logits_backward)
 
 
 def sum_of_hidden(hidden: jax.Array, head: jax.Array, labels: Labels, settings: ChunkSettings) -> jax.Array:
-    """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, from hidden [b s dim] and head [vocab dim].
+    """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, a scalar.
 
-    ``labels``: [b s]. Products are computed in hidden's dtype. The softmax, and sums over tokens such as the head's
-    gradient, are in at least float32.
+    ``hidden``: [b s dim]. ``head``: [vocab dim]. ``labels``: [b s]. Products are computed in hidden's dtype. The softmax, and
+    sums over tokens such as the head's gradient, are in at least float32.
     """
     wide = head.astype(accumulation_dtype(hidden.dtype))
     return _sum_of_hidden(*vary_alike((), hidden, wide, labels), settings)
@@ -121,7 +122,7 @@ def _of_chunks(
 
 
 def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[jax.Array, jax.Array]:
-    """Return the summed cross-entropy, NaN if a label is outside the vocabulary, and the log-sum-exp of each token."""
+    """Return the summed cross-entropy, and the log-sum-exp of each token. The sum is NaN if a label is outside the vocabulary."""
     labels = of.labels
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)
@@ -133,7 +134,7 @@ def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[ja
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Return the gradient of the summed cross-entropy with respect to the logits, in at least float32.
 
-    A token's gradient is 0 if its label is ignored, and NaN if another label is outside the vocabulary.
+    The gradient of a token is 0 if its label is ignored. Otherwise it is NaN if the label is outside the vocabulary.
     """
     labels = of.labels
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)

@@ -16,18 +16,20 @@ from .saved_weights import load_folder, save_folder
 def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
     """Load a Llama, Mistral, Qwen2 or Qwen3 model from a Hugging Face folder as a RingTransformer.
 
-    ``folder``: as ``save_pretrained`` writes it, with ``config.json`` and one safetensors file, or several with an index. Logits
-    equal those of transformers up to rounding. Tied heads, sliding windows and the rotary scalings "linear", "llama3" and "yarn"
-    are supported, and recorded in ``model.config``. A window of ``w`` tokens in Hugging Face is ``w - 1`` here, because ``w``
-    counts the query's own token.
+    ``folder``: a folder that ``save_pretrained`` wrote, with ``config.json`` and one safetensors file, or several with an index.
+    The model's logits equal those of transformers up to rounding. Tied heads, sliding windows and the rotary scalings "linear",
+    "llama3" and "yarn" are supported; ``model.config`` records them. A window of ``w`` tokens in Hugging Face is ``w - 1`` here,
+    because Hugging Face counts the query's own token.
 
-    ``dtype``: the dtype of the weights; None: that of config.json, or float32. ``compute_dtype``: the dtype of the computation,
-    None for the weights' own. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but
-    not ``rngs``. With ``mesh`` the weights are copied to all of its devices, else to the default device.
+    ``dtype``: the dtype of the weights; None: the dtype in config.json, or float32 if config.json has none. ``compute_dtype``:
+    the dtype of the computation; None: the dtype of the weights. ``ring``: the arguments of ``RingTransformer.from_config``, such
+    as ``mesh`` and ``layout``, except ``rngs``. With ``mesh`` the weights are copied to all of its devices, otherwise to the
+    default device.
 
-    Raise ValueError if the architecture is none of these four, or needs a feature that our layers lack (quantised weights,
-    "dynamic" rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config. The
-    error names such files or weights. The error is the same in each process if the mesh spans all processes.
+    Raise ValueError if the architecture is none of these four, or needs a feature that RingTransformer lacks, such as quantised
+    weights or "dynamic" rotary scaling. Raise ValueError also if a file is missing, truncated or a pickle, or if weights do not
+    fit the config; the message names these files or weights. The error is the same in each process if the mesh spans all
+    processes. It is raised before any weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 
@@ -35,17 +37,18 @@ def load_llama(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = No
 def save_llama(
     model: RingTransformer, folder: str | Path, *, length: int | None = None, source: str | Path | None = None
 ) -> None:
-    """Save a RingTransformer so that transformers loads it: as Llama, Mistral (windows), Qwen2 (qkv_bias) or Qwen3 (qk_norm).
+    """Save a RingTransformer as a Llama, Mistral, Qwen2 or Qwen3 model that transformers loads.
 
-    ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
-    ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the
-    model came from. Its tokenizer is copied. If it has the same architecture, the entries of its config.json that do not follow
-    from the model are copied too. None: no tokenizer is written. Shards are gathered and ``folder`` is replaced as in
+    The architecture is Qwen3 if the model has ``qk_norm``, Qwen2 if its only biases are ``qkv_bias``, Mistral if it has windows,
+    and otherwise Llama. ``length``: the maximum number of tokens in a sequence, written as ``max_position_embeddings``. None: the
+    value in ``model.config.published``, which ``load_llama`` sets, or else 131072. ``source``: the Hugging Face folder from which
+    the model was loaded. Its tokenizer is copied; if it has the same architecture, the keys of its config.json that the model
+    does not determine are copied too. None: no tokenizer is written. Shards are gathered and ``folder`` is replaced as in
     :func:`save_weights`.
 
     Raise ValueError if none of the four architectures supports the model. Examples are softcap, sinks, ALiBi, a mask that is not
-    causal, windows of several sizes, NTK or no rotary embedding, rotary embeddings that differ between layers, and biases in
-    other places. Raise it too if ``source`` has no config.json or tokenizer, or has more token ids than the model. Raise also
-    what :func:`save_weights` raises.
+    causal, windows of several sizes, NTK scaling, no rotary embedding, rotary embeddings that differ between layers, and other
+    combinations of biases. Raise ValueError also if ``source`` has no config.json or tokenizer, or has more token ids than the
+    model, and in the cases of :func:`save_weights`, which may also raise OSError.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name)

@@ -1,11 +1,12 @@
-"""The log-probability of each token's label, and the entropy, from logits, or chunk by chunk from hidden states.
+"""Each label's log-probability and each token's entropy, with gradients, from logits or from hidden states.
 
     logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
-    dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
+    dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)   [v = l]: 1 if v is the label, else 0
 
-With hidden states, arrays as wide as the vocabulary hold one chunk of tokens, and the backward recomputes the logits. With
-logits, nothing is cut into chunks, and XLA fuses most of these arrays away. Logits and softmax are computed in at least float32.
+Here dx is the gradient of the caller's loss with respect to x. From hidden states the logits are computed chunk by chunk, so
+arrays [tokens, vocab] hold one chunk of tokens; the backward recomputes the logits. Logits that the caller passes are not split
+into chunks, but XLA fuses most of these arrays away. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .loss import _check_arrays, int32_labels
 
 
 class LogProbSettings(NamedTuple):
-    """The ignored label, the maximum tokens of a chunk (but at least one of each row), and whether to return the entropy."""
+    """The ignored label, the maximum tokens in a chunk (at least one of each batch row), and whether to return the entropy."""
 
     ignored: int
     chunk: int
@@ -44,17 +45,18 @@ def token_log_probs(
     entropy: bool = False,
     ignore_index: int = -100,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Return each label's log-probability [b s], or with ``entropy`` (log-probability, entropy), in at least float32.
+    """Return the log-probability [b s] of each label, or with ``entropy`` the pair (log-probability, entropy).
 
-    ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token, as ``pack_rollouts`` and ``shard_batch`` return them.
-    Both values are 0 if the label is ``ignore_index``, and NaN if it is outside the vocabulary, since traced values cannot raise.
+    Both are in at least float32. They are 0 if the label is ``ignore_index``. They are NaN if the label is outside the
+    vocabulary, because traced values cannot raise. ``logits``: [b s vocab]. ``labels`` int [b s]: the next token of each token,
+    as ``pack_rollouts`` and ``shard_batch`` return it.
 
-    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; softmax and sums over tokens, such
-    as the head's gradient, are in at least float32. Second derivatives are not supported.
+    ``head`` [vocab, dim]: if it is passed, the first argument is the hidden states [b s dim]. The logits ``hidden head^T`` are
+    then computed for ``chunk`` tokens at a time, and again in the backward. Products are in hidden's dtype; softmax and sums over
+    tokens, such as the head's gradient, are in at least float32. Second derivatives are not supported.
 
-    Each rank computes its own tokens; the forward sends nothing. Raise ValueError if shapes or dtypes do not fit, or if
-    ``ignore_index`` is traced.
+    Each rank computes its own tokens, and the forward does not communicate. Raise ValueError if shapes or dtypes do not fit, or
+    if ``ignore_index`` is traced.
     """
     _check_arrays({"logits": logits, "labels": labels} | ({} if head is None else {"head": head}))
     check_integer("ignore_index", ignore_index, static=True)
@@ -118,20 +120,20 @@ _values.defvjp(_forward, _backward)
 
 
 def _length(x: jax.Array, settings: LogProbSettings) -> int:
-    """Return the number of tokens that one chunk takes from each row."""
+    """Return the number of tokens of each batch row in a chunk."""
     return max(settings.chunk // max(x.shape[0], 1), 1)
 
 
 def _logits(x: jax.Array, weight: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, jax.Array]:
-    """Return ``x`` with 0 at ignored labels, where it may be NaN, and the logits [b c vocab] in at least float32."""
+    """Return the chunk ``x`` with 0 at ignored labels, where it may hold NaN, and its logits [b c vocab] in at least float32."""
     x = jnp.where((labels != settings.ignored)[..., None], x, 0)
     return x, jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
 
 
 def _of_logits(logits: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Return ((log-probability, entropy if requested), log-sum-exp) of each token.
+    """Return ((log-probability, entropy), log-sum-exp) of each token, without entropy if it is not requested.
 
-    Log-probability and entropy are 0 at ignored labels, and NaN if the label is outside the vocabulary.
+    Log-probability and entropy are 0 if the label is ignored, and NaN if it is outside the vocabulary.
     """
     wide, kept = logits.astype(accumulation_dtype(logits.dtype)), labels != settings.ignored
     lse = jax.nn.logsumexp(wide, -1)

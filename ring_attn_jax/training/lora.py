@@ -24,9 +24,9 @@ from .ranks import agreed
 
 
 class Adapter(nnx.Module):
-    """``scale (x a^T) b^T``, computed in x's dtype: [..., in] -> [..., out], for ``a`` [rank, in] and ``b`` [out, rank].
+    """The linear map ``x -> scale (x a^T) b^T`` of [..., in] to [..., out], with ``a`` [rank, in] and ``b`` [out, rank].
 
-    ``a`` and ``b`` are variables of the type ``nnx.LoRAParam``, by which an optimizer selects them.
+    The map is computed in x's dtype. An optimizer selects ``a`` and ``b`` by their variable type, ``nnx.LoRAParam``.
     """
 
     def __init__(self, a: jax.Array, b: jax.Array, scale: float) -> None:
@@ -39,9 +39,9 @@ class Adapter(nnx.Module):
 def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
     """Add adapters with the initial values ``first`` to ``model``.
 
-    ``first``: NumPy arrays (a, b) by the name of their projection, such as ``blocks.0.attention.q``. Adapters are
-    in at least float32, whatever the dtype of the weights. Differentiate and update ``nnx.LoRAParam`` only, so that the weights
-    of the model stay as they are.
+    ``first``: NumPy arrays (a, b) by projection name, such as ``blocks.0.attention.q``. Adapters are stored in at least float32,
+    whatever the dtype of the weights. To keep the weights of the model unchanged, differentiate and update only variables of type
+    ``nnx.LoRAParam``.
     """
     linears = dict(_linears(model))
     for name, arrays in first.items():
@@ -64,7 +64,7 @@ def merge_adapters(model: nnx.Module) -> None:
 def save_adapters(model: nnx.Module, lora: LoRA, folder: str | Path, base: str | None) -> None:
     """Save the adapters in the format of peft, as :func:`write_adapters` describes. Each process must call it.
 
-    Process 0 writes. An error of writing is the same in every process.
+    Process 0 writes. If writing fails, every process raises the error. ``base``: the folder or name of the base model, or None.
     """
     from safetensors.numpy import save_file
 

@@ -37,37 +37,38 @@ def loss(
     batch_axes: str | Sequence[str] = (),
     ignore_index: int = -100,
 ) -> jax.Array:
-    """Return the mean cross-entropy, in at least float32, over all ranks' labels except ``ignore_index``, equal on all ranks.
+    """Return the mean cross-entropy over all labels of all ranks, without labels equal to ``ignore_index``.
 
-        sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
+        sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w
 
-    ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token (``shard_batch`` shifts before it shards).
-    ``axis_name``: all mesh axes over which ranks hold different tokens, data-parallel axes included; None for global arrays,
-    outside of shard_map.
+    The mean is in at least float32, equal on all ranks, and 0 without any label. ``logits``: [b s vocab]. ``labels``, int
+    [b s]: the next token of each token (``shard_batch`` shifts before it shards). ``axis_name``: all mesh axes over which ranks
+    hold different tokens, data-parallel axes included; None for global arrays, outside of shard_map.
 
-    ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. Weights get no gradient, and
-    weights of ignored labels have no effect. The mean divides by their sum over all ranks, however small, and is 0 if the sum is
-    0. For a mean they must be finite and at least 0; weights of any sign need ``reduction="sum"``.
+    ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns it; None: 1. Weights get no gradient, and
+    weights of ignored labels have no effect. The mean divides by the sum of the weights over all ranks, however small, and is 0
+    if this sum is 0. For a mean, weights must be finite and at least 0. Negative weights need ``reduction="sum"``.
 
-    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for
-    ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Gradients
-    equal those of the full logits up to rounding. The forward computes them by chunks and stores them until the backward:
-    hidden's gradient in hidden's dtype, the head's in at least float32, like logits and softmax. Products are in hidden's dtype.
-    For global arrays that are sharded over a mesh, pass ``mesh``, with the axis of tokens (``axis_name``) and the axes of rows
-    (``batch_axes``): each device then chunks its own tokens, and the head's gradient is summed over devices once. Without
-    ``mesh`` a chunk has tokens of all devices, and XLA sums the head's gradient in each chunk.
+    ``head`` [vocab, dim]: if it is passed, the first argument is the hidden states [b s dim], and the logits ``hidden head^T``
+    exist for ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``.
+    Up to rounding, gradients equal those of the full logits. The forward computes the gradients chunk by chunk, and stores them
+    until the backward. Hidden's gradient and all products are in hidden's dtype. The head's gradient, logits and softmax are in
+    at least float32. For global arrays that are sharded over a mesh, pass ``mesh``, the mesh axis of tokens (``axis_name``) and
+    the mesh axes of batch rows (``batch_axes``). Each device then splits its own tokens into chunks, and the head's gradient is
+    summed over devices once. Without ``mesh`` a chunk has tokens of all devices, and XLA sums the head's gradient over devices in
+    each chunk.
 
-    ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
-    (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.
+    ``reduction="sum"`` returns the sum without the division. For gradient accumulation, divide this sum by the label count of all
+    microbatches (:func:`count_labels`), or by the sum of all weights; a mean of microbatch means is not the mean over all labels.
 
-    Inside ``jax.shard_map`` (with its default check_vma=True) the gradients of replicated weights are those of one device, on
-    each rank. Under check_vma=False, with more than one rank, the loss is right but not differentiable: JAX would not sum the
-    gradients over the ranks, and would multiply each by the number of ranks.
+    Inside ``jax.shard_map`` (with its default check_vma=True) each rank gets the gradients of replicated weights that one device
+    would compute from all tokens. Under check_vma=False, with more than one rank, the loss is right but not differentiable: JAX
+    would not sum the gradients over the ranks, and would multiply each gradient by the number of ranks.
 
     Raise ValueError if the loss is differentiated under check_vma=False with more than one rank, if shapes or dtypes do not fit,
-    if ``ignore_index`` is traced, or if ``axis_name`` is not None outside of shard_map without ``mesh``. Traced values cannot
-    raise: a label outside the vocabulary makes the loss and the gradients of replicated weights NaN on each rank. For a mean, a
-    weight that is negative or not finite does the same.
+    or if ``ignore_index`` is traced. Outside of shard_map, raise it also if ``axis_name`` is not None and ``mesh`` is None.
+    Traced values cannot raise: a label outside the vocabulary, or in a mean a weight that is negative or not finite, makes the
+    loss and the gradients of replicated weights NaN on each rank.
     """
     optional = {"head": head, "label_weights": label_weights}
     _check_arrays({"logits": logits, "labels": labels} | {name: x for name, x in optional.items() if x is not None})
@@ -87,12 +88,12 @@ def loss(
 
 
 def count_labels(labels: jax.Array, *, axis_name: str | Sequence[str] | None = "seq", ignore_index: int = -100) -> jax.Array:
-    """Return the number of labels on all ranks that are not ``ignore_index``, the divisor of :func:`loss`, 0-d.
+    """Return the number of all ranks' labels other than ``ignore_index``, as a scalar.
 
-    The dtype is int32, or int64 under ``jax_enable_x64``. ``labels``: int, any shape. For gradient accumulation, backpropagate
-    ``loss(..., reduction="sum") / total`` of each microbatch, where total is the sum of the microbatches' counts, at least 1.
-    ``axis_name``: as in :func:`loss`; None on global arrays, with any sharding. Raise ValueError if labels are not an array or
-    the axis is not one of a shard_map.
+    :func:`loss` without weights divides by this number. Its dtype is int32, or int64 under ``jax_enable_x64``. ``labels``: int,
+    any shape. ``axis_name``: as in :func:`loss`; None on global arrays, with any sharding. For gradient accumulation, let
+    ``total`` be the sum of the counts of all microbatches, at least 1. Then backpropagate ``loss(..., reduction="sum") / total``
+    of each microbatch. Raise ValueError if labels are not an array or ``axis_name`` is not an axis of the enclosing shard_map.
     """
     _check_arrays({"labels": labels})
     check_integer("ignore_index", ignore_index)
@@ -108,7 +109,7 @@ def _over_ranks(
     reduction: str,
     axis_name: str | Sequence[str] | None,
 ) -> jax.Array:
-    """Return the loss over the shards of all ranks of the axes, or over global arrays if ``axis_name`` is None."""
+    """Return the loss over the shards of all ranks along ``axis_name``, or over global arrays if ``axis_name`` is None."""
     labels = _constants(labels, settings.ignored, accumulation_dtype(logits.dtype), reduction)
     if head is None:
         total = sum_of_logits(logits, labels, settings)
@@ -136,7 +137,7 @@ def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labe
 
 
 def int32_labels(labels: jax.Array) -> jax.Array:
-    """Return labels as int32, because unsigned dtypes cannot hold -100. A label beyond int32 becomes the nearest int32."""
+    """Return labels as int32, which can hold -100 unlike unsigned dtypes. A label beyond int32 becomes the nearest int32."""
     narrow, own = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
     if own.max > narrow.max:
         labels = labels.clip(max(own.min, narrow.min), narrow.max)
@@ -144,7 +145,7 @@ def int32_labels(labels: jax.Array) -> jax.Array:
 
 
 def _mapped(on_shards: Any, where: ShardedAxes, logits: jax.Array, labels: Labels, head: jax.Array | None) -> jax.Array:
-    """Apply ``on_shards`` to global arrays in a shard_map. Tokens and rows are sharded by ``where``, the head is replicated."""
+    """Apply ``on_shards`` to global arrays in a shard_map. ``where``: the axes of tokens and rows; the head is replicated."""
     sizes, shape = (math.prod(where.mesh.shape[axis] for axis in where.batch_axes), where.ranks), labels.labels.shape
     if len(shape) != 2 or any(tokens % size for tokens, size in zip(shape, sizes, strict=True)):
         raise ValueError(

@@ -1,10 +1,11 @@
-"""Checks that all devices and processes hold the same weights, seeds and arguments, by all-gathered digests.
+"""Checks, by all-gathered digests, that all devices and processes hold the same weights, seeds and arguments.
 
-In JAX ``ring_attention`` compares no arguments between ranks; in PyTorch it does (``ring/agreement.py`` there). The ranks of one
-process run one traced program, so their arguments are equal. Several processes each trace a program of their own, and the
-arguments may differ: the user calls ``check_ranks`` to compare them.
+In JAX ``ring_attention`` compares no arguments between ranks, unlike in PyTorch (``ring/agreement.py`` there). The ranks of one
+process run one traced program, so their arguments are equal. But each of several processes traces a program of its own, and the
+arguments of these programs may differ. The user calls ``check_ranks`` to compare them.
 
-``agreed`` and ``together`` raise an error of one process in all of them, while weights or checkpoints are read or written.
+If one process fails while weights or checkpoints are read or written, ``agreed`` and ``together`` raise its error in all
+processes.
 """
 
 from __future__ import annotations
@@ -44,23 +45,23 @@ REMEDY = "Put one device's values on all of them (jax.device_put), and pass the 
 
 
 def check_ranks(what: Any) -> None:
-    """Compare the replicas of ``what`` at the start of training, outside of jit, and raise ValueError if they differ.
+    """Compare the replicas of each value in ``what``, and raise ValueError if they differ.
 
-    ``what``: a pytree of arrays (JAX's, jax.random keys, NumPy's), numbers, str, bool, None, masks and Runs. nnx modules and
-    their states are allowed too. An example is ``{"model": model, "dropout_seed": seed, "mask": mask}``. If an array's sharding
-    places one part on several devices, their copies of this part are replicas. Replicas may differ silently after
-    ``shard_map(check_vma=False)``, ``jax.make_array_from_single_device_arrays`` and the like.
+    Call it at the start of training, outside of jit. ``what``: a pytree of arrays (JAX's, jax.random keys, NumPy's), numbers,
+    str, bool, None, masks, Runs, nnx modules and their states, such as ``{"model": model, "dropout_seed": seed, "mask": mask}``.
+    If an array's sharding places one part of the array on several devices, the copies of this part are replicas. Replicas may
+    differ without an error after ``shard_map(check_vma=False)``, ``jax.make_array_from_single_device_arrays`` and the like.
 
-    With several processes (``jax.distributed``) the replicas of global arrays are compared across all of them. Arrays on the
-    devices of a single process, and all other values, must then be equal in all processes. All processes must call it at the same
-    place.
+    With several processes (``jax.distributed``) the replicas of a global array are compared across all processes. An array on the
+    devices of a single process, or a value that is not a JAX array, must then be equal in all processes. All processes must call
+    ``check_ranks`` at the same point of the program. If a process does not make the call, the others wait for it, as in any
+    collective of JAX.
 
     Values are compared bit for bit, by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types, dtypes and
-    shapes are compared too. Arrays without replicas are not read.
+    shapes are compared too. The contents of arrays without replicas are not read.
 
     The error names up to 8 values that differ and the devices or processes that hold them, or a value that cannot be compared,
-    such as a traced one. With several processes the error is the same in all of them. If a process does not make the call, the
-    other processes wait for it, as in any collective of JAX.
+    such as a traced one. With several processes the error is the same in all of them.
     """
     processes, error = jax.process_count(), None
     try:
@@ -90,18 +91,19 @@ def _entries(what: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_exists(name: str, x: Any) -> None:
-    """Raise ValueError if ``x`` is an array that was deleted or donated."""
+    """Raise ValueError if ``x`` is an array that was deleted or donated. ``name``: the name of ``x`` in the message."""
     if isinstance(x, jax.Array) and not isinstance(x, Tracer) and x.is_deleted():
         raise ValueError(f"{name} was deleted, as a donated array is: pass the one that took its place")
 
 
 def _replicas(x: Any) -> list[Replica]:
-    """Return a Replica for each copy of ``x`` in this process that must be equal to another copy, here or elsewhere.
+    """Return a Replica for each copy of ``x`` in this process that must equal another copy, in this process or in another one.
 
-    A value that is not a jax.Array has one Replica, since every process should hold the same value. An array has a Replica for
-    each local device whose shard another device holds too, in this process or in another one. With several processes, an array
-    on the devices of one process has a Replica for each of these devices, since every process should hold the same array. Any
-    other array has one Replica, of its dtype and shape only: its contents have no copy to compare with.
+    A value that is not a jax.Array has one Replica, because every process should hold the same value. A jax.Array has a Replica
+    for each local device whose shard is also on another device, in this process or in another one. If there are several
+    processes, and an array lies only on devices of this process, it has a Replica for each of these devices, because every
+    process should hold the same array. Any other array has one Replica, of its dtype and shape only, because no other copy of its
+    contents exists.
     """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]
@@ -130,10 +132,10 @@ def _content(x: jax.Array) -> str:
 
 
 def _tables_of_all(table: Table, error: Exception | None) -> list[Table]:
-    """Return the tables of all processes, or only this process's table if all are equal and no replicas in it differ.
+    """Return the tables of all processes, or only this process's table if all tables are equal and no replicas differ.
 
-    A table maps each value's name to its replicas. The processes all-gather digests, and tables only if they return all. Raise
-    ValueError if a process has an ``error``.
+    A table maps the name of each value to its replicas. The processes first all-gather digests of their tables. They all-gather
+    the tables only if digests or replicas differ or a process has an ``error``. Raise ValueError if a process has an ``error``.
     """
     mine = "" if error else table_digest(table)
     if set(_gathered(mine)) == {mine} and not error and not differences([table], "process"):
@@ -146,7 +148,7 @@ def _tables_of_all(table: Table, error: Exception | None) -> list[Table]:
 
 
 def _gathered(text: str) -> list[str]:
-    """All-gather a text. Return the texts of all processes in order."""
+    """All-gather one text of each process. Return the texts in the order of the process indices."""
     encoded = np.frombuffer(text.encode(errors="replace"), np.uint8)
     lengths = np.ravel(multihost_utils.process_allgather(np.array([encoded.size], np.int32)))
     texts = np.asarray(multihost_utils.process_allgather(np.pad(encoded, (0, lengths.max() - encoded.size))))
@@ -155,14 +157,15 @@ def _gathered(text: str) -> list[str]:
 
 @contextmanager
 def together(call: str, mesh: Any) -> Iterator[list[str]]:
-    """Raise the error of one process in all processes that run this ``with`` block.
+    """Run the ``with`` block in all processes, and raise an error of one process in all of them.
 
-    If the block raises in several processes, all raise the error of the process with the lowest index. With several processes an
-    OSError stays an OSError, and any other error becomes a ValueError. The block may append texts to the yielded list, which must
-    be the same in each process. The ValueError is a RankDifference if the texts differ, or if only some processes had an error.
-    ``call`` names the block in the error of texts that differ.
+    If the block raises an error in several processes, all raise the error of the process with the lowest index. With several
+    processes an OSError stays an OSError. Any other error becomes a ValueError: a RankDifference if another process had no error.
+    The block may append texts to the yielded list, such as digests of the data that it has read. Raise RankDifference if the
+    texts differ between processes; ``call`` names the block in this error.
 
-    ``mesh``: the mesh of the block's model. If it does not span all processes, each process raises only its own error.
+    ``mesh``: the mesh of the block's model. If it is None or does not span all processes, each process raises only its own error,
+    and texts are not compared.
     """
     error, alike = None, list[str]()
     try:
@@ -200,11 +203,11 @@ def check_kinds(arrays: Mapping[str, Any]) -> None:
 
 
 def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
-    """Call ``function`` in every process, and return a list of all processes' return values, which must be JSON values.
+    """Call ``function`` in every process, and return the list of all processes' return values, which must be JSON values.
 
-    Each process must call ``agreed``. If the function raises in some processes, every process raises the error of the lowest of
-    these. With several processes an OSError stays an OSError, and any other error becomes a ValueError. Raise ValueError if
-    ``alike`` (values by name) differs between processes.
+    Each process must call ``agreed``. If the function raises in several processes, every process raises the error of the process
+    with the lowest index. With several processes an OSError stays an OSError, and any other error becomes a ValueError.
+    ``alike``: values by name that must be equal in all processes. Raise ValueError if a value differs.
     """
     error, value = None, None
     try:
@@ -229,5 +232,5 @@ def agreed(function: Callable[[], Any], **alike: int | str | None) -> list[Any]:
 
 
 def by_process(name: str, values: list[Any]) -> str:
-    """Return a text that lists the value of each process."""
+    """Return a text that lists the value of each process, such as "step is 3 in process 0, 4 in process 1"."""
     return f"{name} is {', '.join(f'{value} in process {process}' for process, value in enumerate(values))}"

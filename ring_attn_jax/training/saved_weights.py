@@ -1,4 +1,4 @@
-"""Weights in a folder of config.json and safetensors files. Both packages read and write it.
+"""Saving and loading of weights: a folder of config.json and safetensors files, which the JAX and the PyTorch package share.
 
 Saving: shards are gathered, and process 0 writes a new folder beside the old one, calls fsync, and renames it. Loading: every
 process reads all weights from the files, one at a time.
@@ -41,37 +41,40 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
 
     The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors``, or beyond 5 GB several
     files and an index. Weights have the names and orientation of ``to_numpy``, each in its own dtype. ``load_weights`` of either
-    package reads the folder. A temporary folder is written beside ``folder`` and renamed, so an error or a kill before the end
-    leaves the previous save complete.
+    package reads the folder. The files are written to a temporary folder beside ``folder``, and renamed at the end. So an
+    error or a kill before the end leaves the previous save complete.
 
-    Sharded weights are gathered. With several processes (``jax.distributed``) each must call it; process 0 writes, and all calls
-    return after that. Raise ValueError if the model is not a RingTransformer, names, shapes or dtypes of weights differ between
-    processes, or the folder holds other files. Raise OSError if it cannot be written. The error is the same in each process.
+    Sharded weights are gathered. With several processes (``jax.distributed``) each must call ``save_weights``. Process 0 writes,
+    and no call returns before the save is complete. Raise ValueError if the model is not a RingTransformer, if names, shapes or
+    dtypes of weights differ between processes, or if the folder holds files other than a save's. Raise OSError if the folder
+    cannot be written. The error is the same in each process.
     """
     save_folder(model, folder, lambda config: {CONFIG: config.to_json().encode()}, OWN.renamed)
 
 
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
-    """Load a RingTransformer from the ``folder`` of ``save_weights`` of either package.
+    """Load a RingTransformer from a ``folder`` that ``save_weights`` of either package wrote.
 
-    ``dtype``, ``compute_dtype``: the dtypes of the weights and of the computation; None: that of the config. ``ring``: the
-    arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, but not ``rngs``. With ``mesh`` the weights are
-    copied to all of its devices, else to the default device. Each process of the mesh must call it and reads the files itself,
-    one weight at a time.
+    ``dtype``, ``compute_dtype``: the dtypes of the weights and of the computation; None: the dtype in the config. ``ring``: the
+    arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, except ``rngs``. With ``mesh`` the weights are
+    copied to all of its devices, otherwise to the default device. Each process of the mesh must call ``load_weights``, and reads
+    the files itself, one weight at a time.
 
-    Raise ValueError if the folder does not exist, the config cannot be read, a file is missing or truncated, or weights are
-    missing, unexpected or of another shape than in the config; the error names them. The error is the same in each process if the
-    mesh spans all processes. It is raised before any weight is read, unless a file is overwritten during the load.
+    Raise ValueError if the folder does not exist, the config cannot be read, or a file is missing or truncated. Raise it also if
+    weights are missing, unexpected or of another shape than in the config. The error names the folder, files or weights, and is
+    the same in each process if the mesh spans all processes. It is raised before any weight is read, unless a file is overwritten
+    during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Load the model of a folder. ``dtypes``: (dtype of the weights, dtype of the computation), each None for the config's.
+    """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote.
 
-    ``naming``: the names of config and weights in the folder. ``ring``: the arguments of ``RingTransformer.from_config``.
-    If only some processes find the folder, or processes find different weights, a save may not be visible to all of them yet.
-    With a mesh that spans all processes they then retry for 10 seconds before they raise.
+    ``naming``: the names of config and weights in the folder. ``dtypes``: (dtype of the weights, dtype of the computation); None
+    is the dtype in the config. ``ring``: the arguments of ``RingTransformer.from_config``. If only some processes find the
+    folder, or processes find different weights, a save may not be visible to all of them yet. If the mesh spans all processes,
+    they then retry for 10 seconds before they raise an error.
     """
     for pause in (*PAUSES, None):
         with ExitStack() as kept:
@@ -100,9 +103,9 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 
 
 class Empty(NamedTuple):
-    """A model without weights, the weights to read, and their sharding.
+    """A model whose weights have no values yet, the weights to read, and their sharding (None: the default device).
 
-    ``files``: for each file, a dict from a weight's name in the model to its name in the file.
+    ``files``: for the path of each file, a dict from a weight's name in the model to the weight's name in the file.
     """
 
     model: RingTransformer
@@ -111,7 +114,7 @@ class Empty(NamedTuple):
 
 
 def described(held: WeightFolder, config: TransformerConfig, naming: Naming, ring: dict[str, Any]) -> Empty:
-    """Return the model of ``config`` without weights, and the weights to read from each file of the open folder ``held``."""
+    """Return the model of ``config`` without weight values, and the weights to read from each file of the folder ``held``."""
     model = nnx.eval_shape(lambda: RingTransformer.from_config(config, **ring, rngs=nnx.Rngs(0)))
     shapes = {name: _shape(path, p) for name, (path, p) in _parameters(model).items()}
     mesh = ring.get("mesh")
@@ -140,9 +143,10 @@ def save_folder(
     files: Callable[[TransformerConfig], dict[str, bytes]],
     renamed: Callable[[str], str],
 ) -> None:
-    """Save a model's weights and other files in ``folder``. Each process must call it.
+    """Save in ``folder`` the weights of ``model``, and the other files, such as config.json. Each process must call it.
 
-    ``files(config)``: the contents of the other files by name. ``renamed(name)``: a weight's name in the saved file.
+    ``files(config)`` returns the contents of the other files by file name. ``renamed(name)`` maps a weight's name in the model to
+    its name in the file.
     """
     from safetensors.numpy import save_file
 
@@ -192,11 +196,11 @@ def _whole(model: RingTransformer) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _shape(path: tuple[Any, ...], p: nnx.Variable) -> tuple[int, ...]:
-    """Return the shape of a weight in a file: reversed for a flax kernel [in, out], which a file holds as [out, in]."""
+    """Return the shape of a weight in a file. A file holds a flax kernel [in, out] as [out, in], so its shape is reversed."""
     shape = tuple(p.get_value().shape)
     return shape[::-1] if path[-1] == "kernel" else shape
 
 
 def _placed(x: np.ndarray, sharding: jax.NamedSharding | None) -> jax.Array:
-    """Return ``x`` as a JAX array with ``sharding``, which may span several processes, or on the default device for None."""
+    """Return ``x`` as a JAX array with ``sharding``, which may span several processes; for None, on the default device."""
     return jnp.asarray(x) if sharding is None else jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])

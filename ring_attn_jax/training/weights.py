@@ -1,4 +1,4 @@
-"""Weights as numpy arrays, with the same names and orientation in both packages."""
+"""Weights as numpy arrays, with the same names and orientation in ring_attn_jax and ring_attn_torch."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
 
 
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
-    """Set the parameters of ``module``, each in its own dtype, to arrays from ``to_numpy`` of either package. Return ``module``.
+    """Set the parameters of ``module`` to arrays from ``to_numpy`` of either package, and return ``module``.
 
-    A parameter that is committed to the devices of a mesh keeps its sharding. Raise ValueError if weights are missing, unexpected
-    or of another shape. The error lists them, and nothing changes.
+    Parameters keep their dtypes. A parameter that is committed to the devices of a mesh keeps its sharding. Raise ValueError if
+    arrays are missing, unexpected or of another shape. The message lists them, and nothing changes.
     """
     parameters = _parameters(module)
     check_state(
@@ -45,13 +45,13 @@ def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
 
 
 def _parameters(module: nnx.Module) -> dict[str, tuple[tuple[Any, ...], Any]]:
-    """Return (path in flax, variable) of each parameter by its PyTorch name, such as ``blocks.0.attention.q.weight``."""
+    """Return {name: (flax path, variable)} of all parameters, by PyTorch name, such as ``blocks.0.attention.q.weight``."""
     flat = nnx.to_flat_state(nnx.state(module, nnx.Param))
     return {".".join(map(str, (*path[:-1], _NAMES.get(str(path[-1]), path[-1])))): (path, p) for path, p in flat}
 
 
 def _turned(path: tuple[Any, ...], x: Any) -> Any:
-    """Return ``x`` transposed if ``path`` is that of a flax kernel, else unchanged.
+    """Return ``x`` transposed if ``path`` leads to a flax kernel, else unchanged.
 
     A kernel is [in, out] and PyTorch's weight [out, in], so the same call converts in both directions.
     """

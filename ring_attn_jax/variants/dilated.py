@@ -48,13 +48,14 @@ def dilated_attention(
 ) -> Any:
     """Compute dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
 
-    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. In each segment,
-    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend to each other:
+    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens; the last segment may be shorter. In each segment,
+    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. Kept tokens of a segment
+    attend to each other:
 
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns whose kept tokens include the query
 
-    A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
+    A key that a query sees in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
     Under the strategy "ring", keys travel no farther than a segment reaches.
 
     Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
@@ -63,20 +64,20 @@ def dilated_attention(
         segments: lengths in tokens, strictly increasing. They need not divide the sequence, and may be longer than it.
         dilations: one for each segment; it divides the segment's length.
         axis_name: the mesh axis of the ring; call inside ``jax.shard_map`` over it, or use ``sharded_dilated_attention``.
-        mixing: "softmax": every head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
-            alone.
-        mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
+        mixing: "softmax": every head uses all patterns, as above. "heads": of the n patterns, head h uses only pattern
+            ``h n // heads``.
+        mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions; it applies inside each segment.
         key_mask: bool ``[batch, s]``, True where a key may be attended.
         scale, softcap, strategy, backend, deterministic: as in ``ring_attention``.
-        length: global number of tokens without padding; padding is hidden and has out 0. None: all tokens of the shards.
+        length: global number of tokens without padding. Padding keys are masked; padding queries have out 0. None: no padding.
         return_lse: also return lse.
 
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in at least
     float32, natural log, differentiable. A query that no pattern keeps, or that sees no key, has out 0, lse -inf, gradient 0.
 
     Raise ValueError at trace time if segments and dilations differ in number, segments do not increase, or a dilation does not
-    divide its segment. Raise it too if there are more patterns than heads under mixing "heads", q and k differ in length, or
-    ``ring_attention`` refuses an argument.
+    divide its segment. Raise it too if mixing is "heads" and there are more patterns than heads, if q and k differ in length, or
+    if ``ring_attention`` would refuse an argument.
     """
     options = Options(
         layout="contiguous",
@@ -101,7 +102,7 @@ def attend(
     options: Options,
     axis_name: str,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute ``dilated_attention`` with its patterns and options as records; return (out, lse)."""
+    """Compute ``dilated_attention`` from two records, ``patterns`` and ``options``, and return (out, lse)."""
     batches = batches_of(problem_of(q, k, v, Arrays(key_mask=key_mask), ring_size(axis_name), options), patterns)
     q, k, v, key_mask = reverse_only(*vary_alike((axis_name,), q, k, v, key_mask))
     rank = lax.axis_index(axis_name)
@@ -122,7 +123,7 @@ def _parts(batches: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(batches: FoldedBatches, key_mask: jax.Array | None, q: jax.Array, rank: jax.Array) -> Arrays:
-    """Return extents [b * head_groups, slots, 2] and key mask [b * head_groups, slots] of a pattern, each None if not needed."""
+    """Return a pattern's extents [b * head_groups, slots, 2] and key mask [b * head_groups, slots], each None if not needed."""
     if not batches.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * batches.head_groups

@@ -1,13 +1,13 @@
-"""Folding of a shard into the folded batches of each pattern, and the reverse, with gradients.
+"""Folding of a shard into the folded batches of each pattern of dilated attention, and the reverse, with gradients.
 
-A pattern is a segment length and a dilation r, and heads with equal ``head % r`` form a head group. A folded batch holds the
-tokens that one head group of a pattern keeps; ``FoldedBatches`` in the core assigns each token its slot.
-``folded`` copies an array into folded batches by padding, slicing and reshaping, without gather or scatter. ``mixed`` puts the
-results of all patterns back into the order of the shard and sums them, each weighted by its softmax denominator Z_i = exp(lse_i):
+A pattern is a segment length and a dilation r. The heads with equal ``head % r`` keep the same tokens and form a head group. A
+folded batch holds the tokens of one head group, each in a *slot*, which ``FoldedBatches`` in the core assigns. ``folded`` copies
+an array into folded batches by padding, slicing and reshaping, without gather or scatter. ``mixed`` puts the results (out_i,
+lse_i) of all patterns i back into the token order of the shard, and sums the out_i with softmax weights alpha_i:
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-Both the outs and the gradients of an array are summed in at least float32, in the order of the patterns.
+Sums over the patterns, of outs and of the gradients of an array, are in at least float32 and in the order of the patterns.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ Places = tuple[Place, ...]
 
 
 def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ...]:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], an array per pattern. Differentiable.
+    """Fold a shard ``x`` [b s h d] into one array [b * head_groups, slots, heads, d] of folded batches per pattern.
 
-    ``places``: for each pattern, its FoldedBatches and its HeadSelection, the heads of ``x`` that the pattern uses.
+    ``places``: for each pattern, its FoldedBatches, and a HeadSelection of the heads of ``x`` that it uses. ``heads`` is the
+    number of heads in a head group. The function is differentiable.
     """
     return _fold(x, rank, places)
 
@@ -39,7 +40,7 @@ def folded(x: jax.Array, places: Places, rank: jax.Array) -> tuple[jax.Array, ..
 def mixed(
     outs: Sequence[jax.Array], lses: Sequence[jax.Array], batches: tuple[FoldedBatches, ...], rank: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse). Differentiable.
+    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse). The function is differentiable.
 
     Return out [b s h e], in the outs' dtype, and lse [b s h]. A token that sees no key in any pattern has out 0, lse -inf and
     zero gradients.
@@ -85,7 +86,7 @@ def _mix_forward(results: Results, rank: jax.Array, places: Places) -> Any:
 
 
 def _mix_backward(places: Places, residuals: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Results, None]:
-    """Return the gradients dout_i and dlse_i of each pattern, 0 for fully masked queries.
+    """Return the gradients dout_i and dlse_i of each pattern i, 0 for queries that see no key in pattern i.
 
     With the module's alpha_i: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), where <,> sums
     over the features.
@@ -113,7 +114,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _heads(places: Places) -> int:
-    """Return the shard's number of heads: the end (exclusive) of the heads that the last pattern uses."""
+    """Return the shard's number of heads, equal to the end (exclusive) of the heads that the last pattern uses."""
     return places[-1][1].end
 
 
@@ -130,19 +131,19 @@ def _exp(lse_i: jax.Array, top: jax.Array) -> jax.Array:
 
 
 def _weight(lse_i: jax.Array, sums: tuple[jax.Array, jax.Array], place: Place, rank: jax.Array) -> jax.Array:
-    """Return alpha_i, or 0 for queries that see no key in the pattern.
+    """Return alpha_i = exp(lse_i - lse), or 0 for queries that see no key in pattern i.
 
-    ``sums``: the maximum of the lse_i, and the sum of all Z_i divided by the greatest Z_i. lse itself is not used, because its
-    rounding would change the weights for huge scores.
+    ``sums``: the maximum of lse_i over the patterns, and the sum of exp(lse_i - maximum). The weight is computed from these
+    instead of lse, because for huge scores the rounding of lse would change the weight.
     """
     top, total = (fold(x, place, rank) for x in sums)
     return _exp(lse_i, top) / jnp.where(total > 0, total, 1)
 
 
 def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d]. Empty slots and padded heads are 0.
+    """Fold a shard ``x`` [b s h d] into folded batches [b * head_groups, slots, heads, d]; empty slots and padded heads are 0.
 
-    ``place``: the pattern's FoldedBatches, and the heads of the array that it uses.
+    ``place``: the pattern's FoldedBatches, and a HeadSelection of the heads of ``x`` that the pattern uses.
     """
     batches, selection = place
     x = x[:, :, selection.first : selection.end]
@@ -162,9 +163,9 @@ def fold(x: jax.Array, place: Place, rank: jax.Array) -> jax.Array:
 
 
 def unfold(x: jax.Array, place: Place, rank: jax.Array, heads: int, fill: float = 0) -> jax.Array:
-    """Invert ``fold``: return the shard [b s heads d], with ``fill`` for elements that are in no folded batch.
+    """Invert ``fold``: return the shard [b s heads d], with ``fill`` at each token and head that no folded batch holds.
 
-    If ``fold`` repeats a head, its copies are summed.
+    If ``fold`` repeats a head, the copies of the head are summed.
     """
     batches, selection = place
     rows, slots, n, d = x.shape
@@ -192,8 +193,8 @@ def _heads_padded(x: jax.Array, before: int, behind: int, fill: float = 0) -> ja
 
 
 def _diagonal(selection: HeadSelection) -> jax.Array:
-    """Return a bool mask that broadcasts to [b slots spread together heads spread d], True if both spread indices are equal.
+    """Return a bool mask for arrays [b slots spread together heads spread d], True if the two spread indices are equal.
 
-    ``HeadSelection`` explains ``spread`` and ``together``.
+    The mask broadcasts to this shape. ``HeadSelection`` explains ``spread`` and ``together``.
     """
     return jnp.eye(selection.spread, dtype=bool)[:, None, None, :, None]

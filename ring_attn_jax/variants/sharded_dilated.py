@@ -48,11 +48,11 @@ def sharded_dilated_attention(
 ) -> Any:
     """Compute :func:`dilated_attention` on global arrays in contiguous layout (natural order, padded).
 
-    The mesh, its axes and the sharding of arrays are those of :func:`sharded_ring_attention`, other arguments those of
-    dilated_attention. The tokens that a head keeps follow from the head's global index. So with ``head_axis``, which gives each
-    device a part of the heads, the heads per device must be a multiple of each dilation, and ``mixing`` must be "softmax". Raise
-    ValueError if heads or mixing break this rule, or if one of the two functions refuses an argument. Raise NotImplementedError
-    for several axis names.
+    The mesh, its axes and the sharding of arrays are as in :func:`sharded_ring_attention`. Other arguments are those of
+    dilated_attention. ``head_axis`` shards the heads, but the global index of a head determines the tokens that it keeps. So with
+    ``head_axis`` the number of heads per device must be a multiple of each dilation, and ``mixing`` must be "softmax". Raise
+    ValueError if heads or mixing break this rule, or if dilated_attention or sharded_ring_attention would refuse an argument.
+    Raise NotImplementedError if ``axis_name`` is several axis names.
     """
     where, patterns = ShardedAxes.of(mesh, axis_name, batch_axes, head_axis), Patterns(segments, dilations, mixing)
     options = Options(
@@ -94,7 +94,7 @@ def _compiled(
     return_lse: bool,
     mapped: bool,
 ) -> Any:
-    """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
+    """Return the compiled program from a cache, because outside jit JAX would compile a new function at each call."""
 
     def on_shards(inputs: dict[str, Any]) -> Any:
         q, k, v = (inputs[name] for name in "qkv")

@@ -1,9 +1,10 @@
 """Summary attention over a ring, an approximation: exact within a window, with a few summaries of each block before it.
 
-:func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents: a window that starts at the start
-of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block``, with the learned
-vectors ``pool`` as queries, or zeros for the mean. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks.
-Each rank merges the pairs of each block, weighted by exp(lse), and its own queries attend to the merged summaries.
+:func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents. Each extent is a window that
+begins at the first token of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by
+``attend_block``, whose queries are the learned vectors ``pool``, or zeros for the mean. One all-gather sends these partial
+summaries, as pairs (out, lse), to all ranks. Each rank merges the pairs of each block, weighted by exp(lse), and its own queries
+attend to the merged summaries.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ def summary_attention(
         first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i exactly
         w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
         kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      key and value of summary u of block n
-        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     a summary weighs as much as block / summaries tokens
+        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     a summary counts as block / summaries tokens
 
     Query i also sees the summaries of all blocks before first(i). Tokens and summaries share one softmax. Every earlier token
     counts exactly once, by itself or in a summary. ``window >= length - 1`` is exact attention, and so is ``pooling="mean"`` with
-    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here the summaries are all-gathered;
-    under the strategy "ring", keys travel only as far as some query sees them exactly.
+    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here the summaries are all-gathered.
+    Under the strategy "ring", keys travel only as far as the window and one block reach.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
@@ -73,19 +74,20 @@ def summary_attention(
             cast to k's dtype. Its gradient is summed over the ranks; inside ``shard_map(check_vma=False)`` it is partial.
         block: number of tokens summarized together; blocks need not end where shards do, and may be longer than shards.
         summaries: the number of summaries of a block.
-        window: the minimum number of previous tokens that a query sees exactly; the range begins where a block does.
-        pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
-            its block. ``block`` must then be a multiple of ``summaries``.
-        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
-            pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
-            is log n, where n counts the unmasked keys of the summary's part. A summary with n = 0 is masked. To apply this
-            logarithm, the values of the summaries carry one more column: the fraction of their tokens that is unmasked.
+        window: the minimum number of previous tokens that a query sees exactly; the first one is the first token of a block.
+        pooling: "attention" (above), or "mean" (without ``pool``): a block is cut into ``summaries`` equal parts, and summary u
+            is the mean of part u. ``block`` must then be a multiple of ``summaries``.
+        key_mask: bool ``[batch, seq_local]``, True if a key may be attended. Masked keys are left out of the pooling. The
+            logarithm above is then log(n / summaries), where n is the number of unmasked keys in the block. For "mean" it is
+            log n, where n is the number of unmasked keys in the summary's part. A summary with n = 0 is masked. To apply this
+            logarithm, each summary's values are multiplied by its fraction of unmasked tokens, and this fraction is appended as
+            one more column of values. The column's out divides the other columns, and the logarithm of its out is added to lse.
         axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 
-    Returns the same as ring_attention. One all-gather sends the partial summaries in float32 (float64 for float64 inputs). The
-    summaries of a block that spans several ranks are merged from them, then rounded to k's dtype.
-    ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
+    Returns out, and with ``return_lse`` (out, lse), as ring_attention does. One all-gather sends the partial summaries in float32
+    (float64 for float64 inputs). If a block spans several ranks, its partial summaries are merged. Merged summaries are rounded
+    to k's dtype. ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
 
     Raise ValueError at trace time if inputs do not fit. Second derivatives and forward mode are not supported.
     """
@@ -131,9 +133,9 @@ def sharded_summary_attention(
 ) -> Any:
     """Compute :func:`summary_attention`, an approximation, on global arrays in contiguous layout (natural order, padded).
 
-    The mesh, its axes and the sharding of arrays are those of :func:`sharded_ring_attention`; pool is sharded over ``head_axis``
-    like k's heads. Other arguments are those of summary_attention, for global arrays. Raise ValueError if either function refuses
-    an argument.
+    The mesh, its axes and the sharding of arrays are as in :func:`sharded_ring_attention`; ``pool`` is sharded over ``head_axis``
+    like k's heads. Other arguments are those of summary_attention, but with global arrays. Raise ValueError if summary_attention
+    or sharded_ring_attention would refuse an argument.
     """
     options = SummaryOptions(
         block=block,
@@ -162,9 +164,9 @@ class SummaryInputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """The n summaries of all blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
+    """The n summaries of all summarized blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
 
-    ``fraction`` [b n]: the fraction of each summary's tokens that are unmasked; None without a key mask.
+    ``fraction`` [b n]: the fraction of each summary's tokens that is unmasked, or None without a key mask. g: number of kv heads.
     """
 
     k: jax.Array
@@ -173,7 +175,7 @@ class Summaries(NamedTuple):
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axis_name: str) -> tuple[jax.Array, jax.Array]:
-    """Compute ``summary_attention`` with its arguments as records; return (out, lse)."""
+    """Compute ``summary_attention`` from records of its arrays and options, and return out [b s h e] and lse [b s h]."""
     plan = _checked(inputs, options, ring_size(axis_name))
     q, k, v, _, key_mask = inputs
     first, end = _visible_range(plan, lax.axis_index(axis_name))
@@ -187,9 +189,9 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, axi
 
 
 def _visible_range(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return (first, end) of the positions that each query sees directly, not by summaries: int32 [s] each, end exclusive.
+    """Return (first, end), int32 [s] each: each query sees the positions ``first .. end - 1`` exactly, not by summaries.
 
-    Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
+    Both numbers are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
     """
     positions = rank * plan.local + jnp.arange(plan.local, dtype=jnp.int32)
     true = positions < plan.length
@@ -197,7 +199,7 @@ def _visible_range(plan: SummaryPlan, rank: jax.Array) -> tuple[jax.Array, jax.A
 
 
 def _over_summaries(q: jax.Array, first: jax.Array, summaries: Summaries, plan: SummaryPlan) -> tuple[jax.Array, jax.Array]:
-    """Return (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
+    """Return (out, lse) of this rank's queries. Each query attends to the summaries of all blocks before its ``first``."""
     options = plan.options
     end = first // options.block * options.summaries
     attend = partial(
@@ -221,7 +223,7 @@ def _over_summaries(q: jax.Array, first: jax.Array, summaries: Summaries, plan: 
 
 
 def _summaries(inputs: SummaryInputs, plan: SummaryPlan, axis_name: str) -> Summaries:
-    """Return the summaries of all blocks, merged from all ranks' partial summaries."""
+    """Return the summaries of all blocks that some query sees as summaries, merged from all ranks' partial summaries."""
     _, k, v, pool, key_mask = inputs
     (b, _, g, d), e = k.shape, v.shape[-1]
     m, slots, wide = plan.options.summaries, plan.slots, accumulation_dtype(k.dtype)
@@ -269,7 +271,7 @@ def _checked(inputs: SummaryInputs, options: SummaryOptions, ranks: int) -> Summ
 
 
 def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, return_lse: bool = False) -> Any:
-    """Compute ``sharded_summary_attention`` with its arguments as records; return out, or (out, lse) with ``return_lse``."""
+    """Compute ``sharded_summary_attention`` from records. Return out, or (out, lse) if ``return_lse`` is True."""
     q, k, v, _, key_mask = inputs
     dtype_names(q, k, v)
     check_shards(q, k, v, where)
@@ -287,7 +289,7 @@ def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, 
 def _compiled(
     where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the compiled program, cached: outside jit, a new function at each call would be compiled anew."""
+    """Return the compiled program from a cache, because outside jit JAX would compile a new function at each call."""
 
     def on_shards(named: dict[str, jax.Array]) -> Any:
         inputs = SummaryInputs(named["q"], named["k"], named["v"], named.get("pool"), named.get("key_mask"))

@@ -1,11 +1,11 @@
-"""The strategy "direct": each rank receives from each other rank only the keys that it sees, and returns their gradients.
+"""The strategy "direct": each rank receives from other ranks only the keys that its queries see, and returns their gradients.
 
-The plan (``plan/direct.py`` of the core) determines the slices of keys that each rank sends. Array sizes are static in JAX. So
-each slice is extended by neighboring keys to the length of the longest slice that any rank sends. A step places the received
-slices in a shard of zeros. ``Step.rows`` state what each run of queries sees of each run of keys. They are the same as in the
-strategy "ring", because no query sees the zeros, so any backend can compute the step. During a step the next step's slices are in
-transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner adds the gradients in
-the order of the shifts. For a balanced layout see ``needed.py``.
+The plan (``plan/direct.py`` of the core) determines the slices of keys that each rank sends at shift s, to rank + s. Array sizes
+are static in JAX, so each slice is extended by neighboring keys to the length of the longest slice that any rank sends. The
+receiving rank places the slices in a shard of zeros. Its queries see no zeros, so ``Step.rows``, which describe the visible part
+of the shard, are the same as in the strategy "ring", and any backend can compute the step. During a step the slices of the next
+step are in transfer. In the backward the gradients of the previous step are also in transfer, to the keys' owner. The owner adds
+the gradients in the order of the shifts. For a balanced layout see ``needed.py``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Direct(OneWay):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return the arguments unchanged. In a balanced layout (``NeededPlan``) add the keys that this rank receives."""
+        """Return the arguments. In a balanced layout (``NeededPlan``) first receive keys and merge them into ``keys``."""
         return queries, with_received(keys, ring.plan, ring.axis) if isinstance(ring.plan, NeededPlan) else keys, score
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step on this rank's own keys, then one per further shift, on the keys of ``rank - shift`` that this rank sees.
+        """Yield a step on this rank's own keys, then for each further shift a step on the visible keys of ``rank - shift``.
 
-        In a balanced layout there is one step.
+        In a balanced layout yield only one step, on the merged keys that ``spread`` returned.
         """
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
@@ -56,7 +56,7 @@ class Direct(OneWay):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return the gradients unchanged, but in a balanced layout first send the gradients of received keys to their owners."""
+        """Return the gradients. In a balanced layout first send those of received keys to the keys' owners, which add them."""
         if isinstance(ring.plan, NeededPlan):
             assert not isinstance(dkv, tuple), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.axis)
@@ -64,7 +64,7 @@ class Direct(OneWay):
 
 
 class DirectStep:
-    """A ``Step`` on the visible keys of rank ``rank - shift``. ``before``: the previous step; ``own``: this rank's own keys."""
+    """A ``Step`` on the visible keys of rank ``rank - shift``. ``own``: this rank's own keys. ``before``: the previous step."""
 
     def __init__(self, keys: Keys, own: Keys, before: DirectStep | None, ring: Ring, shift: int) -> None:
         self.keys, self.rows, self.last = keys, rows(ring, shift), shift == ring.plan.shifts[-1]
@@ -73,9 +73,9 @@ class DirectStep:
         self._before, self._ring, self.shift = before, ring, shift
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied by an optimization barrier to the next keys and the gradients that this rank has received.
+        """Return ``state``, tied by an optimization barrier to the next step's keys and the gradients that have arrived.
 
-        Without the barrier XLA moves all transfers to the front of the program, as in the strategy "ring". The barrier also
+        Without the barrier XLA would move all transfers to the front of the program (see ``RingStep.settle``). The barrier also
         includes this rank's own keys. Otherwise XLA would still move the transfers that depend only on these keys.
         """
         if not self.last:
@@ -87,10 +87,10 @@ class DirectStep:
         return state
 
     def arrived(self) -> None:
-        """Return None: no gradients arrive here, because the keys' owner adds the gradients of all ranks."""
+        """Return None: no sum travels with the keys, because each rank sends its gradients straight to the keys' owner."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send the slices' gradients to the keys' owner, and add the arriving gradients to the sum for this rank's own keys."""
+        """Send the gradients of received slices to the keys' owner, and add those that arrive. At the first step keep ``dkv``."""
         assert not isinstance(dkv, tuple), "what travels is packed"
         if self._before is None:
             self.total = dkv
@@ -111,10 +111,10 @@ class DirectStep:
 
 
 class Sent(NamedTuple):
-    """A slice of one shift: the ranks ``owners`` each send ``tokens`` keys.
+    """A slice of ``tokens`` keys that each of the ranks ``owners`` sends at one shift.
 
-    ``mine``: the first key that this rank sends, as an index in its shard. ``theirs``: the first key that this rank receives, as
-    an index in the sender's shard.
+    ``mine``: the index, in this rank's shard, of the first key that this rank sends. ``theirs``: the index, in the sender's
+    shard, of the first key that this rank receives.
     """
 
     mine: jax.Array
@@ -124,7 +124,7 @@ class Sent(NamedTuple):
 
 
 def slices(ring: Ring, shift: int) -> list[Sent]:
-    """Return the slices that this rank sends and receives at a shift. Their offsets are traced, because the rank is traced."""
+    """Return the slices that this rank sends and receives at a shift. Their indices are traced, as the rank is a traced value."""
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     assert isinstance(plan, DirectPlan)
 
@@ -137,7 +137,7 @@ def slices(ring: Ring, shift: int) -> list[Sent]:
 
 
 def fetched(own: Keys, ring: Ring, shift: int) -> Keys:
-    """Send slices of ``own``. Return the slices received from rank (rank - shift), placed in a shard of zeros."""
+    """Send slices of ``own`` to rank + ``shift``. Return those received from rank - ``shift``, placed in a shard of zeros."""
     parts = []
     for each in slices(ring, shift):
         sent = own if each.tokens == own.kv.shape[1] else cut(own, each.mine, each.tokens)

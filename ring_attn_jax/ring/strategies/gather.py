@@ -1,8 +1,8 @@
-"""The strategy "gather": one all-gather fetches all keys, and one step computes on them.
+"""The strategy "gather": one all-gather of each array fetches all keys, and one step computes on them.
 
 The backward gathers the keys again. Each rank receives the gradients of its own keys from all ranks, in at least float32, and
-adds them in rank order. In memory each rank holds the keys of all ranks; in the backward it also holds the gradients of all keys
-from its own queries.
+adds them in rank order. Each rank holds the keys of all ranks in memory. In the backward it also holds a gradient for each of
+these keys: the contribution of its own queries.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Gather(OneWay):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return ``queries`` and ``score`` unchanged, and all ranks' keys, which in a balanced layout are sorted by position."""
+        """Return ``queries``, the keys of all ranks, and ``score``. In a balanced layout sort the keys by position."""
         parts = jax.tree.map(lambda x: all_gather(x, ring.axis), keys)
         return queries, keys_in_order(joined(parts, keys.kv.shape[1]), ring), score
 
@@ -44,24 +44,24 @@ class Gather(OneWay):
 
 
 def keys_in_order(keys: Keys, ring: Ring) -> Keys:
-    """Sort the keys of joined shards by position in a balanced layout; return them unchanged in any other layout."""
+    """Sort ``keys``, the joined shards of several ranks, by position if the layout is balanced; else return them unchanged."""
     return along_tokens(lambda x: in_order(x, ring), keys) if isinstance(ring.plan.layout, BalancedLayout) else keys
 
 
 def in_order(x: jax.Array, ring: Ring) -> jax.Array:
-    """Sort the tokens of joined shards ``x`` [b shards*n ...] by position if the layout is balanced; else return ``x``."""
+    """Sort the tokens of ``x``, joined shards [b shards*n ...], by position if the layout is balanced; else return ``x``."""
     return x if (orders := _orders(ring)) is None else _taken(x, orders, ring)
 
 
 def by_shard(x: jax.Array, ring: Ring) -> jax.Array:
-    """Invert ``in_order``: put the tokens that it sorted by position back in the order of the joined shards."""
+    """Undo ``in_order``: put the tokens of ``x`` [b shards*n ...] back into the order of the joined shards."""
     return x if (orders := _orders(ring)) is None else _taken(x, orders.argsort(1), ring)
 
 
 def _orders(ring: Ring) -> np.ndarray | None:
-    """Return the indices that sort joined shards by position, for each group of ranks whose shards are joined.
+    """Return, for each group of ranks whose shards are joined, the indices that sort the joined shards by position.
 
-    The result is [groups, tokens], or None if the layout is not balanced.
+    The result is [groups, tokens of a group], or None if the layout is not balanced.
     """
     if not isinstance(ring.plan.layout, BalancedLayout):
         return None
@@ -80,5 +80,5 @@ def by_rank(x: jax.Array, ranks: int) -> jax.Array:
 
 
 def summed(parts: jax.Array) -> jax.Array:
-    """Sum ``parts`` [n ...] over n in index order, because the order of additions determines the last bits."""
+    """Sum ``parts`` [n ...] over n in index order: the order of the additions determines the last bits of the sum."""
     return reduce(jnp.add, jnp.unstack(parts))

@@ -1,9 +1,9 @@
-"""The strategy "direct" in a balanced layout: one exchange brings a rank all keys that it needs from others, for its only step.
+"""The strategy "direct" in a balanced layout: each rank receives all keys that it needs in one exchange, then computes one step.
 
-The plan (``plan/needed.py`` of the core) determines which keys a rank needs. A rank's own and the received keys are sorted by
-position, as kernels need them. Array sizes are static in JAX. So each rank sends each other rank equally many keys, and the
-step's shard has the same length on every rank; the rest is padding. In the backward the keys travel again, and their gradients
-return to the owner, which adds the gradients from ranks ``rank + 1``, ``rank + 2``, ... in this order.
+The plan (``plan/needed.py`` of the core) determines which keys a rank needs. A rank's own and the received keys form the shard of
+the step. They are sorted by position, as kernels need them. Array sizes are static in JAX, so padding makes the number of sent
+keys equal for all pairs of ranks, and the step's shard equally long on all ranks. In the backward the keys travel again, and
+their gradients return to the keys' owner, which adds those from ranks ``rank + 1``, ``rank + 2``, ... in this order.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .ring import rows
 
 
 class Places(NamedTuple):
-    """The indices, int32, by which keys are sent and sorted, and their gradients returned.
+    """Indices, int32, to select keys to send, to sort keys into the step's shard, and to return their gradients.
 
     Each rank sends ``plan.most_tokens`` keys to each rank. On arrival the received keys are sorted by sending rank.
 
     ``sent``: the keys to send, as indices in this rank's shard, sorted by receiving rank. ``order``: for each key of the step's
     shard, its index in the concatenation of this rank's shard and the received keys. ``own``: for each key of this rank's shard,
-    its index in the step's shard. ``received``: for each received key, its index in the step's shard. Padding has an index
-    beyond the array.
+    its index in the step's shard. ``received``: for each received key, its index in the step's shard. For padding, each field
+    holds an index past the end of the array that it indexes.
     """
 
     sent: jax.Array
@@ -60,7 +60,7 @@ def _places(plan: NeededPlan, axis: str) -> Places:
 def _indices(stretches: jax.Array, count: int) -> jax.Array:
     """Expand ``stretches`` [... n 2] to an array of ``count`` indices.
 
-    A stretch (base, first) fills the array from ``base`` to the next stretch's base with first, first + 1, ...
+    A stretch (base, first) sets the elements from ``base`` up to the next stretch's base to first, first + 1, ...
     """
     base, first = jnp.unstack(stretches, axis=-1)
     place = jnp.arange(count, dtype=jnp.int32)
@@ -70,9 +70,10 @@ def _indices(stretches: jax.Array, count: int) -> jax.Array:
 
 @lru_cache(maxsize=8)  # an entry per batch of documents, some 50 KB for 8 ranks
 def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
-    """Return each rank's ``sent``, ``order``, ``own`` and ``received`` of ``Places`` as stretches (base, first).
+    """Return ``sent``, ``order``, ``own`` and ``received`` of ``Places`` for all ranks, as stretches that ``_indices`` expands.
 
-    ``_indices`` expands them. Shapes: int32 [ranks ranks n 2], [ranks n 2], [ranks n 2], [ranks ranks n 2].
+    Shapes, int32: ``sent`` and ``received`` [ranks, other ranks, n, 2]; ``order`` and ``own`` [ranks, n, 2]. The last dimension
+    is (base, first) of a stretch.
     """
     ranks, each, none = range(plan.ranks), plan.most_tokens, plan.most_capacity
     sent, received = ([[[] for _ in ranks] for _ in ranks] for _ in range(2))
@@ -99,9 +100,9 @@ def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
 
 
 def _own(plan: NeededPlan, rank: int) -> list[tuple[int, int]]:
-    """Return the places of a rank's own keys in the step's shard, as stretches for ``_indices``.
+    """Return the ``Places.own`` of a rank as stretches for ``_indices``.
 
-    A stretch is the index of its first key in the rank's shard, and the index of this key in the step's shard.
+    A stretch is (index of its first key in the rank's shard, index of the same key in the step's shard).
     """
     own: list[tuple[int, int]] = []
     end = 0
@@ -114,18 +115,18 @@ def _own(plan: NeededPlan, rank: int) -> list[tuple[int, int]]:
 
 
 def even(lists: Sequence[Sequence[tuple[int, ...]]], padding: tuple[int, ...]) -> np.ndarray:
-    """Return lists of tuples as one array, int32 [lists n fields], with ``padding`` after the tuples of shorter lists."""
+    """Return lists of tuples as one array, int32 [lists n fields]. Fill shorter lists up to n with the tuple ``padding``."""
     longest = max(map(len, lists))
     return np.array([[*each, *[padding] * (longest - len(each))] for each in lists], np.int32)
 
 
 def _taken(x: jax.Array, index: jax.Array) -> jax.Array:
-    """Return the tokens ``index`` of ``x`` [b n ...], and 0 for an index of n or more."""
+    """Return the tokens of ``x`` [b n ...] at the indices ``index``; an index of n or more, for padding, gives zeros."""
     return jnp.take(x, index, axis=1, mode="fill", fill_value=0)
 
 
 def with_received(own: Keys, plan: NeededPlan, axis: str) -> Keys:
-    """Exchange keys. Return this rank's ``own`` and the received keys, sorted by position, in a padded shard."""
+    """Exchange keys with all ranks. Return this rank's ``own`` and the received keys in one padded shard, sorted by position."""
     if not plan.exchanges:
         return own
     places = _places(plan, axis)
@@ -138,9 +139,10 @@ def with_received(own: Keys, plan: NeededPlan, axis: str) -> Keys:
 
 
 def gradients_home(dkv: jax.Array, plan: NeededPlan, axis: str) -> jax.Array:
-    """Send the gradients ``dkv`` of the step's keys to their owners. Return those of this rank's own keys, summed over all ranks.
+    """Send gradients of received keys to the keys' owners. Return the gradients of this rank's own keys, summed over all ranks.
 
-    The sum begins with this rank's contribution. The contributions of rank + 1, rank + 2, ... follow in this order.
+    ``dkv``: the gradients of all keys of the step. The sum begins with this rank's contribution. The contributions of rank + 1,
+    rank + 2, ... follow in this order.
     """
     if not plan.exchanges:
         return dkv
@@ -155,10 +157,10 @@ def gradients_home(dkv: jax.Array, plan: NeededPlan, axis: str) -> jax.Array:
 
 
 def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
-    """Return bool [b s]: True at queries that may see keys which this rank neither holds nor receives.
+    """Return bool [b s]: True for each query that may see a key that this rank neither holds nor receives.
 
-    Return None if the strategy sends all keys. Traced extents have no values that could be checked, so no error is raised.
-    Instead ``marked`` sets the out of these queries to NaN.
+    Return None if the plan is not a ``NeededPlan``. The values of traced extents are unknown when the program is traced, so no
+    error can be raised for such queries. Instead ``marked`` sets ``out`` to NaN at these queries.
     """
     plan = ring.plan
     if not isinstance(plan, NeededPlan):
@@ -173,6 +175,6 @@ def unavailable(extents: jax.Array, ring: Ring) -> jax.Array | None:
 
 
 def marked(state: State, extents: jax.Array | None, ring: Ring) -> State:
-    """Set ``out`` to NaN at ``unavailable`` queries, because some of the keys that they see did not travel."""
+    """Set ``out`` to NaN at queries that may see keys neither held nor received by this rank (``unavailable``)."""
     outside = None if extents is None else unavailable(extents, ring)
     return state if outside is None else state._replace(out=jnp.where(outside[..., None, None], jnp.nan, state.out))

@@ -1,8 +1,8 @@
 """The strategy "ring": one ppermute per hop moves the keys, while the rank attends to its current keys.
 
 In the forward k, v, the key mask and the key extents travel (``attend/keys.py``). In the backward they travel again, together
-with the gradients of k and v. These gradients end at the rank that owns the keys. All arrays of the queries (q, out, lse, dout,
-dq) stay on their rank.
+with the gradients of k and v. At the end these gradients arrive at the rank that owns the keys. All arrays of the queries (q,
+out, lse, dout, dq) stay on their rank.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ class OneWay:
 
 
 class RingStep:
-    """A ``Step`` on the keys that started on rank ``rank - shift``, modulo the number of ranks.
+    """A ``Step`` on the keys that started on rank ``rank - shift`` (modulo the number of ranks).
 
-    The constructor of every step but the last sends the keys to rank ``rank + hop``.
+    The constructor sends the keys to rank ``rank + hop``. If ``hop`` is 0, as at the last step, it sends nothing.
     """
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
@@ -68,7 +68,7 @@ class RingStep:
         self._axis, self._ranks = ring.axis, ring.plan.ranks
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied to the next keys by an optimization barrier: XLA starts the next step only when it has both.
+        """Return ``state``, tied to the next keys by an optimization barrier: XLA starts the next step only when both are ready.
 
         Without the barrier XLA moves all hops to the front of the program. Then memory grows with the number of ranks, and no
         transfer overlaps with compute.
@@ -78,12 +78,12 @@ class RingStep:
         return state
 
     def arrived(self) -> jax.Array | None:
-        """Return the gradients of ``keys`` summed over the ranks visited so far; None at the first step."""
+        """Return the gradients of ``keys``, summed over the ranks visited so far. Return None at the first step."""
         assert not isinstance(self.travelling, tuple), "what travels is packed"
         return self.travelling
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step send it to the rank that owns ``keys``."""
+        """Send ``dkv`` to the rank that receives ``keys`` next, or in the last step to the rank that owns ``keys``."""
         self.travelling = send(dkv, self._onward, self._axis, self._ranks) if self._onward else dkv
 
     def home(self) -> Gradients:
@@ -93,9 +93,9 @@ class RingStep:
 
 
 def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
-    """Return int32 [q_runs, k_runs, fields]: a Row per pair of a query run of this rank and a key run of rank - ``shift``.
+    """Return a ``Row`` (``runs.py`` of the core) for each pair of a query run of this rank and a key run of rank - ``shift``.
 
-    Rows are arrays because the rank is traced. ``shift`` may be traced too.
+    The result is an array int32 [q_runs, k_runs, fields], because the rank is traced. ``shift`` may be traced too.
     """
     plan, rank = ring.plan, lax.axis_index(ring.axis)
     q_runs = _runs(plan.q_runs, rank)[:, :, None]
@@ -105,8 +105,8 @@ def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
 
 
 def _runs(table: Sequence[Sequence[tuple[int, int, int, int]]], rank: jax.Array) -> jax.Array:
-    """Return (base, length, start, stride) of each run of the traced rank ``rank``, int32 [4, runs].
+    """Return the runs of the traced rank ``rank`` from ``table``, which lists the runs of each rank: int32 [4, runs].
 
-    ``base``: the index in the shard of the run's first token. ``start``: the position of this token.
+    The four rows are base, the index of the run's first token in the shard; length; start, this token's position; and stride.
     """
     return jnp.asarray(table, dtype=jnp.int32)[rank].T

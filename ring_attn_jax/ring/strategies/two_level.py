@@ -1,8 +1,8 @@
 """The strategy "two_level": keys travel around an inner ring in each host, while a copy travels to the next host that needs it.
 
 An inner ring sums the gradients of its keys, and returns the sum to the rank at which the keys entered the host. That rank adds
-the sum of the earlier hosts, and sends the new sum to the next host during the next inner ring. So a transfer between hosts may
-take as long as all steps of one host. Hosts' sums are added in the order in which the keys visit the hosts.
+the sum that arrived from the hosts visited before, and sends the total to the next host during the next inner ring. So a transfer
+between hosts may take as long as all steps of one host. The sums of the hosts are added in the order in which keys visit them.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def plan_of(ring: Ring) -> TwoLevelPlan:
 class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that these keys have visited.
 
-    ``keys``: the keys that travel to the next host during the inner ring. ``left``: the last step of the previous inner ring;
-    None in the first inner ring, and once ``add`` has added that step's gradients. ``crossing``: how many hosts onward ``add``
-    sends the sum.
+    ``keys``: the copy of the keys that travels to the next host during the inner ring. ``left``: the last step of the previous
+    inner ring, with gradients that ``add`` has not yet added to the sum; None without such a step. ``crossing``: the number of
+    hosts by which ``add`` sends the sum onward.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -65,17 +65,14 @@ class HostSums:
         self.crossing = 0
 
     def cross(self, x: T, hosts: int) -> T:
-        """Send ``x``, an array or a tree of arrays, to the rank with the same index within its host, ``hosts`` hosts onward.
+        """Send ``x``, an array or a tree of arrays, ``hosts`` hosts onward, to the rank with the same index in its host.
 
-        Return the ``x`` that arrives, or this rank's own if ``hosts`` is 0.
+        Return the ``x`` that arrives here, or the argument ``x`` if ``hosts`` is 0.
         """
         return send(x, hosts * self._ranks, self._ring.axis, self._ring.plan.ranks) if hosts else x
 
     def add(self) -> None:
-        """Add the previous inner ring's gradients to the sum, and send the sum ``crossing`` hosts onward.
-
-        Do nothing in the first inner ring, or if these gradients are in the sum already.
-        """
+        """Add the gradients of ``left`` to the sum, and send the sum onward. Do nothing if ``left`` is None."""
         if self.left is None:
             return
         total = self.left.travelling
@@ -85,7 +82,7 @@ class HostSums:
         self._arriving, self.left = self.cross(total, self.crossing), None
 
     def home(self) -> jax.Array:
-        """Return the sum over all hosts of the gradients of this rank's own keys."""
+        """Return the gradients of this rank's own keys, summed over all hosts."""
         self.add()
         assert self._arriving is not None
         return self._arriving
@@ -112,12 +109,12 @@ class TwoLevelStep(RingStep):
         self._sums = sums
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied by an optimization barrier to the keys that the next step computes on.
+        """Return ``state``, tied by an optimization barrier to the keys of the next step.
 
-        As in ``RingStep.settle``, XLA can then start the next step only when it has both. Within an inner ring the next keys come
-        from a rank of the same host. After the last step of an inner ring, ``state`` is tied to the keys that arrive from another
-        host. If the next inner ring does not begin with shift 0, these keys move one more hop inside the host before the next
-        step. The last step of all returns ``state`` unchanged.
+        XLA then starts the next step only when both are ready, as in ``RingStep.settle``. Within an inner ring the next keys
+        come from a rank of the same host. In the last step of an inner ring, ``state`` is tied to the keys that arrive from
+        another host. If the next inner ring does not begin with shift 0, these keys move one more hop inside the host before its
+        first step. The last step of the last inner ring returns ``state`` unchanged.
         """
         if not self._stays:
             return super().settle(state)
@@ -126,10 +123,10 @@ class TwoLevelStep(RingStep):
         return state
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` onward inside the host; after the inner ring's last step, to the rank at which the keys entered the host.
+        """Send ``dkv`` to the next rank of the inner ring, or in the last step to the rank at which the keys entered the host.
 
-        In the first step of an inner ring, also add the gradients of the previous inner ring, if there was one, to the hosts'
-        sum, and send the sum ``crossing`` hosts onward (``HostSums.add``).
+        In every inner ring but the first, the first step also adds the gradients of the previous inner ring to the sum over
+        hosts, and sends this sum ``crossing`` hosts onward (``HostSums.add``).
         """
         self.travelling = self._inside(dkv, self._onward) if self._onward else dkv
         self._sums.add()

@@ -3,9 +3,9 @@
     one way      0 -> 1 -> 2 -> 3 -> 4 -> 5 -> 6 -> 7        seven hops one after the other
     two ways     0 -> 1 -> 2 -> 3 -> 4    and    0 -> 7 -> 6 -> 5    at most four, and both directions of a link are in use
 
-Steps alternate between the two directions, nearest rank first, so a transfer may take as long as two steps. Gradients travel with
-their keys. The last rank of each direction sends the sum to the keys' owner. The owner starts with its own contribution, adds the
-sum of the first direction, and then the sum of the second.
+Steps alternate between the two directions, nearest rank first, so a transfer may take as long as two steps. The gradients of keys
+travel with them. The last rank of each direction sends its sum of gradients to the keys' owner. To its own contribution the owner
+adds the sum from the first direction, and then the sum from the second.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class TwoWay(OneWay):
 
 
 class Way:
-    """The keys that travel in one direction. ``shifts``: the distances from their owner to the ranks that they visit.
+    """The keys that travel in one direction. ``shifts``: for each visit, the visited rank minus the owner's, modulo the ranks.
 
     ``step``: the latest step of this direction.
     """
@@ -53,16 +53,17 @@ class Way:
         self.step = TwoWayStep(keys, None, ring, 0, shifts[0])  # starts the first transfer
 
     def next_step(self) -> TwoWayStep:
-        """Return the step on the next keys of this direction. Every step but the last sends its keys onward."""
+        """Return the step that computes on the next keys of this direction. Every step but the last sends its keys onward."""
         self.step = TwoWayStep(self.step.next_keys, self.step.travelling, self._ring, *next(self._legs))
         return self.step
 
 
 class TwoWayStep(RingStep):
-    """A ``Step`` of one direction, or on the rank's own keys.
+    """A ``Step`` on keys that travel in one of the directions, or on this rank's own keys.
 
-    ``parts``: on the last step, the steps that hold gradients of this rank's own keys.
-    ``following``: the step whose ``next_keys`` are the keys of the next step; None on the last step.
+    ``parts``: in the last step of all, the steps from which ``home`` adds gradients: the step on the own keys, and the last step
+    of each direction. In all other steps ``parts`` is empty. ``following``: the step whose ``next_keys`` are the keys of the
+    step after this one; None in the last step.
     """
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:
@@ -72,7 +73,7 @@ class TwoWayStep(RingStep):
         self.following: TwoWayStep | None = None
 
     def settle(self, state: T) -> T:
-        """Return ``state``, tied by a barrier of XLA to the keys of the next step, as in ``RingStep.settle``."""
+        """Return ``state``, tied by an optimization barrier to the keys of the next step, as in ``RingStep.settle``."""
         if self.following is not None:
             state, self.following.next_keys = lax.optimization_barrier((state, self.following.next_keys))
         return state
@@ -80,13 +81,13 @@ class TwoWayStep(RingStep):
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys.
 
-        Add, in this order, the rank's own contribution, the sum of the first direction, and that of the second, if there is one.
+        Add, in this order: the rank's own contribution, the sum from the first direction, and the sum from the second, if any.
         """
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(jnp.add, others, own)  # type: ignore[arg-type]
 
 
 def in_turn(ways: list[Way]) -> Iterator[Way]:
-    """Yield the directions in alternation, each as often as it has steps."""
+    """Yield the directions alternately, one for each step. Once one of them has no steps left, yield only the other."""
     turns = chain.from_iterable(zip_longest(*([way] * way.visits for way in ways)))
     return (way for way in turns if way is not None)

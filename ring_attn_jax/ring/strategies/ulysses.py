@@ -1,13 +1,13 @@
 """The strategy "ulysses": an all-to-all inside each group swaps tokens for heads, and keys travel a ring of groups.
 
-    before     each rank: the tokens of its shard, all heads
-    inside     each rank: the tokens of its group's shards, its share of the heads (``HeadSplit``)
-    after      out, lse, rest (the rounding error of lse) and the gradients go back the same way
+    before     each rank holds the tokens of its shard, with all heads
+    inside     each rank holds the tokens of all shards of its group, with the heads that ``HeadSplit`` assigns to it
+    after      an all-to-all sends out, lse, rest (the rounding error of lse) and the gradients back to the tokens' ranks
 
-Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). In the backward q, k, v,
-out, lse, rest and the gradients of out and lse are exchanged like q. All ranks of a group get the extents, the key mask and the
-key extents of the group's tokens. A rank uses the sinks, the slopes and the dropout head index of its own heads. If several ranks
-of a group use one key head, the head's gradients are added in rank order.
+Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). The backward swaps
+tokens for heads in q, k, v, out, lse, rest and the gradients of out and lse. All ranks of a group get the extents, the key mask
+and the key extents of the group's tokens. A rank uses the sinks, the slopes and the dropout head index of its own heads. If
+several ranks of a group use one key head, the head's gradients are added in rank order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class HeadExchange(OneWay):
     def spread(
         self, queries: tuple[jax.Array, ...], keys: Keys, score: Score, ring: Ring
     ) -> tuple[tuple[jax.Array, ...], Keys, Score]:
-        """Return the queries, keys and score of the group's tokens, for this rank's share of the heads."""
+        """Return the queries, keys and score of all tokens of this rank's group, for the heads that are assigned to this rank."""
         head_split, place = _head_split_of(ring)
         groups = groups_of(head_split.ranks, ring.plan.ranks)
         extents = None if score.extents is None else clipped(score.extents)
@@ -55,10 +55,10 @@ class HeadExchange(OneWay):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return dq and dkv of this rank's own tokens, and dsinks [h], which is 0 for other ranks' heads.
+        """Return dq and dkv of this rank's own tokens for all heads, and dsinks [heads], with zeros for other ranks' heads.
 
-        Send dq in q's dtype. Send dkv in q's dtype too if one rank of the group uses each key head. Otherwise the gradients of a
-        head's copies are added afterwards, so send dkv in at least float32.
+        Send dq in q's dtype. Send dkv in q's dtype too, unless several ranks of the group use the same key head. In that case the
+        head's gradients are added after the transfer, so send dkv in at least float32.
         """
         assert not isinstance(dkv, tuple), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
@@ -81,7 +81,7 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, jax.Array]:
 
 
 def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, place: jax.Array) -> Score:
-    """Return the score parameters of this rank's heads, with ``extents`` [b ranks*s 2] of the group's queries.
+    """Return ``score`` for this rank's heads, with ``extents`` (of all queries of the group, [b ranks*s 2], or None).
 
     ``place``: this rank's index in its group.
     """
@@ -98,6 +98,6 @@ def _shared(score: Score, extents: jax.Array | None, head_split: HeadSplit, plac
 
 
 def _collected(arrays: tuple[jax.Array, ...], ring: Ring) -> list[jax.Array]:
-    """Exchange arrays [b ranks*n heads/ranks ...] of the group's tokens for [b n heads ...] of this rank's own tokens."""
+    """Swap heads for tokens: turn [b ranks*n heads/ranks ...], tokens of the group, into [b n heads ...], tokens of this rank."""
     head_split, _ = _head_split_of(ring)
     return [exchange(by_shard(x, ring), 1, 2, ring.axis, groups_of(head_split.ranks, ring.plan.ranks)) for x in arrays]
