@@ -70,18 +70,18 @@ def attend_block(
 ) -> tuple[Float[Tensor, "batch queries heads v_dim"], Float[Tensor, "batch queries heads"]]:
     """Compute attention of a block of queries over a block of keys, both anywhere in a longer sequence.
 
-    Return ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)``. Here j runs over the keys of the block
-    that query i may see. Both are in float32 (float64 for float64 inputs) and differentiable; :func:`merge` merges such pairs. A
-    query that sees no key has out 0 and lse -inf.
+    Return (out, lse) with ``out_i = sum_j exp(s_ij - lse_i) v_j`` and ``lse_i = log sum_j exp(s_ij)``. Here s_ij is the score of
+    query i and key j, and j runs over the keys of the block that query i may see. Both results are float32 (float64 for float64
+    inputs) and differentiable. A query that sees no key has out 0 and lse -inf. :func:`merge` merges the pairs of several blocks.
 
-    ``q_run``, ``k_run``: the global positions of the blocks' tokens, ``Run(start, length, stride)``, of equal stride; tokens
-    beyond a run's length are padding. None: all tokens, from position 0 on. Start and length may differ at every call without a
-    recompilation.
+    ``q_run``, ``k_run``: the global positions of the query tokens and of the key tokens, each a ``Run(start, length, stride)``.
+    The strides must be equal. Tokens of the block beyond a run's length are padding. None: all tokens of the block, from position
+    0 on. Calls with another start or length need no recompilation.
 
-    The other arguments are those of ``ring_attention``, with the arrays of the block; the backends "flash", "flash4" and "cudnn"
-    are refused. To apply a sink, merge the pair (out 0, lse ``sink``) into the result once, not once per block.
+    The other arguments are those of ``ring_attention``, with arrays of the block's tokens; the backends "flash", "flash4" and
+    "cudnn" are refused. To apply a sink, merge the pair (out 0, lse ``sink``) into the merged result once, not once per block.
 
-    Raise ValueError if inputs do not fit. No second derivative.
+    Raise ValueError if inputs do not fit. Differentiable once, in reverse mode.
     """
     rate = rate_of(dropout_rate, dropout_seed)
     v, v_dim = values_of(k, v, v_dim)
@@ -99,7 +99,7 @@ def attend_block(
 
 
 def block_state(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, options: Options, runs: tuple[Run, Run]) -> State:
-    """Compute ``attend_block`` from records, and return (out, lse, rounding error of lse). ``runs``: query run and key run."""
+    """Compute ``attend_block`` with its arguments as records. Return a ``State``. ``runs``: the query run and the key run."""
     q_run, k_run = runs
     counts = [q_run.start, q_run.length, k_run.start, k_run.length, q_run.stride, *options.counts]
     return from_outputs(torch.ops.ring_attn.attend_block(q, k, v, counts, OpCall(options).text, *arrays))
@@ -108,9 +108,9 @@ def block_state(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, options: Option
 def merge(
     a: tuple[Tensor, Tensor] | Sequence[tuple[Tensor, Tensor]], b: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Merge two pairs (out [b s h e], lse [b s h]) over disjoint keys A and B into the pair over all keys.
+    """Merge two pairs (out [b s h e], lse [b s h]) over disjoint key sets A and B into the pair over all keys.
 
-    ``merge([a, b, c])`` merges a list of pairs in order. Differentiable.
+    ``merge([a, b, c])`` merges a list of pairs in order. The results are differentiable.
 
     The merge is exact, since with ``Z_A = sum_A exp(s_j) = exp(lse_A)`` and ``Z = Z_A + Z_B``
 
@@ -119,9 +119,10 @@ def merge(
             = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B
 
     A query that sees no key of A, with out 0 and lse -inf, keeps its pair over B. A float32 lse has a rounding error of up to
-    ``2^-24 |lse|``. This error alone changes ``out`` by up to ``2^-24 |lse| |out_A - out_B|``, at an lse of 1e4 by 6e-4 of the
-    difference. The merge adds its own rounding. :func:`ring_attention` carries the rounding error of lse from step to step, for
-    float32 and float64 inputs, except with vendors' backends. Raise ValueError if an argument is not such a pair.
+    ``2^-24 |lse|``. This error alone changes out by up to ``2^-24 |lse| |out_A - out_B|``. If lse is 1e4, this bound is
+    ``6e-4 |out_A - out_B|``. The merge adds its own rounding. For float32 and float64 inputs, :func:`ring_attention` carries the
+    rounding error of lse from step to step, except with vendors' backends. Raise ValueError if an argument is not a pair (out,
+    lse), or if the shapes do not fit.
     """
     pairs = check_pairs(a, b, lambda x: isinstance(x, Tensor), "a torch.Tensor")
     top = reduce(torch.maximum, [lse for _, lse in pairs]).detach()
@@ -181,7 +182,7 @@ torch.library.register_autograd("ring_attn::attend_block_backward", refuse_secon
 
 
 class _Block(NamedTuple):
-    """The backend that computes a block, and the arguments of the backend's methods besides the queries."""
+    """The backend that computes a block, and the arguments that its methods take after q: keys, rows and score."""
 
     keys: Keys
     rows: Rows
@@ -192,8 +193,8 @@ class _Block(NamedTuple):
 def _block(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, counts: Sequence[int], call: str, backward: bool = False) -> _Block:
     """Check the inputs of a block, and return its backend with the arguments of the backend's methods.
 
-    ``counts``: start and length of the query run, start and length of the key run, their stride, then the numbers in the options.
-    ``call``: the other options as text. ``backward``: check and compile the backward.
+    ``counts``: the start and length of the query run, those of the key run, the stride of both, then ``Options.counts``.
+    ``call``: the other options as text (``OpCall.text``). ``backward``: True to check and compile the backward.
     """
     (q_start, q_length, k_start, k_length, stride), options = counts[:5], OpCall.read(call, tuple(counts[5:])).options
     problem = problem_of(q, k, v, arrays, 1, options)

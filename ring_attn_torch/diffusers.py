@@ -9,7 +9,7 @@ Example:
     model.enable_parallelism(config=ContextParallelConfig(ring_degree=4, ring_anything=True))
 
 diffusers then shards a model's text and image tokens. Attention without a causal mask does not depend on the order of tokens,
-so a rank's text and image tokens, concatenated, are its shard. Cross-attention to a shard of the text runs over the same ring.
+so each rank's shard is its text and image tokens, concatenated. Cross-attention to a shard of the text runs over the same ring.
 Masks of text travel with the keys. Shards of unequal lengths (``ring_anything``) are padded to the longest, and the padding is
 masked. With ``ulysses_degree=n`` above 1 the strategy is ``Ulysses(ranks=n)``.
 """
@@ -59,16 +59,17 @@ def ring_backend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Return attention of this rank's queries over the keys of all ranks, [batch, tokens, heads, head_dim].
 
-    ``query``, ``key``, ``value``: this rank's shards, [batch, tokens, heads, head_dim]. In cross-attention they may hold another
-    number of keys. Keys that every rank holds whole give the same out too, with lse off by the log of the number of ranks.
+    ``query``, ``key``, ``value``: this rank's shards, [batch, tokens, heads, head_dim]. In cross-attention ``key`` and ``value``
+    may have another number of tokens. If every rank holds all keys instead of a shard, out is the same, but lse is larger by the
+    log of the number of ranks.
     ``attn_mask``: the visible keys of this rank, [batch, tokens] or [batch, 1 or heads, 1, tokens], equal for all heads: bool, or
     floats of 0 and at most -9984. A query without visible keys gets 0. ``return_lse``: return (out, lse) with lse
     [batch, tokens, heads]. Other arguments: as in diffusers. Without a parallel config the call is diffusers' native attention on
     one device.
 
     With a parallel config raise ValueError if the call is causal or has dropout, or if ``ulysses_degree`` does not divide the
-    heads. Raise it too if the mask differs between queries or heads, or holds other floats between -9984 and 0, or above 0. All
-    ranks raise it if the call is their first of these shapes, or if lengths may be unequal (``ring_anything``).
+    heads. Raise it too if the mask differs between queries or heads, or holds integers, or floats above -9984 other than 0. All
+    ranks raise it in their first call with these shapes, or if shards may be unequal (``ring_anything``, ``ulysses_anything``).
     """
     if _parallel_config is None or _parallel_config.context_parallel_config is None:
         native: Any = dispatch._AttentionBackendRegistry._backends[dispatch.AttentionBackendName.NATIVE]
@@ -108,7 +109,7 @@ def ring_backend(
 
 
 def _check(query: Tensor, is_causal: bool, dropout_p: float, ulysses: int) -> None:
-    """Raise ValueError if the call is causal or has dropout, or if ``ulysses`` ranks cannot share its heads."""
+    """Raise ValueError if the call is causal or has dropout, or if ``ulysses`` does not divide the number of heads."""
     if is_causal:
         raise ValueError(
             'the attention backend "ring" got is_causal=True, and a shard of text and image tokens has no order: leave it False, '
@@ -124,9 +125,9 @@ def _check(query: Tensor, is_causal: bool, dropout_p: float, ulysses: int) -> No
 
 
 def _longest(query: Tensor, key: Tensor, group: Any, refused: bool = False) -> tuple[int, int]:
-    """Return the most queries and keys of a rank. ``refused``: this rank raises an error after the call.
+    """Return the largest number of queries, and of keys, on any rank of the group.
 
-    Raise the error of another rank that has ``refused``, except under torch.compile.
+    ``refused``: True if this rank raises an error after the call. Then the other ranks raise it too, except under torch.compile.
     """
     lengths = torch.tensor([query.shape[1], key.shape[1], refused], device=query.device)
     dist.all_reduce(lengths, dist.ReduceOp.MAX, group=group)
@@ -139,7 +140,7 @@ def _longest(query: Tensor, key: Tensor, group: Any, refused: bool = False) -> t
 def _visible_keys(mask: Tensor, key: Tensor, heads: int) -> Tensor:
     """Return a bool mask [batch, tokens], True for visible keys of this rank.
 
-    Raise ValueError if ``mask`` differs between queries or heads, or holds integers, or biases other than 0 and at most HIDING.
+    Raise ValueError if ``mask`` differs between queries or heads, or holds integers, or floats above -9984 other than 0.
     """
     batch, tokens = key.shape[:2]
     same = mask.ndim == 4 and mask.shape[1] in (1, heads) and mask.shape[2] == 1

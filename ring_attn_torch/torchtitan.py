@@ -1,4 +1,4 @@
-"""torchtitan's inner attention over a ring: for its ``cp`` axis, with windows, documents and sinks.
+"""An inner attention for torchtitan over the ring of the ``cp`` axis, with windows, documents and sinks.
 
 Example:
 
@@ -9,7 +9,7 @@ Example:
     class MyTrainer(RingDocuments, Trainer): pass                  # only for packed documents
 
 torchtitan's ``apply_cp_to_forward`` accepts this inner attention as a ScaledDotProductAttention and passes DTensors, which
-name the mesh. Its load balancer "headtail" makes the shards of the layout "zigzag", and None those of "contiguous".
+name the mesh. Shards have the layout "zigzag" if the load balancer is "headtail", and "contiguous" if it is None (no balancer).
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class RingInnerAttention(ScaledDotProductAttention):
     class Config(ScaledDotProductAttention.Config):
         """The config of a RingInnerAttention.
 
-        ``window_size``: the numbers of tokens before and after the query that it sees, as in VarlenAttention; -1 is unlimited.
+        ``window_size``: the numbers of tokens that a query sees before and after itself, as in VarlenAttention; -1 is unlimited.
         In a causal model the number after is 0: with any other number a token would see later tokens.
-        ``layout``: the layout of the shards, for calls without documents: "zigzag", which the load balancer "headtail" makes,
-        "contiguous", which None makes, or "striped". ``softcap``, ``strategy``: as in ring_attention. Building the module raises
-        ValueError if the window or the layout is none of these.
+        ``layout``: the layout of the shards, for calls without documents: "zigzag" if the load balancer is "headtail",
+        "contiguous" if it is None, or "striped". ``softcap``, ``strategy``: as in ring_attention. Building the module raises
+        ValueError if the window is not two integers of at least -1, or if the layout is unknown.
         """
 
         window_size: tuple[int, int] = (-1, 0)
@@ -99,9 +99,9 @@ class RingInnerAttention(ScaledDotProductAttention):
     ) -> Tensor:
         """Return attention [batch, local, heads, v_dim] of this rank's queries.
 
-        ``q_BLNH``, ``k_BLNH``, ``v_BLNH``: this rank's shards. torchtitan's sharding for tensor parallelism goes by these names.
-        ``out_transform``: a function of (out, lse) whose result is returned instead, such as gpt-oss's, which applies sinks. lse
-        is [batch, local, heads]. ``others``: score_mod and is_causal are checked, the rest is ignored.
+        ``q_BLNH``, ``k_BLNH``, ``v_BLNH``: this rank's shards. torchtitan's tensor parallelism finds these by their names.
+        ``out_transform``: a function of (out, lse), where lse is [batch, local, heads]; return its result instead of out. For
+        example, gpt-oss applies its sinks in this function. ``others``: score_mod and is_causal are checked, the rest is ignored.
 
         Raise ValueError if attention_masks are not ``Documents``, if score_mod is set, or if is_causal is False. Raise it too if
         q_BLNH is not a DTensor although the default group has several ranks, or if ring_attention refuses an argument.
@@ -134,19 +134,19 @@ class RingInnerAttention(ScaledDotProductAttention):
 class RingDocuments(Base):
     """A mixin for torchtitan's Trainer: each document attends only to itself. A document begins where ``positions`` is 0.
 
-    Use it as ``class MyTrainer(RingDocuments, Trainer)``. Raise ValueError if a class puts the Trainer first.
+    Use it as ``class MyTrainer(RingDocuments, Trainer)``. Raise ValueError if a class names the Trainer before RingDocuments.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Raise ValueError if torchtitan's Trainer comes first: documents would see one another."""
+        """Raise ValueError if ``cls`` names torchtitan's Trainer before RingDocuments: documents would then see one another."""
         super().__init_subclass__(**kwargs)
         check_mixin_first(cls, RingDocuments, lambda kind: kind.__module__.partition(".")[0] == "torchtitan")
 
     def post_dataloading_process(self, input_dict: dict[str, Tensor], labels: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-        """Return the Trainer's (inputs, labels, other arguments).
+        """Return (inputs, labels, other arguments), as the Trainer does.
 
-        If the batch has ``positions``, add as attention_masks the ``Documents`` that begin where ``positions`` is 0. Raise
-        ValueError if the load balancer of a ``cp`` axis is neither "headtail" nor None.
+        If the batch has ``positions``, the other arguments include this rank's ``Documents`` as attention_masks; a document
+        begins where ``positions`` is 0. Raise ValueError if the load balancer of a ``cp`` axis is neither "headtail" nor None.
         """
         mesh = self.parallel_dims.get_mesh("cp") if self.parallel_dims.cp_enabled else None
         balancer = self.config.parallelism.context_parallel_load_balancer if mesh is not None else None
@@ -172,7 +172,8 @@ def cp_shard(
     ``shards`` holds the shard of each of ``inputs``, in order, then the shard of ``positions``. ``inputs``: global arrays [batch,
     length, ...], such as ids and labels, the same on every rank. ``positions``: [batch, length], 0 at the first token of each
     document. ``layout``: "zigzag", "contiguous" or "striped". torchtitan's function of this name takes other arguments. Raise
-    ValueError if the layout is unknown or cannot split the length equally, or if shapes do not match.
+    ValueError if the layout is unknown or cannot split the length equally, if ``inputs`` is not a tuple of tensors, or if an
+    array does not have the shape stated here.
     """
     if not isinstance(inputs, tuple | list) or not all(isinstance(x, Tensor) for x in inputs):
         raise ValueError(f"cp_shard takes inputs as a tuple of tensors, (ids,) or (ids, labels), got {in_words(inputs)}")
@@ -195,7 +196,7 @@ def cp_shard(
 
 
 def _own(x: Tensor, mesh: DeviceMesh | None, layout: str) -> Tensor:
-    """Return this rank's shard of a global array [batch, length, ...], or the array itself without a mesh."""
+    """Return this rank's shard of a global array [batch, length, ...]. Return the whole array if ``mesh`` is None."""
     if mesh is None:
         return x
     return to_layout(x, layout, mesh.size()).chunk(mesh.size(), 1)[mesh.get_local_rank()].contiguous()

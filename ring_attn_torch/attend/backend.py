@@ -1,6 +1,6 @@
 """The interface of a backend: the three functions that the ring loop (``ring/loop.py``) calls.
 
-``checked`` of ``call/prepare.py`` selects the backend of a problem.
+``checked`` of ``call/prepare.py`` selects the backend of a call.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ class Backend(Protocol):
     def attend(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State | None, last: bool) -> State:
         """Merge attention to the visible keys into ``total``, the state over the keys seen so far, and return the new state.
 
-        ``rows``: a ``Row`` for each pair of a query run and a key run. ``total`` is None before the first step. The state is
-        float32 (float64 for float64 inputs). After the ``last`` step ``out`` is cast to q's dtype. The state has a ``rest``, the
-        rounding error of lse, if ``carries_rest(q.dtype)``.
+        A run is an arithmetic progression of token positions. ``rows[q_run][k_run]``: a ``runs.Row`` for each pair of a query run
+        and a key run. ``total`` is None before the first step. The state is float32 (float64 for float64 inputs). After the
+        ``last`` step ``out`` is cast to q's dtype. The state has a ``rest``, the rounding error of lse, if
+        ``carries_rest(q.dtype)``.
         """
         ...
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Compute delta = rowsum(dout * out) - dlse, and return q, dout, lse and delta for all steps of a backward.
+        """Compute delta = rowsum(dout * out) - dlse, and return the inputs that all steps of a backward share.
 
-        ``total``: the state after the forward. ``dtotal``: (dout, dlse). The loop calls this once per backward.
+        ``total``: the state after the forward. ``dtotal``: (dout, dlse). The loop calls this once per backward. ``total.rest`` is
+        the rounding error of lse, so a probability is ``exp(s - lse - rest)``. In every gradient a probability is multiplied by
+        dout or delta. The steps compute only ``exp(s - lse)``, so this function scales dout and delta by ``exp(-rest)``.
 
-        ``total.rest`` is the rounding error of lse, so a probability is ``exp(s - lse - rest)``. In every gradient a probability
-        is multiplied by dout or delta. The steps compute only ``exp(s - lse)``, so this function scales dout and delta by
-        ``exp(-rest)``. A query with lse -inf sees no key. Its dout and delta are set to 0 here, unless the kernels do so, because
-        a NaN in them would reach the keys' gradients. With sinks lse is finite, and out 0 at such a query: this function keeps
-        its dout from the sinks' gradient, and this function or the steps keep both from the keys' gradients.
+        A query with lse -inf sees no key. This function sets the query's dout and delta to 0, unless the kernels do so, because a
+        NaN in them would reach the keys' gradients. With sinks, a query that sees no key has a finite lse and out 0. This
+        function keeps the dout of such a query out of the sinks' gradient. This function or the steps keep dout and delta of such
+        a query out of the keys' gradients.
         """
         ...
 
@@ -59,8 +61,8 @@ class Backend(Protocol):
         """Add the contribution of ``keys`` to ``dq``, and add dk and dv to the gradients that ``arrived()`` returns.
 
         ``arrived()`` returns the gradients of ``keys`` from other ranks' queries, or None. ``dq`` is None before the first step.
-        Return dq and the gradients of ``keys``. A gradient to which later steps or other ranks still add is in float32 (float64
-        for float64 inputs). A complete gradient may be in q's dtype.
+        Return dq and the gradients of ``keys``. A gradient is float32 (float64 for float64 inputs) while later steps or other
+        ranks still add to it. A complete gradient may be in q's dtype.
         """
         ...
 

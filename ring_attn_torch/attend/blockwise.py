@@ -1,7 +1,7 @@
-"""Tiled attention of one q shard over one k/v shard in plain torch: for any device, and the ground truth.
+"""Tiled attention of one q shard over one k/v shard in plain torch, for any device, and as the ground truth.
 
     s_ij  = softcap tanh(scale q_i . k_j / softcap) + slope (k_pos - q_pos)      if i may see j, else -inf
-    lse_i = log sum_j exp(s_ij)                                                  the sum also has exp(sink), if there is one
+    lse_i = log sum_j exp(s_ij)                                                  with sinks, add the head's exp(sink) to the sum
     out_i = sum_j z_ij exp(s_ij - lse_i) v_j                                     z_ij = 1 / (1 - dropout_rate), 0 if dropped
 
 This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
@@ -9,11 +9,11 @@ so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumul
 outside of the band, or outside of the extents, are skipped. No score matrix is larger than one tile for each batch row and head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension) or [b t g d] (v in k), rows [q_runs][k_runs] of Row;
-           state out [b s h e], lse and rest [b s h]. b batch, s/t tokens in the q/k shard, h/g query/key heads, d/e head dim
-           of q,k / of v
-Tiles      a tile lies within one run; the r query heads of a key head are rows of one product: [b*g, r*block_q, ...].
-           With extents or key extents each batch row visits its own key tiles; without them all batch rows
-           visit the same tiles together
+           state out [b s h e], lse and rest [b s h]. b: batch, s and t: tokens in the q and k shard, h and g: query and key
+           heads, d: head dim of q and k, e: head dim of v
+Tiles      a run is an arithmetic progression of token positions, and a tile lies within one run. The r query heads of a key
+           head share one matrix product, which has r * block_q rows: [b*g, r*block_q, ...]. With extents or key extents each
+           batch row visits its own key tiles; otherwise all batch rows visit the same tiles together
 Precision  float32 throughout (float64 for float64 inputs), whatever the input dtype
 """
 
@@ -40,7 +40,7 @@ LOG2E = math.log2(math.e)
 class Blockwise:
     """The backend "blockwise": plain torch, tile by tile. Vendors' backends override only ``merged`` and ``gradients``.
 
-    ``v_dim``: the first ``v_dim`` columns of k are the values. None: ``Keys.kv`` holds v behind k.
+    ``v_dim``: the number of first columns of k that are the values; None if ``Keys.kv`` holds v behind k.
     """
 
     two_arrays: ClassVar[bool] = False
@@ -53,7 +53,7 @@ class Blockwise:
         return state._replace(out=state.out.to(q.dtype)) if last else state
 
     def backward_inputs(self, q: Tensor, keys: Keys, rows: Rows, score: Score, total: State, dtotal: State) -> BackwardInputs:
-        """Compute delta and the sinks' gradient, once for all steps of a backward. See ``Backend.backward_inputs``."""
+        """Compute the inputs that all steps of a backward share, and the sinks' gradient. See ``Backend.backward_inputs``."""
         (out, lse, rest), (dout, dlse, _) = total, dtotal
         unseen = lse == -math.inf
         dout, dlse = dout.masked_fill(unseen[..., None], 0), dlse.masked_fill(unseen, 0)
@@ -98,7 +98,7 @@ class Blockwise:
 def nothing(q: Tensor, v_dim: int, rows: Rows, score: Score) -> State:
     """Return the initial attention state, in the accumulation dtype.
 
-    ``out`` is 0. ``lse`` is the head's sink; without sinks and at padding queries ``lse`` is -inf.
+    ``out`` is 0. ``lse`` is the sink of the head, but -inf without sinks or if the query is padding.
     """
     b, s, h, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
@@ -178,8 +178,8 @@ def attend_backward(of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, 
 def _exp_(x: Tensor) -> Tensor:
     """Compute exp(x) in place, as a power of 2.
 
-    On a CPU torch's exp is slower than exp2, and many times slower if the result underflows. The caller subtracts lse, a natural
-    log, before this function changes the base. So a key that outweighs all others gets a probability of exactly 1, however large
-    the scores are.
+    On a CPU torch's exp is slower than exp2, and many times slower if the result underflows. The caller subtracts the row max or
+    lse, a natural log, from the scores before this function changes the base. So if one key outweighs all others, its x is 0 and
+    its probability exactly 1, however large the scores are.
     """
     return x.mul_(LOG2E).exp2_()

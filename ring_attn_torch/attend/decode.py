@@ -1,14 +1,15 @@
-"""Attention of a few queries over one rank's cache slots, and the merge of the results of ranks, or of splits of the slots.
+"""Attention of a few queries over one rank's cache slots, and the merge of the results of several ranks or splits.
 
     s_ij  = softcap tanh(scale k_scale q_i . k_j / softcap) - slope lag_ij    if query i may see slot j, else -inf
     lse_i = log sum_j exp(s_ij),  out_i = v_scale sum_j exp(s_ij - lse_i) v_j
 
 The lag ``lag_ij`` is the position of query i minus the position of slot j. A result is a packed pair: out and lse in one array
-[b n h e+1].
+[b n h e+1]. The decode kernel divides a rank's slots into splits and returns one result for each split. The last merge adds the
+sinks [h], one more logit in each softmax denominator.
 
-Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]; the query heads of a kv head are rows of one
-           matrix product
-Precision  ``blockwise``: float32 throughout (float64 for float64 queries); see the core's portable/decode.py for the kernels
+Shapes     q [b n h d], k [b t g d], v [b t g e], positions int32 [b n] and [b t]: n queries, t slots, h query heads, g kv heads.
+           The query heads of a kv head are rows of one matrix product
+Precision  ``blockwise``: float32 throughout (float64 for float64 queries); for the kernels see the core's portable/decode.py
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ LONGEST = 4096
 
 
 class DecodeArrays(NamedTuple):
-    """The arrays of a decode call under their public names; None if not passed."""
+    """The arrays of a decode call, named like the arguments of ``tree_attention_decode``; None if not passed."""
 
     q: Tensor
     k: Tensor
@@ -51,7 +52,7 @@ class DecodeArrays(NamedTuple):
 
 
 def by_kernels(arrays: DecodeArrays, call: DecodeCall) -> Tensor:
-    """Run the decode kernel over this rank's slots. Return a packed (out, lse) pair per split, [splits b n h e+1]."""
+    """Run the decode kernel over this rank's slots. Return the packed (out, lse) of each split, float32 [splits b n h e+1]."""
     as_bytes = lambda x: aligned(x.view(torch.uint8) if call.fp8 else x)
     arguments = {
         "q": aligned(arrays.q),
@@ -109,9 +110,9 @@ def merged(pairs: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
 def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     """Compute attention over this rank's slots in plain torch, one batch row and chunk of slots at a time.
 
-    Return out and lse packed in one array [b n h e+1]. If no query sees a slot, its v may be NaN and is replaced by 0. On a CPU,
-    where reading a value needs no synchronization, v is replaced only if the product p v is not finite. A CPU also skips each
-    chunk without a visible slot.
+    Return out and lse packed in one array [b n h e+1]. If no query sees a slot, the v of the slot may be NaN and is replaced by
+    0. A CPU can read values without synchronization, and so saves work: it replaces v only if the product of the probabilities
+    and v is not finite, and it skips each chunk without a visible slot.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]
@@ -142,7 +143,7 @@ def depths(arrays: DecodeArrays) -> Tensor:
 
 
 class _Visibility(NamedTuple):
-    """The visibility mask, bool [n slots], the lags (query position - slot position), int [n slots], ALiBi slopes and softcap."""
+    """The visibility mask, bool [n slots], the lags ``lag_ij``, int [n slots], the ALiBi slopes and the softcap."""
 
     visible: Tensor
     lag: Tensor
@@ -154,7 +155,7 @@ class _State(NamedTuple):
     """The online-softmax state of one batch row over the slots seen so far.
 
     ``top`` [g, rows]: the row max. ``total`` [g, rows]: the sum of exp(s - top). ``acc`` [g, rows, e]: the sum of exp(s - top) v.
-    Each of the g kv heads has one row for each query and each of its query heads.
+    Each of the g kv heads has one row for each pair of a query and a query head of the kv head.
     """
 
     top: Tensor
@@ -175,7 +176,7 @@ class _State(NamedTuple):
 
 
 def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, row: int, slots: slice) -> tuple[Tensor, Tensor]:
-    """Return the visibility mask, bool [n slots], and the lags, int [n slots], of one batch row and the ``slots`` of a chunk.
+    """Return the visibility mask, bool [n slots], and the lags, int [n slots], of batch row ``row`` and the slice ``slots``.
 
     ``of_tree``: the result of ``depths``, or None without a tree mask.
     """
@@ -195,9 +196,9 @@ def _visible(arrays: DecodeArrays, of_tree: Tensor | None, window: int | None, r
 
 
 def _visit(state: _State, rows: Tensor, keys: Tensor, values: Tensor, visibility: _Visibility) -> _State:
-    """Merge one chunk of ``c`` slots into ``state``, and return the new state. Skip the chunk on a CPU if no slot is visible.
+    """Merge one chunk of ``c`` slots into ``state``, and return the new state. On a CPU skip the chunk if no slot is visible.
 
-    ``rows`` [g, rows, d]: the scaled q, one row per query and query head. ``keys`` [c g d], ``values`` [c g e].
+    ``rows`` [g, rows, d]: the scaled q; the rows are those of ``_State``. ``keys`` [c g d], ``values`` [c g e]: k and v.
     """
     on_cpu = rows.device.type == "cpu"
     visible = visibility.visible

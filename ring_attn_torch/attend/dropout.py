@@ -32,16 +32,17 @@ class Dropout(NamedTuple):
 
     @property
     def known_offset(self) -> tuple[int, int]:
-        """Return the offset as ints, to compare it between ranks. A tensor becomes -1: reading it may wait for the device."""
+        """Return the offset as ints, to compare it between ranks. Replace a tensor by -1: reading it may wait for the device."""
         batch, head = (-1 if isinstance(x, Tensor) else int(x) for x in self.offset)
         return batch, head
 
 
 def dropout_state(dropout: Dropout, device: torch.device) -> Tensor:
-    """Return the dropout state, int64 [4]: lower and upper 32 bits of the seed, global indices of the first batch row and head.
+    """Return the dropout state, int64 [4]: the lower and upper 32 bits of the seed, then the two indices of the offset.
 
-    Build it on the device, because a copy from the host would wait for the device. Raise ValueError if the offset is not a
-    pair, if a value is not an int or a 0-d integer tensor, or if an int is out of range.
+    The offset holds the global indices of the first batch row and the first head of q. Build the state on the device, because a
+    copy from the host would wait for the device. Raise ValueError if the offset is not a pair, if the seed or an index is not an
+    int or a 0-d integer tensor, or if an int is out of range.
     """
     seed, offset = dropout
     if not isinstance(offset, tuple | list) or len(offset) != 2:
@@ -83,6 +84,6 @@ def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) ->
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower 32 bits of ``a * constant``. The product has 64 bits; the highest is the int64's sign bit."""
+    """Return the upper and lower 32 bits of ``a * constant``. The product has up to 64 bits, so the int64 may be negative."""
     product = a * constant
     return (product >> 32) & WORD, product & WORD

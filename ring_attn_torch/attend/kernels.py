@@ -33,8 +33,8 @@ from .tiles import Rows
 class Kernels:
     """The backends "triton", "triton_tf32" and "hopper".
 
-    ``call``: the parameters that all launches share. ``band``: the mask of a balanced layout, whose shards are converted to one
-    run each (``one_run.py``); None in other layouts.
+    ``call``: the parameters that all launches share. ``band``: the mask in a balanced layout, None in other layouts. A shard of a
+    balanced layout has several runs (stretches of the sequence); ``one_run.py`` converts the shard to one run for the kernels.
     """
 
     call: RingCall
@@ -90,8 +90,8 @@ class Kernels:
     ) -> tuple[Tensor, Gradients]:
         """Compute a step's gradients by kernels. See ``Backend.attend_backward``.
 
-        If ``steps.in_one_pass``, one Hopper kernel computes dq, dk and dv. It sums dq in float32. After the ``last`` step another
-        kernel scales and rounds dq. Otherwise one kernel computes dq, and another dk and dv.
+        If ``steps.in_one_pass`` is True, one Hopper kernel computes dq, dk and dv. This kernel sums dq in float32, and another
+        kernel scales and rounds dq after the ``last`` step. If False, one kernel computes dq, and another computes dk and dv.
         """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
@@ -110,7 +110,7 @@ class Kernels:
         return dq, dkv[0] if len(dkv) == 1 else tuple(dkv)
 
     def attend_dq(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, dq: Tensor | None, last: bool) -> Tensor:
-        """Return ``dq`` (None: 0) plus the gradient of q from these keys, in q's dtype after the ``last`` step."""
+        """Return the gradient of q from these keys, plus ``dq`` if not None. After the ``last`` step the sum is in q's dtype."""
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         if dq is not None:
             arrays["dq_in"] = dq
@@ -121,7 +121,7 @@ class Kernels:
     def attend_dkv(self, of_q: BackwardInputs, keys: Keys, rows: Rows, score: Score, arrived: Tensor | None) -> Gradients:
         """Return the gradient of these keys from this rank's queries, plus ``arrived`` if not None.
 
-        The result is dkv if k and v are packed in one array, else (dk, dv).
+        ``arrived``: the gradient from other ranks' queries. The result is dkv if k and v are packed in one array, else (dk, dv).
         """
         arrays = self._arrays(of_q.q, keys, rows, score) | {"dout": of_q.dout, "lse2": of_q.lse, "delta": of_q.delta}
         self._add_bounds(arrays, of_q)
@@ -132,7 +132,7 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return a copy of this backend for shards as large as ``keys``. In the strategy "direct" shards differ in size."""
+        """Return this backend for key shards as long as ``keys``. With the strategy "direct" key shards differ in length."""
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
@@ -147,9 +147,9 @@ class Kernels:
         return _arrays(q, keys, rows, score)
 
     def _add_bounds(self, arrays: dict[str, Tensor], of_q: BackwardInputs) -> None:
-        """Add ``bounds`` to ``arrays``: the bounds of the extents in each query tile. Without extents add nothing.
+        """Add to ``arrays`` the ``bounds`` of the extents of each query tile (see ``BackwardInputs``), if there are extents.
 
-        In a balanced layout each step has its own bounds.
+        In a balanced layout the extents are local indices into a step's key shard, so each step computes new bounds.
         """
         if of_q.bounds is not None:
             arrays["bounds"] = of_q.bounds
@@ -167,7 +167,7 @@ def _finite(x: Tensor, where: Tensor) -> Tensor:
 
 
 def _add_lists(arrays: dict[str, Tensor], launches: Iterable[Launch]) -> None:
-    """Run launches on ``arrays``, or take their cached outputs, and add the outputs to ``arrays`` by name."""
+    """Add the outputs of ``launches`` to ``arrays`` by name. Cache the outputs of launches that read only ``LISTED`` arrays."""
     for each in launches:
         inputs = [arrays[name] for name in each.inputs]
         if LISTED.issuperset(each.inputs) and reusable(inputs, inputs[0].device):
@@ -183,7 +183,7 @@ def _recent_lists(each: Launch, inputs: tuple[Unchanged, ...], stream: int) -> t
 
 
 def _clipped(extents: Tensor) -> Tensor:
-    """Return the extents as int32, clipped to 0 .. ``BEYOND`` and aligned to 16 bytes. Cache the result if ``reusable``."""
+    """Return the extents as int32, clipped to 0 .. ``BEYOND`` and aligned to 16 bytes. Cache them if ``reusable`` is True."""
     if reusable((extents,), extents.device):
         return _recently_clipped(Unchanged(extents), stream_of(extents.device))
     return aligned(clipped(extents))
@@ -221,5 +221,5 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
 
 @lru_cache(maxsize=4096)
 def on_device(rows: Rows, device: torch.device) -> Tensor:
-    """Copy the rows to the device as int32 [q_runs, k_runs, fields]. Cache the copy, because each copy waits for the device."""
+    """Copy ``rows`` to the device as int32 [q_runs, k_runs, Row fields]. Cache the copy, because copying waits for the device."""
     return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The tensors that travel between ranks: k and v in one tensor or two, the key mask as bits, and the key extents."""
+"""The tensors of a key shard, which travel between ranks: packed k and v, the key mask as bits, and the key extents."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ring_attn_core.kernels.call import BEYOND
 
 
 class Keys(NamedTuple):
-    """A shard of keys and values: k and v packed in one array, or in two arrays if no keys travel between ranks.
+    """A shard of keys and values, packed in one array. If no keys travel between ranks, k and v may be two arrays.
 
-    ``kv`` [b t g d+e]: k and v concatenated on the last dimension; or k alone [b t g d], if ``v`` [b t g e] is present, or if the
-    values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j is visible.
-    None: all keys are visible. ``extents`` int32 [b t 2]: per key, the first and end (exclusive) position of the queries that may
-    see the key, at least 0. None: no limit.
+    ``kv`` [b t g d+e]: k and v concatenated on the last dimension. ``kv`` [b t g d] is k alone if ``v`` [b t g e] is present, or
+    if the values are columns of k. ``bits`` uint8 [b, ceil(t / 8)]: the key mask; bit j % 8 of byte j // 8 is 1 if key j may be
+    attended. None: no key mask. ``extents`` int32 [b t 2]: for each key the first and the end (exclusive) of the query positions
+    that may see the key, at least 0. ``one_run.py`` converts these positions to local query indices. None: no limit.
     """
 
     kv: Tensor
@@ -31,9 +31,9 @@ def pack(
 ) -> Keys:
     """Pack k [b t g d], v [b t g e], key_mask bool [b t] and key_extents int [b t 2] into ``Keys``.
 
-    Set masked keys and values to 0, even NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32 arithmetic.
-    ``two_arrays``: keep k and v as two arrays, which saves a copy. It may be True only if no keys travel between ranks. ``v``
-    None: the values are columns of k, and ``Keys`` holds k without a copy.
+    Set masked keys and values to 0, even if they are NaN. Clip extents to 0 .. ``BEYOND``, the range of the kernels' int32
+    arithmetic. ``two_arrays``: if True, keep k and v as two arrays, which saves a copy. It may be True only if no keys travel
+    between ranks. ``v`` None: the values are columns of k. Then k is copied only if it is not contiguous or there is a key mask.
     """
     # If k and v are transposed alike in memory, cat returns a transposed array too; kernels need a contiguous one.
     arrays = [k.contiguous()] if v is None else [k, v] if two_arrays else [torch.cat([k, v], -1).contiguous()]
@@ -72,7 +72,7 @@ def unpack(keys: Keys) -> Tensor | None:
 
 
 def joined(parts: Keys, tokens: int) -> Keys:
-    """Concatenate shards of ``tokens`` tokens each. The arrays in ``parts`` hold all shards: [shards b tokens ...]."""
+    """Concatenate shards of ``tokens`` tokens. Each array of ``parts`` stacks all shards, [shards b ...]; k and v are packed."""
     bits = parts.bits
     if bits is not None:
         masks = None if tokens % 8 == 0 else [_mask_of(each, tokens) for each in bits]
@@ -98,10 +98,10 @@ def room_for(keys: Keys, tokens: int) -> Keys:
 
 
 def placed(parts: Sequence[tuple[int, Keys]], like: Keys) -> Keys:
-    """Return keys with the shapes of ``like``, into which ``parts`` are written.
+    """Return keys with the shapes of ``like`` that hold the keys of all ``parts``.
 
-    ``parts``: pairs (first, keys); the keys are written to the tokens from index ``first`` on. All other keys are 0, and masked
-    if ``like`` has a key mask.
+    Each part is a pair (first, keys): its keys are written to the tokens from index ``first`` on. All other keys are 0, and also
+    masked if ``like`` has a key mask.
     """
     if len(parts) == 1 and parts[0][1].kv.shape == like.kv.shape:
         return parts[0][1]

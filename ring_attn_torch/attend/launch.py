@@ -1,4 +1,4 @@
-"""Kernel launches on PyTorch's current stream, with new or overwritten output tensors.
+"""Kernel launches on PyTorch's current stream. Each output is a new tensor or overwrites an input.
 
 Kernels start without Triton's launcher: the core's ``kernels/bound_launch.py`` packs the arguments and caches the TMA
 descriptors, and its ``kernels/driver.py`` calls CUDA.
@@ -21,7 +21,7 @@ from ring_attn_core.kernels.launch import Descriptor, Launch, Output, Scalar, ho
 
 
 def launch(launch: Launch, arrays: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Start a launch and return its outputs.
+    """Start a kernel launch, and return its outputs.
 
     ``arrays``: contiguous tensors by name. A tensor that an output overwrites must not be in use elsewhere.
     """
@@ -81,8 +81,9 @@ _zeros_left: dict[tuple[torch.device, int], list[Tensor]] = {}
 def _zeros(x: Output, device: torch.device) -> Tensor:
     """Return zeroed scratch memory for ``x``.
 
-    If ``ZERO`` bytes are enough, take a uint8 buffer from the pool of the current CUDA stream. During CUDA graph capture allocate
-    an array instead, because a buffer of the pool would no longer be 0 when the graph is replayed. A CPU has no pool.
+    If ``x`` takes at most ``ZERO`` bytes, return a uint8 buffer from the pool of the current CUDA stream. Allocate an array
+    for a larger ``x``, and on a CPU, which has no pool. Allocate an array also during CUDA graph capture, because a buffer from
+    the pool would no longer be 0 when the graph is replayed.
     """
     small = math.prod(x.shape) * getattr(torch, x.dtype).itemsize <= ZERO
     if not small or device.type != "cuda" or torch._C._cuda_isCurrentStreamCapturing():

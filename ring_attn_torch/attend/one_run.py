@@ -1,11 +1,11 @@
 """The rows, keys and score of a step in a balanced layout, converted so that each shard is one run, as kernels require.
 
-A rank's token positions ascend, so the key positions [first, end) that a query sees are one interval of local key indices:
+A run is an arithmetic progression of positions. A query at ``q_pos`` sees the keys of its extent [first, end) that the mask
+``lo <= q_pos - k_pos <= hi`` allows. These positions are one interval of local key indices, because a rank's positions ascend:
 
     [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
 
-So the converted extents express both the mask and the documents. Key extents, which hold query positions, are converted in the
-same way to local indices of the queries.
+The new extents thus express the mask too. Key extents become intervals of local query indices, and do not express the mask.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class StepShards(NamedTuple):
 def as_one_run(rows: Rows, keys: Keys, score: Score, queries: int, band: Band) -> tuple[Rows, Keys, Score]:
     """Return the rows, keys and score of a step with each shard converted to one run.
 
-    The Rows, one per pair of runs, become a single Row, and the mask moves into the extents, which are in local indices.
-    ``queries``: tokens of the query shard, padding included. ``band``: the mask, in positions.
+    ``rows``: a ``runs.Row`` for each pair of a query run and a key run. The new rows are a single Row, of the two whole shards
+    and without a mask: the new extents express the mask, as intervals of key indices. ``queries``: number of tokens of the query
+    shard, padding included. ``band``: the mask, in positions.
     """
     q_runs, k_runs = tuple([pairs[0][2:5] for pairs in rows]), tuple([pair[5:8] for pair in rows[0]])
     batch, tokens, device = len(keys.kv), keys.kv.shape[1], keys.kv.device
@@ -73,7 +74,7 @@ def _converted(extents: Tensor | None, key_extents: Tensor | None, of: StepShard
 
 @lru_cache(maxsize=32)  # an entry per step and batch, some 16 bytes per token on the device: all layers and passes share it
 def _recent(extents: Unchanged, key_extents: Unchanged, shards: StepShards, stream: int) -> tuple[Tensor, Tensor | None]:
-    """Return the result of ``_converted``, cached per CUDA ``stream``, the stream that computes and reads the result."""
+    """Return the result of ``_converted``. Cache it for the CUDA ``stream`` that computes it; other streams do not read it."""
     return _converted(extents.tensor, key_extents.tensor, shards)
 
 
@@ -84,7 +85,7 @@ def _local(positions: Tensor, intervals: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)  # an entry per rank and layout, 4 bytes per token on the device: packed batches have new layouts
 def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
-    """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` at padding."""
+    """Return the position of each token of a shard, int32 [tokens]; ``BEYOND`` (2^30) at padding."""
     held = [torch.arange(start, start + length) for _, length, start in runs]
     padding = torch.full((tokens - sum(map(len, held)),), BEYOND)
     return torch.cat([*held, padding]).int().to(device)
@@ -92,7 +93,7 @@ def _positions(runs: Runs, tokens: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=8)  # an entry per mask and layout, 16 bytes per query on the device
 def _limits(runs: Runs, tokens: int, band: Band, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the bounds (least, most), int32 [s 2] each, between which an extent [s 2] must be clamped to lie within ``band``."""
+    """Return bounds (least, most), int32 [s 2] each: extents [s 2] clamped between these bounds lie within the mask ``band``."""
     at = _positions(runs, tokens, torch.device("cpu")).long()
     least, most = torch.zeros(tokens, 2, dtype=torch.int32), torch.full((tokens, 2), BEYOND, dtype=torch.int32)
     if band.hi is not None:

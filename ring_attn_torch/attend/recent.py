@@ -1,4 +1,4 @@
-"""Keys of the dictionaries that cache what was computed from extents, for all layers of a model and both passes of a layer."""
+"""Keys for caches of results computed from extents. A cached result serves all layers of a model and both passes of a layer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 class Unchanged:
     """A cache key made of a tensor or None.
 
-    Two cache keys are equal if they hold the same tensor object and the tensor was not modified after the first was created and
-    before the second was. Two keys of None are equal too.
+    Two cache keys are equal if both hold the same tensor object and the tensor was not modified between the creations of the two
+    keys. Two keys that hold None are equal too.
     """
 
     __slots__ = "tensor", "version"
@@ -28,7 +28,7 @@ class Unchanged:
 
 
 def reusable(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
-    """Return whether results computed from the ``tensors`` may be cached.
+    """Return True if results computed from the ``tensors`` may be cached.
 
     Return False during CUDA graph capture, because a replay must compute the results anew. Return False for tensors of inference
     mode, because PyTorch does not count changes of such tensors.

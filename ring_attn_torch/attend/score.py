@@ -18,7 +18,7 @@ class Score(NamedTuple):
     softcap: float | None
     dropout_rate: float
     extents: Tensor | None = None
-    """int [b s 2]: the first and the end (exclusive) of the key positions that a query may see."""
+    """int [b s 2]: the first and the end (exclusive) of the key positions (or local indices) that a query may see."""
     sinks: Tensor | None = None
     """[h]: one more logit, without a value, in the softmax denominator of each query."""
     alibi_slopes: Tensor | None = None

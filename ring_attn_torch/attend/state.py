@@ -12,9 +12,9 @@ from torch import Tensor
 class State(NamedTuple):
     """The attention state over the keys seen so far: out [b s h e], lse [b s h] and rest [b s h].
 
-    The rest is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
-    float32 lse changes the denominator by up to a relative 5e-4. The rest is None for 16-bit inputs, whose scores have larger
-    errors.
+    ``rest`` is the rounding error of lse: the softmax's denominator is ``exp(lse + rest)``. At scores of 1e4 the rounding of a
+    float32 lse changes the denominator by up to 5e-4 of its value. ``rest`` is None for 16-bit inputs, because their scores have
+    larger errors.
     """
 
     out: Tensor
@@ -34,10 +34,10 @@ Gradients = Tensor | tuple[Tensor, ...]
 class BackwardInputs(NamedTuple):
     """The inputs that all steps of a backward share: q [b s h d], dout [b s h e], lse and delta.
 
-    ``lse``, ``delta``: [b s h]; for kernels [b h s] with lse in base 2. ``sinks`` [h]: the sinks' gradient from these queries;
-    the steps do not change it. ``bounds`` int32 [b, q tiles, 4], for kernels: of the extents (``first``, ``end``) in each query
-    tile the least ``first``, greatest ``end``, greatest ``first`` and least ``end``. ``out`` [b s h e]: the output of the
-    forward, for the vendors' backends.
+    ``lse``, ``delta`` (defined in ``Backend.backward_inputs``): [b s h]; for kernels [b h s], with lse in base 2. ``sinks`` [h]:
+    the contribution of these queries to the gradient of the sinks; the steps do not change it. ``bounds`` int32 [b, q tiles, 4],
+    for kernels: the least first, greatest end, greatest first and least end of the extents [first, end) in each query tile.
+    ``out`` [b s h e]: the output of the forward, for the vendors' backends.
     """
 
     q: Tensor
@@ -50,10 +50,10 @@ class BackwardInputs(NamedTuple):
 
 
 def carries_rest(dtype: torch.dtype) -> bool:
-    """Return True if the state of inputs of ``dtype`` has a ``rest``, the rounding error of lse: for float32 and float64."""
+    """Return True if ``dtype`` is float32 or float64: the state of such inputs carries the rounding error ``State.rest``."""
     return dtype in (torch.float32, torch.float64)
 
 
 def rest_of(top: Tensor, log_sum: Tensor, lse: Tensor) -> Tensor:
-    """Return ``top + log_sum - lse``, the rounding error of ``lse = top + log_sum``; 0 for a fully masked query."""
+    """Return ``top + log_sum - lse`` (row max, log of row sum, lse), the rounding error of lse; 0 if lse is -inf."""
     return (top - lse).add_(log_sum).masked_fill_(lse == -math.inf, 0)

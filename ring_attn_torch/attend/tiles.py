@@ -1,6 +1,7 @@
 """The tiles of a call: the pairs of query and key tiles to visit, their masks and their scores.
 
-Shapes: b batch, s/t tokens in the q/k shard, h/g query/key heads, r = h / g, d/e head dim of q,k / of v.
+A run is an arithmetic progression of positions. Shapes: b batch rows, s and t tokens in the q and the k shard, h and g query and
+key heads, r = h / g, d head dim of q and k, e head dim of v.
 """
 
 from __future__ import annotations
@@ -43,12 +44,12 @@ class Tile(NamedTuple):
         return slice(self.base + self.first, self.base + self.end)
 
     def of(self, x: Tensor) -> Tensor:
-        """Return the tile of ``x`` [b n heads ...] as a view [b, groups, heads / groups, block, width]."""
+        """Return the tile of ``x`` [b n heads width] or [b n heads] as a view [b, groups, heads / groups, tokens, width or 1]."""
         tile = x[:, self.tokens].unflatten(2, (self.groups, -1))
         return (tile if x.ndim == 4 else tile.unsqueeze(-1)).permute(0, 2, 3, 1, 4)
 
     def load(self, x: Tensor) -> Tensor:
-        """Copy the tile of ``x`` [b n heads ...] to [b * groups, heads / groups * block, width] in the accumulation dtype."""
+        """Copy the tile ``of(x)`` to [b * groups, heads / groups * tokens, width or 1], in the accumulation dtype."""
         tile = self.of(x)
         b, g, r, block, width = tile.shape
         copy = torch.empty((b * g, r * block, width), dtype=accumulation_dtype(x.dtype), device=x.device)
@@ -68,7 +69,8 @@ class Tile(NamedTuple):
 class TileInputs:
     """A set of batch rows that visit the same tiles, with the slices of the call's arrays for these rows.
 
-    ``key_mask`` bool [b t]. ``key_extents`` int64 [b t 2]. ``philox_keys`` [b h]: the Philox keys of dropout.
+    ``key_mask`` bool [b t]. ``key_extents`` int64 [b t 2]: for each key the first and the end (exclusive) of the query positions
+    that may see the key. ``philox_keys`` [b h]: the Philox keys of dropout.
     """
 
     batch: slice
@@ -99,7 +101,7 @@ class TileInputs:
             yield cls(batch, q[batch], keys.kv[batch], some_key_mask, key_extents, rows, mine, some_philox_keys)
 
     def product(self, name: str, a: Tensor, b: Tensor) -> Tensor:
-        """Return the batched matrix product of a and b, in a buffer that the next call of this ``name`` and shape overwrites."""
+        """Return the batched matrix product of a and b in a buffer. Reuse the buffer for the same ``name`` and shape."""
         shape = name, a.shape[1], b.shape[2]
         if shape not in self._products:
             self._products[shape] = a.new_empty((a.shape[0], *shape[1:]))
@@ -121,7 +123,7 @@ class TileInputs:
                 yield Tile(run, row.q_base, first, min(first + block_q, row.q_len), self.kv.shape[2])
 
     def pairs(self, queries: Tile) -> Iterator[Pair]:
-        """Yield a ``Pair`` of ``queries`` and each key tile that may hold a visible key."""
+        """Yield a ``Pair`` of the query tile ``queries`` and each key tile that may hold a key visible to these queries."""
         _, block_k = self.blocks
         for run, row in enumerate(self.rows[queries.run]):
             begin, end = self.keys_within_extents(queries, row)
@@ -131,9 +133,9 @@ class TileInputs:
                     yield Pair(self, queries, Tile(run, row.k_base, j0, min(j0 + block_k, row.k_len), self.kv.shape[2]), row)
 
     def reached(self, queries: Tile, run: int, first: int, row: Row) -> bool:
-        """Return True if a key of the key tile may have a query of ``queries`` in its key extent.
+        """Return True if the key extent of some key of a key tile may contain a query of the query tile ``queries``.
 
-        ``run``, ``first``: the number of the key tile's run, and the tile's first index in it.
+        ``run``: the number of the key tile's run. ``first``: the index of the key tile's first token in the run.
         """
         if self.key_extents is None:
             return True
@@ -142,7 +144,7 @@ class TileInputs:
         return least <= end and start < greatest
 
     def keys_within_extents(self, queries: Tile, row: Row) -> tuple[int, int]:
-        """Return the smallest range (first, end) of indices in the keys' run that contains the extents of all ``queries``."""
+        """Return the smallest range (first, end) of indices in the key run that covers the extents of all ``queries``."""
         if self.score.extents is None:
             return 0, row.k_len
         least, greatest = self._reach[queries.run, queries.first]
@@ -151,13 +153,13 @@ class TileInputs:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the smallest start and the largest end of the extents in each query tile, as ``reach_of`` does."""
+        """Return the smallest start and the largest end of the extents in each query tile, in the form of ``reach_of``."""
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the smallest start and the largest end of the key extents in each key tile, as ``reach_of`` does."""
+        """Return the smallest start and the largest end of the key extents in each key tile, in the form of ``reach_of``."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [
@@ -205,14 +207,14 @@ class Pair:
         return tile[..., :d], tile[..., begin : begin + v_dim]
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
-        """Return ``tile`` [b*g, r*block_q, width] with 0 at queries that see no key of the key tile: they may hold NaN."""
+        """Return ``tile`` [b*g, r*block_q, width], but 0 at queries that see no key of the key tile, since these may hold NaN."""
         if self.fully_masked is None:
             return tile
         per_head = tile.view(self.inputs.q.shape[0], -1, self.fully_masked.shape[1], tile.shape[-1])
         return per_head.masked_fill(self.fully_masked[:, None, :, None], 0).view(tile.shape)
 
     def scores(self, q_tile: Tensor, k_tile: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the unmasked scores [b*g, r*block_q, block_k] and tanh(scale q . k / softcap), or None without softcap."""
+        """Return unmasked scores [b*g, r*block_q, block_k] and tanh(scale q . k / softcap). Without softcap the tanh is None."""
         scores, tanh = self.inputs.product("scores", q_tile, k_tile.transpose(1, 2)), None
         if self.inputs.score.softcap is not None:
             tanh = scores.div_(self.inputs.score.softcap).tanh_()
@@ -236,16 +238,16 @@ class Pair:
 
     @cached_property
     def keep_mask(self) -> Tensor | None:
-        """Return dropout's keep mask, bool [b h block_q block_k], or None without dropout."""
+        """Return the dropout mask, bool [b h block_q block_k], True for kept probabilities; None without dropout."""
         if self.inputs.philox_keys is None:
             return None
         return keep_mask(self.inputs.philox_keys, self.inputs.score.dropout_rate, self.q_pos, self.k_pos)
 
     @cached_property
     def masked(self) -> Tensor | None:
-        """Return bool [b or 1, block_q, block_k], True where the query does not see the key.
+        """Return the pair's mask, bool [b or 1, block_q, block_k], True if the query does not see the key.
 
-        Return None if nothing can hide a key: the band hides none of the pairs, and no extents, key extents or key mask exist.
+        Return None if the band hides no key from any query, and the call has no extents, key extents or key mask.
         """
         parts = []
         least, greatest = self.queries.first - (self.keys.end - 1), self.queries.end - 1 - self.keys.first
@@ -287,5 +289,5 @@ class Pair:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float64 for float64, else float32."""
+    """Return float64 for float64, float32 for any other dtype."""
     return torch.promote_types(dtype, torch.float32)

@@ -1,9 +1,9 @@
 """The backends "flash", "flash4" and "cudnn": vendors' attention kernels; the ring merges their results in at least float32.
 
 PyTorch ships FlashAttention-2 (arXiv:2307.08691; on a CPU its flash kernel for CPUs) and NVIDIA's cuDNN. The package flash-attn-4
-ships FlashAttention-4. This module uses two of their masks: no mask, and a causal mask over equally many queries and keys. It
-splits a band without an upper bound into at most three pieces, each with one of the two masks. The backward kernels get out and
-lse over all keys, and so return the gradient contribution of one piece.
+ships FlashAttention-4. This module calls these kernels without a mask, or with a causal mask over equally many queries and keys.
+It splits a mask ``lo <= q_pos - k_pos`` into at most three pieces, each a slice of queries and a slice of keys for one such
+call. The backward kernels get the out and lse over all keys, so they return the contribution of one piece to the gradients.
 
 Pieces are merged in at least float32. Within a piece the vendor decides the precision. On CPUs, for example, 16-bit gradients of
 k and v are summed over the query heads of a group in 16 bits (2 % error with 64 query heads on one kv head).
@@ -32,7 +32,7 @@ from .tiles import Rows
 class QueryRange(NamedTuple):
     """A piece: a slice of the queries and a slice of the keys, for one call of a vendor's kernel.
 
-    If ``causal``, the n-th query sees the first n keys of the slice. Otherwise each query sees all keys of the slice.
+    If ``causal``, the n-th query of the piece sees the first n keys of the piece. Otherwise each query sees all of these keys.
     """
 
     queries: slice
@@ -90,9 +90,9 @@ class Vendor(Blockwise):
 
 
 def pieces(rows: Rows) -> Iterator[QueryRange]:
-    """Split all pairs of runs into pieces, each for one call of a vendor's kernel.
+    """Split each pair of a query run and a key run into pieces, each for one call of a vendor's kernel.
 
-    No band may have an upper bound ``hi``, as a window has. So a query sees all keys before the last key that it sees.
+    The mask must have no upper bound ``hi`` (a sliding window has one). So a query sees all keys before its last visible key.
     """
     for pairs in rows:
         for pair in pairs:
@@ -102,8 +102,8 @@ def pieces(rows: Rows) -> Iterator[QueryRange]:
 def _pieces_of(pair: Row) -> Iterator[QueryRange]:
     """Yield the pieces of one pair of runs: at most three rectangles of queries and keys, each fully visible or causal.
 
-    The band has the lower bound ``lo`` and no upper bound: query i sees the keys j <= i - lo. So queries i < lo see no key, and
-    all queries see keys j < -lo.
+    The mask has a lower bound ``lo`` and no upper bound: query i of the query run sees the keys j <= i - lo of the key run. So
+    queries i < lo see no key, and all queries see the keys j < -lo.
     """
     first, always = min(max(pair.lo, 0), pair.q_len), min(max(-pair.lo, 0), pair.k_len)
     side = min(pair.q_len - first, pair.k_len - always)
@@ -121,7 +121,7 @@ def _pieces_of(pair: Row) -> Iterator[QueryRange]:
 
 
 def _two_arrays(keys: Keys, d: int) -> tuple[Tensor, ...]:
-    """Return k and v. If the values are columns of k, both are the same array, because vendors need v_dim = head_dim = ``d``."""
+    """Return k and v. If the values are columns of k, v is k, because these backends require v_dim = head_dim = ``d``."""
     return (keys.kv, keys.kv) if keys.kv.shape[-1] == d else keys.kv.split([d, keys.kv.shape[-1] - d], -1)
 
 
@@ -143,9 +143,9 @@ def _forward(options: VendorOptions, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 def _backward(
     options: VendorOptions, dout: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return dq, dk and dv [b n heads d] of one piece, a :class:`QueryRange`: a slice of queries and one of keys.
+    """Return dq, dk and dv [b n heads d] of one piece (see :class:`QueryRange`).
 
-    ``out`` [b n h e] and ``lse`` [b n h] are the results over all keys of the ring.
+    ``out`` [b n h e] and ``lse`` [b n h] are the results of the piece's queries over all keys of the ring.
     """
     name, scale, causal = options
     sizes, lse = (q.shape[1], k.shape[1]), lse.transpose(1, 2).contiguous()
@@ -166,7 +166,7 @@ def _backward(
 
 
 def _heads_first(*arrays: Tensor) -> tuple[Tensor, ...]:
-    """Transpose each array from [b n h d] to [b h n d], or from [b h n d] to [b n h d]."""
+    """Swap dimensions 1 and 2 of each array: [b n h d] becomes [b h n d], and the reverse."""
     return tuple(x.transpose(1, 2) for x in arrays)
 
 

@@ -1,8 +1,8 @@
 """The ring under autograd: an eager autograd.Function, or a torch.library op under torch.compile, modes and transforms.
 
-An eager call skips the op's dispatch and the encoding of its options as text. The op and the Function both call ``forward`` and
-``backward`` of this file. ``eager_only`` lists the conditions of an eager call. ``attention`` tests them, and the backward of
-``Eager`` tests them again. Under create_graph the backward of ``Eager`` calls the op.
+An eager call skips the op's dispatch and the encoding of its options as text. ``eager_only`` tests if a call may be eager. The
+op and the Function ``Eager`` both call ``forward`` and ``backward`` of this file. The backward of ``Eager`` calls the op instead
+if ``eager_only`` then returns False, or under create_graph.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class OpCall(NamedTuple):
 def attention(
     q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, dropout: Dropout | None, options: Options, group_name: str
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``ring_attention`` from its arguments as records. Return (out, lse)."""
+    """Compute ``ring_attention`` with its optional arrays, dropout and options given as records. Return (out, lse)."""
     tensors = [q, k, v, *[x for x in arrays if x is not None]]
     eager = eager_only(tensors)
     with same_error(group_name):
@@ -86,7 +86,7 @@ def attention(
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, call: OpCall, total: State | None = None) -> State:
-    """Check that all ranks agree on the call, and run the ring forward from the state ``total`` if there is one."""
+    """Check that all ranks agree on the call, and run the ring forward. ``total``: an attention state from which to continue."""
     group = group_of(call.group)
     problem, looked = settle(problem_on(q, k, v, arrays, group, call.options), arrays, group)
     with same_error(group):
@@ -129,7 +129,7 @@ def no_autocast(device: str) -> AbstractContextManager[Any]:
 
 
 def separate_gradients(dkv: Gradients, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return dk and dv in k's dtype, as contiguous tensors that share no memory: an op's outputs must not alias."""
+    """Return contiguous dk and dv in the dtypes of k and v. They share no memory, because an op's outputs must not alias."""
     if isinstance(dkv, tuple):
         dk, dv = dkv
         if dk.dtype == k.dtype:
@@ -155,7 +155,7 @@ Outputs = tuple[Tensor, Tensor, Tensor]
 
 
 def as_outputs(total: State) -> Outputs:
-    """Convert an attention state to the three outputs of an op. If ``rest`` is None, the third output is an empty tensor."""
+    """Return (out, lse, rounding error of lse) of an attention state. The error is an empty tensor if the state has none."""
     return total.out, total.lse, total.lse.new_empty(0) if total.rest is None else total.rest
 
 
@@ -204,7 +204,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Outputs) -> None:
 
 
 def saved_of(ctx: Any) -> tuple[tuple[Tensor, ...], Arrays]:
-    """Return ((q, k, v, out, lse), optional arrays) of the forward. If the state has a ``rest``, it follows lse."""
+    """Return ((q, k, v, out, lse), optional arrays) of the forward. The rounding error of lse follows lse if it was saved."""
     saved = ctx.saved_tensors  # read once, since a checkpoint recomputes them at each read
     optional = len(Arrays._fields)
     return saved[optional:], Arrays(*saved[:optional])
@@ -230,7 +230,7 @@ torch.library.register_autograd("ring_attn::backward", refuse_second_derivative)
 
 
 class Eager(torch.autograd.Function):
-    """The ring as a plain autograd.Function, which saves the dispatch of an op."""
+    """The ring as a plain autograd.Function. Torch does not dispatch its calls, so they take less time than calls of the op."""
 
     @staticmethod
     def forward(
@@ -256,7 +256,7 @@ class Eager(torch.autograd.Function):
 
 
 def eager_only(tensors: Iterable[Any]) -> bool:
-    """Return True outside compilers, tracers, modes and transforms, if all are Tensors or Parameters, and not meta or nested."""
+    """Return True if no compiler, tracer, mode or transform is active, and no tensor is meta, nested or outside ``PLAIN``."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0
@@ -279,7 +279,7 @@ class StoredResults:
         self._tokens: list[Token[StoredResults | None]] = []
 
     def known(self) -> State | None:
-        """Return the stored state of the next call, in call order and detached, or None if the call must compute it."""
+        """Return the next stored state in call order, detached. Return None if the call must compute its state."""
         return None
 
     def store(self, total: State) -> None:

@@ -1,9 +1,10 @@
 """A check that extents stay within the documents of a balanced layout, so that strategy="auto" may select "direct".
 
-A rank can read the extents of its own queries only, so each rank checks its extents, and all ranks exchange the results. On a CPU
-each call with extents makes this exchange in any case; on GPUs each new tensor of extents costs one exchange, except in
-inference mode. Once a call's extents reach beyond the documents, "auto" no longer selects "direct" for this problem, neither in
-later calls nor in the backward of earlier calls.
+A rank can read only the extents of its own queries. So each rank checks its own extents, and all ranks exchange the results. On a
+CPU this costs no extra exchange, because each call with extents makes one anyway. On GPUs each new tensor of extents costs one
+exchange. Tensors made in inference mode are not checked on GPUs, so "auto" does not select "direct" for them. After a call whose
+extents reach beyond the documents, "auto" no longer selects "direct" for equal problems: neither in later calls nor in the
+backward of earlier calls.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ MOST_LOOKED = 32
 class Found(NamedTuple):
     """The results of the checks of a group, equal on all its ranks.
 
-    ``within``: for each problem, True if all its extents so far stayed within the documents. ``looked``: the newest (problem,
-    extents) pairs whose extents were found to stay within the documents. It keeps at most ``MOST_LOOKED`` pairs.
+    ``within``: for each problem, True if all extents that were checked for it stay within the documents. ``looked``: the newest
+    pairs (problem, extents) that were checked and stay within the documents, at most ``MOST_LOOKED`` pairs.
     """
 
     within: dict[Problem, bool]
@@ -45,7 +46,7 @@ _found: WeakKeyDictionary[dist.ProcessGroup, Found] = WeakKeyDictionary()
 class Settled(NamedTuple):
     """The problem of a call, with ``within_documents`` set if all ranks' extents are known to stay within the documents.
 
-    ``checked``: True if this call has checked the values of its extents.
+    ``checked``: True if this call has checked its extents and found that they stay within the documents.
     """
 
     problem: Problem
@@ -53,7 +54,7 @@ class Settled(NamedTuple):
 
 
 def settle(problem: Problem, arrays: Arrays, group: Group) -> Settled:
-    """Return the problem, with ``within_documents`` set if the extents of all ranks are found to stay within the documents.
+    """Set ``within_documents`` in the returned problem if the extents of all ranks are found to stay within the documents.
 
     Raise ValueError, the same on every rank, if a rank's extents are invalid or if the ranks disagree on the problem.
     """

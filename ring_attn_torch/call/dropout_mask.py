@@ -29,10 +29,11 @@ def dropout_mask(
 
     Kept probabilities are divided by 1 - rate, with the rate rounded to a multiple of 2^-16.
 
-    ``q_positions``, ``k_positions``: global token positions of the queries and keys. ``heads``: query heads. ``dropout_rate``,
-    ``dropout_seed``, ``dropout_offset``: as in :func:`ring_attention`. The random bits are Philox2x32-7 of seed, batch row, head,
-    query position and key position, the same on any ring and in either framework. The mask has an entry for each score, so use
-    it for short sequences, as in a test. Raise ValueError if an argument is out of its range.
+    ``q_positions``, ``k_positions``: global token positions of the queries and keys, not checked. ``heads``: query heads.
+    ``dropout_rate``, ``dropout_seed``, ``dropout_offset``: as in :func:`ring_attention`, but not None. The random bits are
+    Philox2x32-7 of seed, batch row, head, query position and key position, the same on any ring and in either framework. The mask
+    has an entry for each score, so use it for short sequences, as in a test. Raise ValueError if positions are not 1-D, or if
+    another argument is out of its range.
     """
     check_dropout_rate(dropout_rate)
     of_q, of_k = torch.as_tensor(q_positions).long(), torch.as_tensor(k_positions).long()

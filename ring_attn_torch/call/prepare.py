@@ -1,4 +1,4 @@
-"""Conversion of a user's arguments into a checked Problem, with its plan, score, backend and strategy, or a clear error."""
+"""Conversion of a call to a Problem (plain data), and its check, which raises an error or gives plan, backend and strategy."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call, or their gradients, under their public names; None if not passed.
+    """The optional arrays of a call, each named like its public argument, or their gradients. None: not passed, or no gradient.
 
-    The ops take the arrays in this order, and the core's checks look them up by these names. Append a new array at the end.
+    The ops take the arrays in this order, so append a new array at the end. The checks of ring_attn_core use these names.
     ``dropout_seed``: the dropout state, int64 [4]: the seed's two words and the global indices of the first batch row and head.
     """
 
@@ -60,7 +60,7 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
 
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Describe the call as a Problem with the ring's hardware record. ``exchange``: False to read only the cached record."""
+    """Describe the call as a Problem with the ring's speeds, hosts and peer access. ``exchange``: False to read only a cache."""
     return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
 
 
@@ -80,7 +80,7 @@ def _problem(
 
 
 class CompiledCall(NamedTuple):
-    """A problem that passed all checks, with its plan, backend and strategy. ``score`` has no arrays yet."""
+    """A problem that passed all checks, with its plan, backend and strategy. ``score`` holds numbers only, no arrays."""
 
     plan: RingPlan
     score: Score
@@ -107,14 +107,14 @@ class CompiledCall(NamedTuple):
             check_available(arrays.extents.cpu().numpy(), self.steps, rank)
 
     def check_intervals(self, arrays: Arrays, rank: int) -> None:
-        """Raise ValueError if extents or key extents are invalid under every strategy."""
+        """Raise ValueError if an interval in extents or key extents is invalid, whatever keys the strategy sends to this rank."""
         if arrays.extents is not None:
             check_extents(arrays.extents.long(), self.plan.q_runs[rank], self.plan.kv_length)
         if arrays.key_extents is not None:
             check_key_extents(arrays.key_extents.long(), self.plan.k_runs[rank], self.plan.length)
 
     def within_documents(self, extents: Tensor, rank: int) -> bool:
-        """Return whether this rank's queries see no keys beyond the documents of a balanced layout."""
+        """Return True if ``extents`` let this rank's queries see no keys beyond the documents of the balanced layout."""
         assert isinstance(self.steps, NeededPlan)
         return unavailable(extents.cpu().numpy(), self.steps, rank) is None
 
@@ -127,9 +127,10 @@ class CompiledCall(NamedTuple):
 def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem, compile its forward kernels, and cache the result.
 
-    ``anywhere``: True for ``attend_block``, whose runs of tokens may begin at any position, not only at the plan's
-    positions. A backend that the user names is checked for the backward too. With "auto" the backward's backend is selected when
-    the backward runs. It can differ from the forward's, for example if a kernel does not compile.
+    ``anywhere``: True for ``attend_block``, whose caller chooses the position at which a run of tokens begins; False if the plan
+    determines all positions. A backend that the user names is checked for the backward too. With "auto" a backend for the
+    backward is selected when the backward runs. It can differ from the forward's backend, for example if a kernel does not
+    compile. Raise ValueError if a check fails.
     """
     warn_if_untried("torch", not dist.is_initialized() or dist.get_rank() == 0)
     plan, options = problem.check(), problem.options
@@ -143,7 +144,7 @@ def checked(problem: Problem, *, anywhere: bool) -> CompiledCall:
 def checked_backward(problem: Problem, *, anywhere: bool) -> CompiledCall:
     """Check the problem for the backward, compile its backward kernels, and cache the result.
 
-    The backward always reads v as an array of its own, also if the forward reads the values as columns of k.
+    The backward always reads v as a separate array, even if the forward reads the values as the first columns of k.
     """
     problem = problem.ordinary
     compiled = checked(problem, anywhere=anywhere)
@@ -168,7 +169,8 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, int | None]:
     """Return (v, None). If v is None, return (the first ``v_dim`` columns of k, ``v_dim``) instead.
 
-    Raise ValueError if ``check_v_dim`` refuses the arguments.
+    With v, raise ValueError unless ``v_dim`` is None or the last dimension of v. Without v, raise it unless ``v_dim`` is an int
+    from 1 to k's head_dim.
     """
     v_dim = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
     if v is None:
@@ -177,12 +179,12 @@ def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, i
 
 
 def differentiates(tensors: Iterable[Any]) -> bool:
-    """Return whether autograd records an operation on the tensors."""
+    """Return True if autograd records an operation on the tensors."""
     return torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in tensors)
 
 
 def refuse_transforms(tensors: Iterable[Any]) -> None:
-    """Raise NotImplementedError if a tensor has a forward-mode tangent, which an op would drop, or under torch.func.grad."""
+    """Raise NotImplementedError under torch.func.grad, or if a tensor has a forward-mode tangent, which an op would drop."""
     if torch.compiler.is_compiling():
         return
     if forward_ad._current_level >= 0 and any(
@@ -202,10 +204,10 @@ MOST_CHECKED = 4096
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors`` for each new combination of the tensors' ``device`` and ``layout``, and if there are ALiBi slopes.
+    """Run ``check_tensors``, unless tensors with the same ``device`` and ``layout`` have passed it before.
 
-    Slopes are checked in every call because a later call may pass slopes that require a gradient. The caller guarantees that no
-    tensor is nested, or of a subclass other than Parameter.
+    A call with ALiBi slopes is always checked, because the slopes of a later call may require a gradient. The caller guarantees
+    that no tensor is nested, or of a subclass other than Parameter.
     """
     group = group_of(group_name)
     known = _alone if group is None else _on.setdefault(group, set())

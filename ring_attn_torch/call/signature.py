@@ -64,17 +64,17 @@ def ring_attention(
     blockwise with (out, lse) carried from step to step in at least float32 (Liu et al., "Ring Attention with Blockwise
     Transformers", arXiv:2310.01889; the online softmax is algorithm 1 of FlashAttention-2, arXiv:2307.08691).
 
-    Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the whole sequence):
+    Arguments (arrays are this rank's shards, in layout order; positions and lengths count tokens of the global sequence):
         q: ``[batch, seq_local, heads, head_dim]``, bfloat16, float16, float32 or float64.
-        k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, query head h reads key head ``h // (heads /
+        k: ``[batch, kv_local, kv_heads, head_dim]``; kv_heads divides heads, and query head h reads key head ``h // (heads /
             kv_heads)``.
         v: ``[batch, kv_local, kv_heads, v_dim]``. None: the values are ``k[..., :v_dim]``, and the forward reads and sends
-            k alone (latent attention, docs/features.md); the backward sends these columns twice.
-        v_dim: the number of columns of the values if v is None, at most head_dim; else leave it out.
+            k alone (latent attention, docs/features.md); the backward sends these columns twice, in k and as v.
+        v_dim: if v is None, the number of columns of the values, at most head_dim. If v is passed, leave v_dim out.
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one without
             torch.distributed.
         layout: "contiguous", "striped" or "zigzag": the assignment of tokens to ranks; see to_layout and from_layout.
-            Or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``. Any other layout silently gives
+            For a shard of ``shard_batch(..., layout="balanced")`` pass its field ``.layout``. Any other layout silently gives
             wrong results for such a shard.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
@@ -83,7 +83,7 @@ def ring_attention(
             first call of a problem and clamped later.
         key_extents: integers ``[batch, kv_local, 2]``, sharded like k: first and end (exclusive) of the global *query* positions
             that may see each key, as in a prefix tree: ``tree_extents``.
-        key_mask: bool ``[batch, kv_local]``, sharded like k, True if the key may be attended; any pattern.
+        key_mask: bool ``[batch, kv_local]``, sharded like k, True if a key may be attended; any pattern.
         scale: the factor of q . k; None is ``head_dim ** -0.5``.
         softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).
         sinks: ``[heads]`` logits in the softmax's denominator, ``lse_i = log(exp(sink_h) + sum_j exp(s_ij))``; differentiable.
@@ -92,16 +92,16 @@ def ring_attention(
         dropout_rate: the share of probabilities to drop, 0 to below 1, rounded to a multiple of 2^-16; the others are scaled by
             ``1 / (1 - rate)``. The mask depends on (seed, batch row, head, q_pos, k_pos) only, all global: it is the same for any
             ranks and layout, and in JAX. None: no dropout, and a dropout_seed is refused.
-        dropout_seed: an int or a 0-d integer array, the same on every rank and different at every step.
-        dropout_offset: the global index of the first batch row and of the first head, if these are sharded too. All ranks of a
-            ring hold the same rows and heads, so they must pass the same offset. Ranks compare ints, once for each new pair; they
-            do not compare tensors, whose values are on the device.
-        length, kv_length: global numbers of queries and keys without padding; the tokens beyond are padding, never seen, out 0.
-            None: in a balanced layout, its length. In other layouts ``length`` counts all tokens of the q shards; ``kv_length``
-            is ``length`` if the shards of q and k are equally long, else it counts all tokens of the k shards.
+        dropout_seed: an int or a 0-d integer tensor, the same on each rank and different at each step.
+        dropout_offset: the global indices of the first batch row and of the first head, if rows or heads are sharded too. All
+            ranks of a ring hold the same rows and heads, so they must pass the same offset. Ranks compare ints, once for each new
+            pair; they do not compare tensors, whose values are on the device.
+        length, kv_length: global numbers of queries and keys without padding. Tokens beyond them are padding: no query sees them,
+            and their out is 0. None: in a balanced layout, the layout's length. In other layouts ``length`` counts all tokens of
+            the q shards; ``kv_length`` is ``length`` if the shards of q and k are equally long, else all tokens of the k shards.
         strategy: the way in which keys travel (docs/strategies.md): "ring", "direct", "two_way", "gather", "ulysses",
             Ulysses(ranks=n), TwoLevel(ranks=n), on GPUs of one host "pull" and "push". "auto": on GPUs with a record of speeds
-            the strategy that is predicted to be fastest; otherwise "ring", or in a balanced layout "direct" if little travels.
+            the strategy that is predicted to be fastest; otherwise "ring", or in a balanced layout "direct" if it sends few keys.
         backend: "auto": the first usable of "hopper" (Hopper GPUs), "triton" (NVIDIA GPUs) and "blockwise" (any device);
             "triton_tf32" multiplies float32 in tf32. For comparison: "flash" and "cudnn", PyTorch's own FlashAttention-2 and
             cuDNN, and "flash4", the package flash-attn-4. These have their own precision. They refuse windows, extents,
@@ -111,7 +111,8 @@ def ring_attention(
         return_lse: also return lse.
 
     Return ``out [batch, seq_local, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, seq_local, heads]``
-    in at least float32, natural log, differentiable. A query that sees no key has out 0, lse -inf (or its sink), gradient 0.
+    in at least float32, natural log, differentiable. A query that sees no key has out 0, gradient 0 and lse -inf; with sinks, lse
+    is the sink of the head.
 
     Raise ValueError, the same on every rank and before any tensor is sent, if inputs do not fit. Also raise it if the ranks make
     different calls and no rank has run its call before. Raise RuntimeError after the group's timeout if a rank does not reach the

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Shard(NamedTuple):
-    """The return value of ``shard_batch``. Each array is in layout order along dimension 1."""
+    """A shard of a batch, as ``shard_batch`` returns it. Each array is in layout order along dimension 1."""
 
     ids: Tensor
     """int [batch, tokens]: token ids, 0 in padded slots."""
@@ -31,13 +31,13 @@ class Shard(NamedTuple):
     positions: Tensor
     """int32 [batch, tokens]: positions for rotary embeddings: global, within the document, or along a tree's path."""
     extents: Tensor | None
-    """int32 [batch, tokens, 2]: start and end of each query's document; [0, 0) in padded slots. None without documents."""
+    """int32 [batch, tokens, 2]: first and end position of each query's document; [0, 0) in padding. None without documents."""
     key_mask: Tensor | None
     """bool [batch, tokens]: True if queries may attend to the key; False in padded slots. None if no mask was passed."""
     length: int
     """The true global number of tokens, for ``ring_attention(..., length=length)``."""
     key_extents: Tensor | None = None
-    """int32 [batch, tokens, 2]: first and end of the queries that see each key; [0, 0) in padded slots. None without trees."""
+    """int32 [batch, tokens, 2]: first and end of the queries that may see a key; [0, 0) in padded slots. None without trees."""
     layout: BalancedLayout | None = None
     """The balanced layout, for ``ring_attention(..., layout=layout)``; None for a named layout."""
     longest_path: int | None = None
@@ -65,21 +65,22 @@ def shard_batch(
     stay within segments, and positions count along the path from the root. ``key_mask`` [batch, length]: True if queries may
     attend to the key.
 
-    A token is padding if its document is negative or its key_mask False. Padding has the label ``ignore_index``, even if
-    ``labels`` has another. It is not the default label of another token. All other labels in ``labels`` stay.
-    ``restart_positions``: count positions from 0 in each document. Tokens of negative documents and padded slots keep their
-    global position. The positions are [batch, tokens], since rows may differ, while the function :func:`positions` returns
-    [tokens].
+    A token is padding if its document id is negative or its key_mask False. The label of padding is ``ignore_index``, even if
+    ``labels`` gives another; all other labels in ``labels`` stay. The default labels never make padding the target of a token.
+    ``restart_positions``: count positions from 0 in each document. Tokens with a negative document id, and slots that the layout
+    pads, keep their global position. The positions are [batch, tokens], since rows may differ, while the function
+    :func:`positions` returns [tokens].
 
-    ``layout``: a name, or a layout from the field ``.layout`` of a shard. "balanced" distributes ``documents`` or ``tree`` to
-    equalize the ranks' work under a causal mask. The field ``.layout`` of the result then holds the layout; pass it on, as in
+    ``layout``: a name, or the field ``.layout`` of another shard. "balanced" distributes ``documents`` or ``tree`` so that all
+    ranks have nearly equal work under a causal mask. The field ``.layout`` of the result then holds the layout: pass it on, as in
     ``ring_attention(..., layout=shard.layout)``.
 
     Do not append new tokens to a zigzag or contiguous shard: positions depend on the layout and the length, so attention would
     silently be wrong. Append only to ``"striped"`` shards without padding (see :func:`to_layout`).
 
-    Raise ValueError if shapes, dtypes, the layout or the rank do not fit, if restart_positions is set without documents, if
-    documents and a tree are both passed, or if :func:`document_extents` or :func:`tree_extents` refuses its argument.
+    Raise ValueError if an argument does not fit, if restart_positions is set without documents, if documents and a tree are both
+    passed, if torch.compile traces documents in the layout "balanced", or if :func:`document_extents` or :func:`tree_extents`
+    refuses its argument.
     """
     if rank is not None:
         check_rank(rank, ranks)
@@ -126,9 +127,9 @@ def shard_batch(
 
 
 def _balanced(owner: Tensor, ranks: int) -> BalancedLayout:
-    """Return the balanced layout of a batch. Raise ValueError if the values of ``owner`` cannot be read.
+    """Return the balanced layout for ``owner`` [batch, length], the document id of each token.
 
-    ``owner`` [batch, length]: the document id of each token.
+    Raise ValueError if the host cannot read the values of ``owner``.
     """
     ids = on_host(owner)
     if ids is None:
@@ -157,5 +158,5 @@ def _boolean(key_mask: Any) -> Tensor:
 
 
 def _next(x: Tensor, last: int) -> Tensor:
-    """Shift each row of ``x`` [batch, length] left by one token, with ``last`` in the last place."""
+    """Shift each row of ``x`` [batch, length] left by one token, and put ``last`` at the end of the row."""
     return torch.cat([x[:, 1:], torch.full_like(x[:, :1], last)], 1)

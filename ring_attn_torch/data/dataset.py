@@ -17,29 +17,30 @@ from .batch import Shard
 class SequenceShardedDataset(IterableDataset[Shard]):
     """An iterable of :class:`Shard`: one rank's part of each batch of packed documents from a folder of files.
 
-    Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens;
-    each span of a document within a row attends only to itself (``extents``). A shard equals ``shard_batch(ids, layout, ranks,
-    rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last token of a span has no label. But
-    a rank reads only its own tokens, plus at most one more token after each part of a span. In the layout ``"striped"`` a rank
-    reads the tokens of all ranks twice, for ids and for labels, because its tokens lie apart and the token after each is on
-    another rank.
+    Each file, or each row of a file, is a document. Documents are concatenated and cut into packed rows of ``length`` tokens. The
+    tokens of a document within one row form a *span* and attend only within the span (``extents``). A shard equals
+    ``shard_batch(ids, layout, ranks, rank, documents=...)`` of the global batch: labels are shifted before sharding, and the last
+    token of a span has no label. But a rank reads only its own tokens, plus at most one token after each piece of a span, as the
+    label of the piece's last token. In the layout ``"striped"`` a rank owns every ``ranks``-th token, so it reads the tokens of
+    all ranks twice: once for ids and once for labels.
 
-    ``folder``: text files in UTF-8, whose ids are their bytes, 0 to 255; or files with one document per row: ``.jsonl``,
-    ``.parquet``, or ``.arrow`` of a folder saved by the package datasets; or ``.npy`` arrays of token ids, integers [tokens].
-    ``length``: tokens of a packed row, a multiple of ``ranks``; in zigzag, of ``2 * ranks``. ``rank``: None for the shards of all
-    ranks, concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups; their rows
-    differ. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
-    of epochs; None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" them (no labels, extents [0, 0)).
-    ``pattern``: the files to read, as a glob of pathlib; hidden files are never read. ``column``: the column of the texts in
-    files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the package tokenizers, or its
-    folder. ``end``: an id appended to each text, 256 or more without a tokenizer. ``cache``: the folder for the tokens of texts,
-    by default ``.ring-attn`` in ``folder``; the first process writes the tokens once. ``restart_positions``: count positions from
-    0 in each document. ``ignore_index``: the label of a token without a target. ``chat``: "all" or "assistant" if the column
-    holds chats, that is, lists of messages. The tokenizer's chat template writes a chat as a text, with the tools of the column
-    "tools" if that exists. With "assistant" only the assistant's tokens have labels.
+    ``folder``: a folder of text files in UTF-8; or of files with one document per row, that is ``.jsonl``, ``.parquet``, or
+    ``.arrow`` as saved by the package datasets; or of ``.npy`` arrays of token ids, integers [tokens]. ``length``: the number of
+    tokens of a packed row, a multiple of ``ranks``; in zigzag, of ``2 * ranks``. ``rank``: None for the shards of all ranks,
+    concatenated. ``batch_size``: packed rows of a batch. ``replicas``: the number of data-parallel groups, which read different
+    rows. ``replica``: the index of this group. ``shuffle``: shuffle documents and rows by (seed, epoch). ``epochs``: the number
+    of epochs; None: unlimited. ``last``: "drop" the tokens that do not fill a batch, or "pad" the batch with tokens that have no
+    label and the extent [0, 0). ``pattern``: the files to read, as a glob of pathlib; hidden files are never read. ``column``:
+    the column of the texts in files of rows; rows with an empty or null text are skipped. ``tokenizer``: a tokenizer.json of the
+    package tokenizers, or its folder; without one, the ids of a text are its bytes, 0 to 255. ``end``: an id to append to each
+    text, at least 256 without a tokenizer. ``cache``: the folder in which the first process saves the token ids of the texts, by
+    default ``.ring-attn`` in ``folder``. ``restart_positions``: count positions from 0 in each document. ``ignore_index``: the
+    label of a token without a target. ``chat``: "all" or "assistant" if the column holds chats, that is, lists of messages. The
+    tokenizer's chat template turns a chat into text, with the tools of the column "tools" if that exists. With "assistant" only
+    the assistant's tokens have labels.
 
     Pass the dataset to ``DataLoader(dataset, batch_size=None, num_workers=...)``: any number of workers yields the same batches
-    in the same order. An iteration begins at the state passed to ``resume``, or else at the beginning.
+    in the same order. An iteration begins at the state passed to ``resume``, or else at the first batch.
 
     With ``layout="balanced"`` the documents of each batch are distributed over the ranks for nearly equal work. The field
     ``layout`` of each shard then holds the balanced layout.
@@ -131,7 +132,7 @@ class SequenceShardedDataset(IterableDataset[Shard]):
         return self._batches.reader.bytes_read
 
     def state(self, batches: int | None = None) -> str:
-        """Return the run's state after ``batches`` batches as JSON, by default after the last batch that was yielded.
+        """Return the state of the run after ``batches`` batches as JSON, by default after the last batch that was yielded.
 
         ``batches`` counts from the start of the run, over epochs and resumptions. Workers of a DataLoader read ahead, so only the
         training loop knows how many batches it has used. Raise ValueError if ``batches`` is None although workers have read, or

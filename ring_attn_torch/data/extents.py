@@ -1,13 +1,13 @@
-"""Extents: one interval of visible key positions per query, for masks that a band cannot express.
+"""Extents: one interval of visible key positions per query, for masks that no band (causal, full, sliding window) can express.
 
-Three documents of 3, 1 and 4 tokens, then two tokens of padding; and a prefix of 4 tokens, then 3 causal ones:
+Left: documents of 3, 1 and 4 tokens, then two tokens of padding. Right: a prefix of 4 tokens, then 3 causal ones (p: position):
 
     ids      0  0  0  1  2  2  2  2 -1 -1          p   0  1  2  3  4  5  6
     first    0  0  0  3  4  4  4  4  0  0              0  0  0  0  0  0  0
     end      3  3  3  4  8  8  8  8  0  0              4  4  4  4  5  6  7
 
 Extents describe global sequences. ``to_layout(extents, layout, ranks)`` shards them, and pads them with [0, 0). A query with the
-extent [0, 0) sees no key: it is *blank* (``plan/ring.py`` of the core).
+extent [0, 0) sees no key. Such a query is *blank* (``plan/ring.py`` of ring_attn_core).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def document_extents(
     or after documents but not inside one. Its extent is [0, 0), and no query sees it.
 
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
-    positions, by default the last entry (required under torch.compile); tokens beyond the last entry are padding.
+    positions, by default the end of the last document; required under torch.compile. Tokens beyond that end are padding.
 
     Raise ValueError if shapes, dtypes or values break these rules. Values are copied to the host for this check. Under
     torch.compile they are not checked, and the result for invalid values is undefined.
@@ -57,8 +57,8 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
     """Return the extents of a prefix-LM: token p sees [0, max(prefix, p + 1)). Use them with ``mask=full()``.
 
     The result is int32 [batch, length, 2], with batch 1 if ``prefix`` is an int. ``prefix``: the number of leading tokens that
-    all queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError unless 0 <= prefix
-    <= length; under torch.compile ``prefix`` is not checked.
+    all queries see, an int or int [batch]. ``length``: the sequences' length without padding. Raise ValueError if an argument is
+    not an integer, or if ``prefix`` is outside 0 .. length. Under torch.compile the value of ``prefix`` is not checked.
     """
     check_length(length)
     first = integers("prefix", prefix, *(["batch"] if converted("prefix", prefix).ndim else []))

@@ -1,4 +1,4 @@
-"""All-gather shards into global sequences, the inverse of ``shard_batch``, or gather one token of each row."""
+"""All-gather shards into global sequences in natural order, or gather one token of each row."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def gather(
     """Gather the shards [batch, tokens, ...] of all ranks into [batch, length, ...] in natural order, on every rank.
 
     ``group``: the ring; None is the default group. ``layout``: a name, or the ``.layout`` of a shard. ``length``: the global
-    number of tokens without padding; None: all tokens of the shards, or the tokens of a balanced layout.
+    number of tokens without padding. None: the number of tokens of all shards or, for a balanced layout, the layout's length.
 
-    Differentiable: the gradient of a shard is the sum, in at least float32, of all ranks' gradients of its tokens. So if every
-    rank computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one device:
-    divide the loss by ``ranks``. ``loss(..., group=group)`` does so already, because it counts the labels of every rank.
+    Differentiable: the gradient of a shard is the sum over all ranks, in at least float32, of the gradients of its tokens. So if
+    every rank computes the same loss from the global array and calls ``backward``, the gradient is ``ranks`` times that of one
+    device: divide the loss by ``ranks``. ``loss(..., group=group)`` does so already, because it counts the labels of every rank.
 
     Raise ValueError, the same on every rank and before anything is sent, if ``x`` cannot be a shard of ``length`` tokens in
     ``layout``, or if ranks pass shards of different shapes or different arguments. Ranks compare shapes and arguments only the
@@ -53,14 +53,15 @@ def gather_token(
     layout: str | BalancedLayout = "zigzag",
     length: int | None = None,
 ) -> Tensor:
-    """Gather one token of each row from the shards [batch, tokens, ...] of all ranks: [batch, ...] on every rank.
+    """Gather one token of each row from the shards [batch, tokens, ...] of all ranks. Return [batch, ...] on every rank.
 
-    ``position``: the global position of the token, an int (negative counts from the end, -1 is the last token). Or nonnegative
-    integers [batch], one per row: the result is 0 for a position beyond the sequence. Each rank sends one token per row. For
-    example, the logits of the last token are
+    ``position``: the global position of the token. An int applies to all rows; a negative int counts from the end, so -1 is the
+    last token. An integer tensor [batch] holds one position per row; a row gets 0 if its position is outside 0 .. length - 1.
+    Each rank sends one token per row. For example, the logits of the last token are
     ``gather_token(model(ids, ..., return_hidden=True), length=length) @ model.head_weight.T``.
 
-    ``group``, ``layout``, ``length``, gradient and errors: as in :func:`gather`.
+    ``group``, ``layout``, ``length``, gradient and errors are those of :func:`gather`. Raise ValueError also if ``position`` is
+    neither an int inside the sequence nor an integer tensor [batch].
     """
     ring = _ring(group)
     _check("gather_token", x, ring, layout, length, position)
@@ -103,10 +104,10 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError if an argument is invalid or differs between ranks. If the call is new to all ranks, all raise the error.
+    """Raise ValueError if an argument is invalid or differs between ranks; in the first such call all ranks raise it.
 
-    Ranks compare the shape and dtype of x, ``layout``, ``length`` and ``position``, but not the values of a tensor ``position``.
-    They compare repeated calls only inside ``check_every_call``.
+    ``call``: the public function's name. Ranks compare the shape and dtype of x, ``layout``, ``length`` and ``position``, but not
+    the values of a tensor ``position``. They compare repeated calls only inside ``check_every_call``.
     """
 
     def check() -> None:

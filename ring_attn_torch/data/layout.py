@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1, pad_value: Any = 0) -> Tensor:
     """Pad and permute a global array so that its ``ranks`` equal chunks along ``dim`` are the shards of rank 0, 1, ...
 
-    ``x`` has its tokens in natural order along ``dim``. They are padded at the end with ``pad_value`` to a length that the layout
-    splits equally. A layout is a name, or the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``.
-
-    Raise ValueError if a layout's name is unknown, if a balanced layout is for another length, or if ``x``, ``dim``, ``ranks`` or
-    ``pad_value`` is invalid. For example, a ``pad_value`` of 0.5 is invalid for integers.
+    ``x`` has its tokens in natural order along ``dim``. ``layout``: a name, or the ``.layout`` of a shard of ``shard_batch(...,
+    layout="balanced")``. The end of ``x`` is padded with ``pad_value``. A named layout pads to the smallest length that it can
+    split equally, a balanced layout to its own size. Raise ValueError if the layout is unknown or was made for another length, or
+    if another argument is invalid, such as a ``pad_value`` of 0.5 for an integer tensor.
 
     To continue a sequence, only ``"striped"`` shards without padding may be concatenated with the shards of new tokens. A zigzag
     or contiguous shard with tokens appended silently gives wrong attention, since positions depend on the layout and the length.
@@ -41,8 +40,8 @@ def to_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, dim: int = 1,
 def from_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, length: int, dim: int = 1) -> Tensor:
     """Invert :func:`to_layout`: return the tokens in natural order, cut at ``length``.
 
-    Raise ValueError if ``x`` does not have the padded length of ``length`` tokens, or if the layout, ``dim`` or ``ranks`` is
-    invalid.
+    Raise ValueError if the size of ``x`` along ``dim`` is not the size to which ``to_layout`` pads ``length`` tokens, or if the
+    layout, ``dim`` or ``ranks`` is invalid.
     """
     check_along(x, isinstance(x, Tensor), "a torch.Tensor", dim)
     order = _order(layout, ranks, length)
@@ -55,14 +54,14 @@ def from_layout(x: Tensor, layout: str | BalancedLayout, ranks: int, length: int
 
 
 def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) -> Int[Tensor, " seq_local"]:
-    """Return the global position of each token of a rank, int32 [seq_local], in shard order.
+    """Return the global position of each token in a rank's shard, int32 [seq_local].
 
-    Padding has positions >= length. The positions are the same for all batch rows, while ``shard_batch`` returns [batch,
-    seq_local]. They depend on the layout and ``length``: with another length the tokens of a zigzag or contiguous shard have
-    other positions. So append new tokens only to a striped shard without padding (see :func:`to_layout`).
+    Padding has positions >= length. The result holds for all batch rows, while the positions of ``shard_batch``, [batch,
+    seq_local], may differ between rows. Positions depend on the layout and ``length``: if the sequence grows, the old tokens of a
+    zigzag or contiguous shard get other positions. So append new tokens only to a striped shard without padding (see
+    :func:`to_layout`).
 
-    Raise ValueError if a layout's name is unknown, if a balanced layout is for another length, or if ``rank`` is outside 0 ..
-    ranks - 1.
+    Raise ValueError if ``rank`` is outside 0 .. ranks - 1, or if the layout is unknown or does not fit ``ranks`` or ``length``.
     """
     check_rank(rank, ranks)
     if isinstance(layout, BalancedLayout):
@@ -74,13 +73,13 @@ def positions(layout: str | BalancedLayout, ranks: int, length: int, rank: int) 
 
 
 def _bounds(dtype: torch.dtype) -> tuple[int, int] | None:
-    """Return the least and the greatest value of an integer or bool dtype, or None for any other dtype."""
+    """Return the least and the greatest value of an integer or bool dtype, or None for other dtypes."""
     if dtype.is_floating_point or dtype.is_complex:
         return None
     return (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
 
 
 def _order(layout: str | BalancedLayout, ranks: int, length: int) -> Tensor:
-    """Return the global position of each slot of the padded array in layout order, int32 [padded length]."""
+    """Return the global position of each token in the array that ``to_layout`` returns, int32 [padded length]."""
     check_ranks(ranks)
     return torch.cat([positions(layout, ranks, length, rank) for rank in range(ranks)])

@@ -1,4 +1,4 @@
-"""Prefix trees: their key extents, and the packing and unpacking of rollouts."""
+"""Prefix trees: their key extents (the queries that may see each key), and the packing and unpacking of rollouts."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ if TYPE_CHECKING:
 def tree_extents(parents: Row | Sequence[Row], lengths: Row | Sequence[Row]) -> TreeExtents:
     """Return ``key_extents`` int32 [batch, tokens, 2] and ``positions`` int32 [batch, tokens] of prefix trees, on the CPU.
 
-    ``parents``, ``lengths``: lists of ints for one row, or a list of such lists. They hold, for each segment in depth-first
-    order, the index of its parent segment in the row and its number of tokens. A parent of -1 begins a tree; a row may hold
-    several trees.
+    ``parents``, ``lengths``: for one row a list of ints, for several rows a list of such lists. The segments of a row are in
+    depth-first order. ``parents`` holds the index of each segment's parent in the row, and ``lengths`` each segment's number of
+    tokens. A parent of -1 begins a tree; a row may hold several trees.
 
-    Key j is seen by the queries [j, end), where end is the end of the subtree of j's segment. So under ``mask=causal()`` a token
-    sees only itself and its ancestors. Positions count along the path from the root, for rotary embeddings. Shorter rows are
-    padded with (0, 0) and 0. Both arrays describe whole rows; :func:`to_layout` shards them.
+    The queries [j, end) may see key j; ``end`` is the end of the subtree of the segment that holds key j. So under
+    ``mask=causal()`` a token sees only itself and its ancestors. Positions count along the path from the root, for rotary
+    embeddings. Shorter rows are padded with key extents (0, 0) and positions 0. Both arrays describe whole rows;
+    :func:`to_layout` shards them.
 
-    Raise ValueError if the arguments are not such lists, a parent comes after its child, segments are not in depth-first order,
-    or a segment is empty.
+    Raise ValueError if the arguments are not such lists or do not match, if a parent comes after its child, if segments are not
+    in depth-first order, or if a segment is empty.
     """
     return TreeExtents(*map(torch.from_numpy, trees.tree_extents(parents, lengths)))
 
@@ -53,19 +54,19 @@ def pack_rollouts(
     weights: Sequence[Any] | None = None,
     length: int | None = None,
 ) -> Rollouts:
-    """Pack rollouts (token lists) that share prefixes into rows of prefix trees.
+    """Pack rollouts (token lists) into rows of prefix trees, so that the tokens of a shared prefix are computed once.
 
-    A shared token is computed once, except where rollouts branch.
-
-    Each token of a row is a slot with one label. A token that several tokens follow takes a slot for each of them.
+    Each slot (one index of a row) holds one token and its label, which is the next token. A shared token that different tokens
+    follow is repeated: it takes one slot for each different label.
 
     ``rollouts``: lists or integer arrays [tokens], prompt and completion together. ``loss_masks``: for each rollout a list with
-    True for each token that counts; None: each counts. ``weights``: for each rollout a number, or a list with the weight of each
-    token, of any sign; None: 1. No token predicts the first token of a rollout, so its mask and its weight have no effect.
+    True for each token that counts in the loss; None: all count. ``weights``: for each rollout one number, or a list with one
+    number per token, of any sign; None: 1. No token predicts the first token of a rollout, so the mask and weight of that token
+    have no effect.
 
-    Summed over all slots, ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts computed
-    one by one. A label is -100 if no rollout counts it; a counted label of weight 0 stays. Labels are shifted already: do not
-    shift them again.
+    The sum over all slots of ``label_weights`` times the cross-entropy of ``labels`` is the weighted loss of all rollouts
+    computed one by one. The label of a slot is -100 if no rollout counts the next token in the loss; a token that counts with
+    weight 0 stays a label. Labels are shifted already: do not shift them again.
 
     ``length``: the maximum number of tokens of a row, or None for one row. A tree that does not fit into the rest of a row is
     split between two rollouts, and another row repeats their shared prefix. In the result, ids and labels are int64 on the CPU.
@@ -89,20 +90,20 @@ def unpack_rollouts(
 ) -> list[Tensor]:
     """Return for each rollout the values [tokens - 1, ...] at the slots that predict its tokens, on every rank.
 
-    No slot predicts the first token of a rollout. ``values`` [rows, tokens, ...], such as :func:`token_log_probs` of
-    ``rollouts.labels``: whole rows, or with ``layout`` (a name or the ``.layout`` of a shard) this rank's shard of them.
-    ``group``: the ring that holds the shards; None is the default group. Loss masks are not applied: masked tokens have values
-    too.
+    No slot predicts the first token of a rollout. ``values``: one value per slot, [rows, tokens, ...], such as
+    :func:`token_log_probs` of ``rollouts.labels``. Without ``layout``, pass whole rows. With ``layout`` (a name or the
+    ``.layout`` of a shard), pass this rank's shard of the rows. ``group``: the ring that holds the shards; None is the default
+    group. Loss masks are not applied: masked tokens have values too.
 
-    Differentiable: the gradient of a value is the sum over the rollouts that share it, in at least float32. With ``layout`` each
-    rank keeps its own slice of the gradient, without a sum over ranks. So if every rank computes the same loss from all rollouts,
-    the sum over ranks of the gradients of weights (:func:`sum_gradients`) is that of one device; do not divide by the number of
-    ranks.
+    Differentiable: the gradient of a value is the sum over the rollouts that share the value, in at least float32. With
+    ``layout`` each rank keeps the gradient of its own shard, without a sum over ranks. So if every rank computes the same loss
+    from all rollouts, the gradients of the weights, summed over ranks (:func:`sum_gradients`), equal those of one device; do not
+    divide them by the number of ranks.
 
-    Raise ValueError, before anything is sent, if ``values`` do not have the shape of the rollouts. With ``layout`` ranks compare
-    shapes and rollouts at every call, in one exchange. If these differ, raise ValueError; every rank raises the same error.
-    Without ``layout`` ranks compare nothing. A rank still reports its error to the ranks of ``group``, which may wait for its
-    shard.
+    Raise ValueError, before anything is sent, if the shape of ``values`` does not fit ``rollouts``. With ``layout`` ranks compare
+    shapes and rollouts at every call, in one exchange. If ranks differ, raise ValueError, the same on every rank. Without
+    ``layout`` ranks compare nothing. But a rank that raises an error reports it to the ranks of ``group``, because they may wait
+    for the rank's shard.
     """
     ring = None if layout is None else _ring(group)
     ranks = ranks_of(ring)
@@ -141,7 +142,7 @@ def _digest(rollouts: Any, ranks: int) -> str | None:
 
 
 class _GatherAlike(AllGather):
-    """An all-gather whose output each rank uses for the same computation. The backward returns a slice, this rank's gradient."""
+    """An all-gather for ranks that compute the same from its output. Its backward returns this rank's slice of the gradient."""
 
     @staticmethod
     def backward(ctx: Any, dwhole: Tensor) -> tuple[Tensor, None]:

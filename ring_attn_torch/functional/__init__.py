@@ -3,7 +3,7 @@
 Each attention function takes the arguments and array shapes of the function that it replaces, then the arguments of the ring:
 ``group``, ``layout``, ``length`` and ``kv_length``, and ``dropout_seed`` if it has dropout. On a ring the arrays are this rank's
 shards; masks, lengths and cu_seqlens are global, in natural order and the same on every rank. An unsupported argument raises a
-ValueError that names it and what to use instead. ``alibi`` and ``softcap`` make score_mods for ``flex_attention``.
+ValueError that says what to use instead. ``alibi`` and ``softcap`` make score_mods for ``flex_attention``.
 """
 
 from .flash import flash_attn_func, flash_attn_varlen_func

@@ -84,12 +84,12 @@ class _Unknown(Exception):
 
 
 def _state(x: Any, held: list[Any]) -> Any:
-    """Return a cache key of ``x``. It changes if ``x`` changes, or a tensor or number that a function in ``x`` reads.
+    """Return a cache key of ``x``. The key changes with ``x``, and with every tensor or number that a function in ``x`` reads.
 
-    The key holds a digest of a tensor's values, because ``.data`` and NumPy change a tensor unnoticed. The key also holds the ids
-    of code objects and constants (``_is_constant``). This function adds these objects to ``held``: they must live as long as the
-    key. Raise _Unknown on objects of any other type than tensors, constants, numbers, str, None, and tuples, lists and functions
-    of these.
+    The key holds digests of tensors' values, because torch does not record changes through ``.data`` or NumPy. It also holds the
+    ids of code objects and constants (``_is_constant``). These objects are added to ``held``, because they must live as long as
+    the key. Raise _Unknown on any object other than tensors, constants, numbers, str, None, and tuples, lists and functions of
+    these.
     """
     if x is None or isinstance(x, bool | int | float | str):
         return type(x), x
@@ -121,7 +121,7 @@ def _content(x: Tensor) -> tuple[Any, ...]:
 
 
 def _is_constant(x: Any) -> bool:
-    """Return True if ``x`` is a module, class or built-in function of a package in ``CONSTANT``, and not in ``REFLECTIVE``."""
+    """Return True if ``x`` is a module, class or built-in function of a ``CONSTANT`` package, but no ``REFLECTIVE`` function."""
     if isinstance(x, BuiltinFunctionType) and not isinstance(x.__self__, ModuleType | type | None):
         return False  # a method of some object
     return isinstance(x, ModuleType | BuiltinFunctionType | type) and _origin(x) in CONSTANT and x not in REFLECTIVE

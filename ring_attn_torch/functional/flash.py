@@ -1,10 +1,11 @@
 """``flash_attn_func`` and ``flash_attn_varlen_func`` of the package flash_attn (2.8), over a ring.
 
-FlashAttention aligns windows to the bottom right: with ``offset = keys - queries`` query i sees key j if
+FlashAttention aligns windows to the bottom right: query i sees key j if
 
-    i + offset - left <= j <= i + offset + right        a side of -1 is open; causal=True is right = 0
+    i + offset - left <= j <= i + offset + right        with offset = keys - queries
 
-within the global sequence, or within each packed document, with the numbers of queries and keys of that document.
+A ``left`` or ``right`` of -1 is unlimited, and causal=True sets ``right`` to 0. Positions i and j and the numbers of queries and
+keys are counted in the global sequence, or in each packed document.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ class _FlashOptions(NamedTuple):
     def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
         """Return ``sides``. Raise ValueError if flash_attn 2.8 computes another window on ``queries`` and ``keys`` tokens.
 
-        Its kernels take a right side of ``keys`` or more as open, and then an open right side beside a left side below ``keys``
-        as ``keys``. This matters only to a query that lies more than that before the last query.
-        For packed documents, ``queries`` is the number in the longest, and ``keys`` is max_seqlen_k, which they read.
+        Its kernels read ``right >= keys`` as open. If ``left < keys``, they then read an open right side as ``right = keys``. The
+        window differs only for queries more than r tokens before the last query, with r the smaller of both values of ``right``.
+        For packed documents, ``queries`` is the number in the longest document, and ``keys`` is max_seqlen_k, as in the kernels.
         """
         left, right = self.sides
         documented = queries if right is None else right
@@ -74,7 +75,7 @@ class _FlashOptions(NamedTuple):
     def score(self, heads: int, equal_lengths: bool, dropout_seed: Any) -> Arguments:
         """Return scale, softcap, ALiBi, ``deterministic`` and dropout as arguments of ``ring_attention``.
 
-        ``equal_lengths``: True if queries and keys are equally many, in each document if there are several. Raise ValueError if
+        ``equal_lengths``: True if there are as many keys as queries, in each document if there are several. Raise ValueError if
         the slopes do not fit, or if there is a dropout rate without a seed.
         """
         slopes = self.alibi_slopes
@@ -136,8 +137,8 @@ def flash_attn_func(
 
     Raise ValueError, the same on every rank and before anything is sent, if ``return_attn_probs`` is True or ring_attention
     refuses an argument. ``alibi_slopes`` are refused if they are [batch, heads], if queries and keys differ in number, or if
-    neither ``causal`` nor the window sets right to 0. If queries outnumber keys, some windows are refused: those whose right side
-    flash_attn's kernels read otherwise than it documents.
+    neither ``causal`` nor the window sets right to 0. If queries outnumber keys, a window is refused if
+    flash_attn's kernels compute another right side than its documentation says.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -189,8 +190,8 @@ def flash_attn_varlen_func(
 
     Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, end beyond
     the row or differ in number. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a ``block_table`` is
-    passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown. So they are not
-    checked, and no window is refused for how flash_attn reads it.
+    passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown. So
+    cu_seqlens are not checked, and no window is compared with the window that flash_attn's kernels compute.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
@@ -234,11 +235,11 @@ def _band(sides: tuple[int | None, int | None], offset: int) -> Band:
 
 
 def _ends(of: str, cu_seqlens: Any, total: int, longest: Any) -> tuple[Tensor, int | None]:
-    """Check cu_seqlens. Return it as an int64 tensor, and the tokens of its longest document, or None if they are unknown.
+    """Check cu_seqlens. Return it as an int64 tensor, and the number of tokens of the longest document.
 
-    Raise ValueError if it does not begin with 0, decreases, ends after the ``total`` tokens of the row, or has a document of
-    more than ``longest`` tokens. Under torch.compile or for a meta tensor only dtype and shape are checked. ``of``: "q" or "k",
-    for the message.
+    Raise ValueError if cu_seqlens does not begin with 0, decreases, ends after the ``total`` tokens of the row, or has a document
+    of more than ``longest`` tokens (max_seqlen). Under torch.compile or for a meta tensor only dtype and shape are checked, and
+    the number is None. ``of``: "q" or "k", for the message.
     """
     name = f"cu_seqlens_{of}"
     ends = integers(name, cu_seqlens, "documents + 1")

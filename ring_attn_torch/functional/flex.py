@@ -45,11 +45,11 @@ def flex_attention(
 
     ``block_mask``: a BlockMask of the global sequence in natural order, made by ``create_block_mask(mask_mod, B, H, length,
     kv_length)``, the same on every rank. Its mask_mod is evaluated at every pair of tokens, once: the result is cached until the
-    BlockMask dies or a tensor or number that the function reads changes. A function that reads other objects is evaluated at each
+    BlockMask dies or a tensor or number that the mask_mod reads changes. A mask_mod that reads other objects is evaluated at each
     call. The mask must be the same for all heads (batch rows may differ). Apart from unused keys, which no query sees, it must be
-    a band, or the intersection of one interval of keys for each query and one interval of queries for each key.
+    a band (causal or a window), or restrict each query to an interval of keys, each key to an interval of queries, or both.
 
-    ``score_mod``: ``functional.softcap(cap)``, ``functional.alibi(slopes)``, or a function whose traced graph equals theirs.
+    ``score_mod``: ``functional.softcap(cap)``, ``functional.alibi(slopes)``, or a function that torch traces to the same graph.
     ``scale``, ``enable_gqa``: as in torch. ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
 
     Raise ValueError, the same on every rank and before anything is sent, if score_mod or the mask is of another kind, if

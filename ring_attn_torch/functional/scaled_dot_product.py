@@ -1,6 +1,7 @@
 """``torch.nn.functional.scaled_dot_product_attention`` over a ring.
 
-``data/dense_masks.py`` of the core converts an attn_mask to a band, extents, key extents and a key mask.
+``data/dense_masks.py`` of the core converts an attn_mask to arguments of ``ring_attention``: a band (causal or a window),
+*extents* (an interval of keys for each query), *key extents* (an interval of queries for each key) and a key mask.
 """
 
 from __future__ import annotations
@@ -45,18 +46,19 @@ def scaled_dot_product_attention(
     ``is_causal``: query i sees the keys j <= i, also if the lengths differ (top left). ``enable_gqa``: query head h reads head
     ``h // (heads / kv_heads)`` of the keys.
 
-    ``attn_mask``: the global mask in natural order, the same on every rank: bool, True where attention is permitted, or floats of
-    0 and -inf, broadcasting against [batch, heads, length, kv_length]. It must be the same for all heads. Apart from unused
-    keys (padding), it must be a band (causal, a window), or the intersection of one interval of keys for each query and one
-    interval of queries for each key (documents, a prefix, a prefix tree). Its values are read on the host; for long sequences
-    pass ``is_causal``, or call :func:`ring_attention` with extents. Masks of ``torch.nn.attention.bias.causal_lower_right`` and
-    ``causal_upper_left`` become bands without being read. A query that sees no key has out 0.
+    ``attn_mask``: the global mask in natural order, the same on every rank. It is bool, True for each permitted pair, or floats
+    of 0 and -inf. It broadcasts against [batch, heads, length, kv_length] and must be the same for all heads. Apart from unused
+    keys (padding), it must be a band (causal or a sliding window), or restrict each query to an interval of keys, each key to an
+    interval of queries, or both. Masks of documents, prefixes and prefix trees have this form. The values are read on the host;
+    for long sequences pass ``is_causal``, or call :func:`ring_attention` with extents. Masks of
+    ``torch.nn.attention.bias.causal_lower_right`` and ``causal_upper_left`` become bands without being read. A query that sees no
+    key has out 0.
 
     ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops other probabilities than torch.
     ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
 
     Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf,
-    differs between heads, or has none of the forms above. Raise it too if torch.compile traces an attn_mask, if one is passed
+    differs between heads, or lacks this form. Raise it too if torch.compile traces an attn_mask, if one is passed
     together with is_causal=True, or if ring_attention refuses an argument.
     """
     ring = RingArguments(group, layout, length, kv_length)
@@ -85,7 +87,7 @@ def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
 
 
 def _mask(attn_mask: Any, is_causal: bool, shards: Shards, q: Tensor) -> Arguments:
-    """Convert attn_mask and is_causal to this rank's arguments of ``ring_attention``. Raise ValueError if they do not fit."""
+    """Convert attn_mask and is_causal to this rank's arguments of ``ring_attention``. Raise ValueError if none express them."""
     if attn_mask is None:
         return {"mask": causal() if is_causal else full()}
     if is_causal:

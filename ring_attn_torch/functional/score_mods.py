@@ -1,4 +1,4 @@
-"""The score_mods of ``flex_attention`` that ring attention computes: softcap and ALiBi, made here or recognised by tracing."""
+"""The score_mods of ``flex_attention`` that the ring supports: softcap and ALiBi, made by functions or recognised by tracing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COMMUTING = ("aten.add.Tensor", "aten.mul.Tensor")
 
 
 def softcap(cap: float) -> ScoreMod:
-    """Return the score_mod ``cap tanh(score / cap)`` (Gemma 2), for ``flex_attention`` here and torch's own."""
+    """Return the score_mod ``cap tanh(score / cap)`` (Gemma 2), for this package's ``flex_attention`` and for torch's."""
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)
@@ -28,9 +28,9 @@ def softcap(cap: float) -> ScoreMod:
 
 
 def alibi(slopes: Tensor) -> ScoreMod:
-    """Return the score_mod ``score + slopes[h] (k_pos - q_pos)`` (ALiBi), for ``flex_attention`` here and torch's own.
+    """Return the score_mod ``score + slopes[h] (k_pos - q_pos)`` (ALiBi), for this package's ``flex_attention`` and torch's.
 
-    ``slopes``: floats [heads], constants.
+    ``slopes``: a float tensor [heads] of constants.
     """
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -40,10 +40,10 @@ def alibi(slopes: Tensor) -> ScoreMod:
 
 
 def arguments_of(score_mod: Any, device: torch.device) -> Arguments:
-    """Convert a score_mod to arguments of ``ring_attention``; None gives no arguments.
+    """Convert a score_mod to keyword arguments of ``ring_attention``. Return an empty dict if ``score_mod`` is None.
 
-    Trace the score_mod, and compare its graph with those of ``softcap`` and ``alibi`` made from its constants. Raise ValueError
-    if it equals neither.
+    Trace the score_mod. For each constant c in its graph, compare the graph with those of ``softcap(c)`` and ``alibi(c)``. Raise
+    ValueError if none is equal, or if slopes are neither float32 nor float64.
     """
     if score_mod is None:
         return {}
@@ -72,9 +72,9 @@ INSTEAD = (
 
 
 def _traced(score_mod: Callable[..., Any], device: torch.device) -> tuple[Any, list[Any]]:
-    """Trace ``score_mod``. Return its graph as nested tuples, and its constants.
+    """Trace ``score_mod``. Return its graph as nested tuples, and a list of the constants in the graph.
 
-    The tuples are equal for the same operations, with operands of + and * in either order.
+    Two graphs of the same operations have equal tuples, even if the operands of a + or * are swapped.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -1,4 +1,4 @@
-"""Code shared by the functions of this folder: arguments of the ring, lengths of a call, and shards of global arrays."""
+"""Code shared by the functions of this folder: arguments of the ring, sequence lengths, and shards of global arrays."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Arguments = dict[str, Any]
 
 
 class RingArguments(NamedTuple):
-    """The keyword arguments of the ring, which each function of this folder adds to those of the function that it replaces.
+    """The keyword arguments that describe the ring. Each function of this folder adds them to those of the function it replaces.
 
     ``layout``: a name in LAYOUTS. ``length``, ``kv_length``: global lengths of queries and keys in tokens, without padding; None:
     all tokens of the shards (``kv_length``: ``length`` if the shards of q and k are equally long).
@@ -41,7 +41,7 @@ class RingArguments(NamedTuple):
 class Shards(NamedTuple):
     """The sharding of the arrays of one call, over ``ranks`` ranks. ``rank``: the rank of this process.
 
-    ``local``: the tokens of a shard of q and of a shard of k. ``lengths``: the global numbers of queries and of keys.
+    ``local``: the numbers of queries and of keys in one shard. ``lengths``: the global numbers of queries and of keys.
     """
 
     rank: int
@@ -67,7 +67,7 @@ class Shards(NamedTuple):
         return {"layout": self.layout, "length": self.lengths[0], "kv_length": self.lengths[1]}
 
     def mask(self, parts: DenseMaskArguments, batch: int, device: torch.device) -> Arguments:
-        """Convert a global mask to this rank's arguments of ``ring_attention``, by name, for ``batch`` batch rows."""
+        """Shard the global mask ``parts``. Return this rank's mask as arguments of ``ring_attention`` for ``batch`` rows."""
         whole = {"extents": (parts.extents, 0), "key_extents": (parts.key_extents, 1), "key_mask": (parts.key_mask, 1)}
         own = {name: self.own(x, of, device) for name, (x, of) in whole.items() if x is not None}
         return {"mask": parts.band} | {name: x.expand(batch, *x.shape[1:]) for name, x in own.items()}
@@ -76,8 +76,8 @@ class Shards(NamedTuple):
 def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
     """Return the ``Shards`` record of a call, from this rank's q and k [batch, tokens, heads, head_dim] and the ring arguments.
 
-    On one rank the record's layout is "contiguous". Raise ValueError if the layout is unknown, or if the layout or the lengths do
-    not fit the shards.
+    On one rank the record's layout is "contiguous", which needs no padding. Raise ValueError if the layout is unknown, or if the
+    layout or the lengths do not fit the shards.
     """
     group = group_of(group_name(ring.group))
     ranks = ranks_of(group)
@@ -88,14 +88,14 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
 
 
 def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) -> Any:
-    """Call ``ring_attention`` on the result of ``prepare``. Report an error of ``prepare`` to all ranks by ``same_error``."""
+    """Call ``ring_attention`` on q, k, v and arguments from ``prepare``. If ``prepare`` fails on a rank, all raise the error."""
     with same_error(group_of(group_name(ring.group))):
         (q, k, v), arguments = prepare()
     return ring_attention(q, k, v, group=ring.group, **arguments)
 
 
 def check_dims(arrays: dict[str, Any], *axes: str) -> None:
-    """Raise ValueError if an array is not a tensor, is a DTensor or nested, or if its dimensions are not as many as ``axes``."""
+    """Raise ValueError unless each array is a plain tensor (no DTensor, not nested) with one dimension per name in ``axes``."""
     for name, x in arrays.items():
         if not isinstance(x, Tensor) or is_dtensor(x) or x.is_nested:
             raise ValueError(f"{name} must be a dense torch.Tensor [{', '.join(axes)}], this rank's shard, got {in_words(x)}")

@@ -1,4 +1,4 @@
-"""A KV cache of growing sequences, sharded by position (``cache/placement.py`` of the core): filled by prefill, then by steps."""
+"""A KV cache that prefill and decode steps fill. ``cache/placement.py`` of the core decides which rank stores each token."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from .step import CachedRequests, DecodeStep, appended, known_rows, prefilled
 
 
 class LayerPart(NamedTuple):
-    """This rank's k and v of a layer and their tokens' positions, under the argument names of ``tree_attention_decode``.
+    """One layer's k, v and token positions on this rank, under the argument names of ``tree_attention_decode``.
 
-    Shapes: k [b t g d], v [b t g e], ``k_positions`` int32 [b t] (-1: empty slot), scales [g]. The scales are None unless the
-    cache is in float8.
+    Shapes: k [batch, slots, kv_heads, head_dim], v [..., v_dim], ``k_positions`` int32 [batch, slots] (-1: empty slot).
+    ``k_scale``, ``v_scale`` [kv_heads]: the scales of a float8 cache, None for other dtypes.
     """
 
     k: Tensor
@@ -41,16 +41,17 @@ class LayerPart(NamedTuple):
 
 @dataclass(eq=False)
 class KVCache(Requests):
-    """The k and v of every layer of some requests, sharded over the ranks of a ring; see ``docs/cache.md``.
+    """The keys and values of a batch of requests for every layer, sharded over the ranks of a ring; see ``docs/cache.md``.
 
-    Create one with :meth:`make`. Arrays of this rank: k [layers, batch, slots, kv_heads, head_dim], v [..., v_dim] and positions
-    int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that are equal on every rank:
+    Create one with :meth:`make`. A slot holds one token. Arrays of this rank's slots: k [layers, batch, slots, kv_heads,
+    head_dim], v [..., v_dim] and positions int32 [batch, slots], the position of the token in each slot, -1 if empty. Arrays that
+    are equal on every rank:
         counts: int32 [batch, ranks], the number of a request's tokens that each rank has stored, overwritten tokens included.
-        lengths: int32 [batch], the number of a request's tokens.
-        reached: int32 [batch], a request's greatest length since its reset, steps without ``advance`` included.
-        owners: int16 [batch, n + 1], the ranks of the newest n positions, each at the index position modulo n.
-        k_scale, v_scale: float32 [layers, kv_heads], used only in float8; 0 until they are known.
-    The last slot and the last owner are extra: tokens that this rank does not cache go to that slot, and padding to that owner.
+        lengths: int32 [batch], the number of tokens of each request.
+        reached: int32 [batch], a request's greatest length since its reset, including appended steps that were never advanced.
+        owners: int16 [batch, n + 1], the ranks that store the newest n tokens; the token at position p has index p modulo n.
+        k_scale, v_scale: float32 [layers, kv_heads], the scales of a float8 cache; 0 until they are known.
+    The last slot and the last index of ``owners`` are unused: tokens cached elsewhere go to that slot, padding to that index.
 
     A step of new tokens is
 
@@ -63,7 +64,7 @@ class KVCache(Requests):
     The tokens that ``append`` writes become visible with ``advance``. If a step is not advanced, later steps do not see its
     tokens. Other methods take effect at once. ``append`` and ``advance`` change tensors in place, at fixed shapes and without
     waiting for the device, so that a step of ``cache.step`` may be captured in a CUDA graph. Methods that change the cache return
-    it, so that the same program runs in JAX, where they return a new one.
+    the cache. So the same program runs in JAX, where they return a new cache.
     """
 
     @classmethod
@@ -87,19 +88,20 @@ class KVCache(Requests):
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
         A float8 cache divides each value by the scale of its layer and kv head, and clamps it to the largest float8 number.
-        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default the smallest powers of two above
-        max |x| / 448 of the first completed step.
+        ``k_scale``, ``v_scale``: these scales, float32 [layers, kv_heads]; by default each is the smallest power of two
+        above max |x| / 448, with the maximum over the tokens of the first completed step (1 if the maximum is 0).
 
-        ``capacity`` is rounded up to an equal and, on several ranks, even number of slots on each, and with ``page`` to whole
-        pages. So a prompt of ``capacity`` tokens fits in every layout.
+        Without a window, ``capacity`` is rounded up until all ranks have equally many slots: an even number if there are several
+        ranks, and whole pages if ``page`` is set. So a prompt of ``capacity`` tokens fits in every layout.
 
-        ``window``: the number of positions before itself that a query sees. With a window a request may have any length, and
-        ``capacity`` is the number of newest tokens of a request that each rank keeps; its default and minimum is ``window +
-        room``. ``room`` (by default ``window``): the most tokens that a rollback may remove, or a step may add to a request that
-        already has tokens. ``page``: the number of slots per rank by which :meth:`reserve` grows the cache. ``group``: the ring.
+        ``window``: the number of positions before its own that a query sees. With a window a request may have any length.
+        ``capacity`` is then the number of newest tokens of a request that each rank keeps: at least ``window + room``, the
+        default. ``room`` (by default ``window``): the maximum number of tokens that a rollback removes or a step adds; a prefill
+        of empty requests may add more. ``page`` (not with a window): the number of slots per rank by which :meth:`reserve` grows
+        the cache. ``group``: the ring.
 
-        Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks. Ranks compare them only if they
-        are new to each rank.
+        Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks. Ranks compare them at the first
+        call with these arguments, and at every call that passes scales.
         """
         ring = group_of(group_name(group))
         with same_error(ring):
@@ -116,12 +118,12 @@ class KVCache(Requests):
         return cls(*empty(spec, where), *scales, spec=spec, group=group)
 
     def step(self, tokens: int = 1, *, valid: Tensor | None = None, rows: Rows | None = None) -> DecodeStep:
-        """Return a DecodeStep: positions and slots for ``tokens`` more tokens of each request.
+        """Return a DecodeStep with the positions and slots of ``tokens`` new tokens of each request.
 
-        Every rank computes q, k and v of all these tokens, and one rank caches each token. ``valid`` bool [requests, tokens], the
-        same on every rank: True for real tokens; None: all. ``rows``: the requests, one int or several; None: all. Raise
-        ValueError if the tokens do not fit. The number of ``valid`` tokens is on the device, so the host first assumes that all
-        are real, and reads the number only if all would not fit.
+        Every rank computes q, k and v of all these tokens; each token is cached on one rank. ``valid`` bool [requests, tokens],
+        the same on every rank: True for real tokens; None: all. ``rows``: the requests' indices, one int or several; None: all.
+        Raise ValueError if the tokens do not fit. The number of ``valid`` tokens is on the device, so the host first assumes that
+        all are real, and reads the number only if all would not fit.
         """
         of = self._requests(rows)
 
@@ -155,11 +157,12 @@ class KVCache(Requests):
         rows: Rows | None = None,
         fresh: bool = False,
     ) -> DecodeStep:
-        """Return the step of one chunk per request; each rank holds a shard of ``tokens`` tokens of each chunk, in ``layout``.
+        """Return a DecodeStep that adds one chunk, sharded in ``layout``, to each request. A shard has ``tokens`` tokens.
 
-        A chunk continues the cached tokens of its request. ``lengths``: number of true tokens in each chunk, before the padding
-        at its end: an int for all, or one int each, on the host. None: no padding. ``rows``: the requests; None: all. ``fresh``:
-        True checks that these requests are empty. It has no other effect: unlike in JAX, the host knows which are empty.
+        A chunk continues the cached tokens of its request. ``lengths``: the number of tokens in each chunk without the padding at
+        its end: an int for all, or one int each, known to the host. None: no padding. ``rows``: the requests; None: all.
+        ``fresh``: if True, check that these requests are empty. This has no other effect: unlike in JAX, the host knows which
+        requests are empty.
 
         Raise ValueError, the same on every rank, if the chunk does not fit, if ranks disagree on lengths, or if ``fresh`` is True
         and a request has tokens.
@@ -203,8 +206,8 @@ class KVCache(Requests):
         """Write k [requests, tokens, kv_heads, head_dim] and v of a layer's new tokens; each rank writes the tokens it caches.
 
         Raise ValueError if shapes or dtypes do not fit, if k or v requires a gradient, if the step is of another cache, or if the
-        cache has changed since the step was made. At the first call with this layer, these shapes and dtypes the ranks exchange
-        errors, and all raise the same error; in later calls only a rank with an error raises.
+        cache has changed since the step was made. At the first call with a given layer, shapes and dtypes, all ranks raise the
+        same error. In later calls a rank with an error raises alone.
         """
         (k_shape, k_dtype), (v_shape, v_dtype) = _kind(k), _kind(v)
         shapes, dtypes = (k_shape, v_shape), (k_dtype, v_dtype)
@@ -264,10 +267,7 @@ class KVCache(Requests):
         return self
 
     def part(self, layer: int, step: DecodeStep | None = None) -> LayerPart:
-        """Return this rank's k, v and positions of a layer, for all requests.
-
-        With a ``step`` return them for its requests only, new tokens included.
-        """
+        """Return this rank's LayerPart for all requests or, with ``step``, for the step's requests with their new tokens."""
         rows = None if step is None else step.rows
         k, v = (x[layer] if rows is None else x[layer][rows] for x in (self.k, self.v))
         scales = (self.k_scale[layer], self.v_scale[layer]) if self.spec.float8 else (None, None)
@@ -278,7 +278,7 @@ class KVCache(Requests):
             return checks.check_step_rows(list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
 
     def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
-        """Return the DecodeStep fields ``rows``, ``into`` and ``of`` for ``rows``. ``every``: True if these are all requests."""
+        """Return DecodeStep's ``rows``, ``into`` and ``of`` for the requests ``rows``. ``every``: True if these are all."""
         into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
         return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
 

@@ -47,7 +47,7 @@ def tree_attention_decode(
 ) -> Any:
     """Compute exact attention of a few queries, replicated on all ranks, over a cache sharded over the ranks; for inference.
 
-        s_ij  = scale q_i . k_j                           if 0 <= k_pos_j <= q_pos_i and q_pos_i - k_pos_j <= window
+        s_ij  = scale q_i . k_j                           if 0 <= k_pos_j <= q_pos_i, and q_pos_i - k_pos_j <= window
         lse_i = log(exp(sink) + sum_j exp(s_ij))          natural log, over the slots of all ranks
         out_i = sum_j exp(s_ij - lse_i) v_j
 
@@ -57,30 +57,31 @@ def tree_attention_decode(
 
     Arguments (those not listed mean the same as in ``ring_attention``):
         q: ``[batch, queries, heads, head_dim]``, the same on every rank; bfloat16, float16, float32 or float64.
-        k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, in any order; in q's
-            dtype or both in float8_e4m3fn. The number of slots may differ between ranks, and may be 0.
+        k, v: ``[batch, slots, kv_heads, head_dim]`` and ``[..., v_dim]``, this rank's part of the cache, its tokens in any order;
+            in q's dtype, or both in float8_e4m3fn. The number of slots may differ between ranks, and may be 0.
         q_positions: integers ``[batch, queries]`` below 2^31, the same on every rank; -1: a query that sees no key.
         k_positions: integers ``[batch, slots]``: the position of the token in a slot. -1: the slot is empty, and its content,
             even NaN, has no effect. The requests of a batch may differ in length.
         group: the ring; None is the default group, or a ring of one without torch.distributed.
         tree_mask: bool ``[batch, queries, queries]``, for speculative decoding: the queries are the nodes of a tree of drafted
-            tokens, whose keys are in the cache already. ``q_positions`` are p, p + 1, ... and node j has k_pos ``p + j``, so that
-            alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j, that is for node i
-            itself and its ancestors. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
+            tokens, whose keys are in the cache already. Node j of a request has q_position and k_position ``p + j`` for a
+            common p, so alternative tokens have separate slots. ``tree_mask[:, i, j]`` is True if node i sees node j: if j is
+            i or an ancestor of i. Every node also sees all keys before p. The depth of a node is the number of its ancestors.
             A node's window and ALiBi bias count from position p + depth. The caller rotates the node's q and k by that position.
-        window: the number of positions before itself that a query sees; None: all.
+        window: the number of positions before its own that a query sees; None: all.
         k_scale, v_scale: float32 ``[kv_heads]``, the scales of k and v in float8_e4m3fn: the true values are ``k k_scale`` and
             ``v v_scale``.
         backend: "auto", "triton" (NVIDIA GPUs: the slots are cut into splits that fill the GPU) or "blockwise" (all devices).
         return_lse: also return lse.
 
     Return ``out [batch, queries, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, queries, heads]`` in
-    float32 (float64 for float64). A query that sees no key has out 0. Its lse is -inf or, with sinks, its sink.
+    float32 (float64 for float64). A query that sees no key has out 0. Its lse is -inf or, with sinks, the sink of its
+    head.
 
     Raise ValueError before any array is sent if inputs do not fit or require a gradient, or if ranks disagree on shapes (except
     the number of slots), dtypes or options. At the first call with given shapes, dtypes and options the ranks compare them, and
-    all raise the same error. In later calls a rank with an error raises alone. Values are checked on a CPU only. After a first
-    call a CUDA graph may capture the call.
+    all raise the same error. In later calls a rank with an error raises alone. Values in arrays are checked on a CPU only. After
+    a first call a CUDA graph may capture the call.
     """
     ring = ring_of(group)
     places = as_int32(q_positions), as_int32(k_positions)
@@ -117,9 +118,9 @@ def tree_attention_decode(
 
 
 def as_int32(positions: Any) -> Any:
-    """Convert positions of any integer dtype to int32, clamped to at most 2^31 - 1.
+    """Convert positions of any integer dtype to int32. Clamp them to at most 2^31 - 1.
 
-    Return an object that is not an integer tensor unchanged.
+    If ``positions`` is not an integer tensor, return it unchanged.
     """
     if (
         not isinstance(positions, Tensor)
@@ -144,7 +145,7 @@ def _attend(arrays: DecodeArrays, problem: Decode, ring: Group) -> tuple[Tensor,
 
 @lru_cache(maxsize=4096)
 def _checked(problem: Decode) -> Any:
-    """Check the problem. Return the DecodeCall of its kernels, or None if "blockwise" runs it."""
+    """Check the problem. Return the DecodeCall that launches the Triton kernels, or None if "blockwise" computes the call."""
     problem.check()
     return runnable_decode(problem)
 
@@ -153,7 +154,7 @@ _Kinds = tuple[tuple[str, torch.Size, torch.dtype], ...]
 
 
 def _kinds(arrays: DecodeArrays) -> _Kinds:
-    """Return name, shape and dtype of each array that was passed."""
+    """Return the name, shape and dtype of each array that is not None."""
     return tuple([(name, x.shape, x.dtype) for name, x in zip(arrays._fields, arrays, strict=True) if x is not None])
 
 

@@ -1,4 +1,4 @@
-"""The decode loop, a CUDA graph on GPUs: each step caches each unfinished request's newest token and draws the next one."""
+"""The decode loop: each step, a CUDA graph on GPUs, caches each unfinished request's newest token and draws its next token."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Read = Callable[[], list[int]]
 class DecodeLoop:
     """The decode loop of ``generate``, whose step is a CUDA graph on GPUs.
 
-    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or as
-    many new tokens as it may.
+    ``tokens`` int64 [requests]: the newest tokens. ``finished`` bool [requests]: True if the request has drawn a stop id or its
+    maximum number of new tokens.
 
     On a CPU each step runs eagerly. On CUDA the first step runs eagerly, since it compiles kernels and creates communicators; the
     second is captured in a CUDA graph, which is replayed from then on. On several ranks, rank 0 broadcasts its tokens, since
@@ -54,7 +54,7 @@ class DecodeLoop:
         self._take(logits_of(self._model, summed(hidden, self._cache)))
 
     def step(self) -> None:
-        """Append the newest token of each unfinished request to the cache, and draw the next one."""
+        """Append the newest token of each unfinished request to the cache, and draw each request's next token."""
         if not self.ahead:
             self._compute()
         elif self._graph is None:
@@ -66,9 +66,9 @@ class DecodeLoop:
     def read(self) -> Read:
         """Return a function that returns the newest tokens.
 
-        On CUDA ``read`` starts a copy of the tokens to one of two host buffers, and the function waits for the copy. Call the
-        function before a ``read`` two steps later, because that ``read`` overwrites the buffer. On a CPU nothing is copied: call
-        the function before the next step, because that step overwrites the tokens.
+        On CUDA ``read`` starts a copy of the tokens to a host buffer, and the returned function waits for the copy. Successive
+        steps alternate between two buffers, so call the function before the buffer is used again, two steps later. On a CPU
+        nothing is copied: call the function before the next step, which overwrites the tokens.
         """
         if not self.ahead:
             return self.tokens.tolist
@@ -85,10 +85,10 @@ class DecodeLoop:
         return read
 
     def _begin_graph(self) -> None:
-        """Run the first step on a side stream, as torch.cuda.graph requires. In the second call capture a step and replay it.
+        """Run the first step eagerly on a side stream, as torch.cuda.graph requires. At the second step, capture and replay it.
 
-        The capture runs on the side stream too. The default stream of torch.cuda.graph is on the GPU of the process's first
-        capture, so on another GPU it would capture nothing.
+        The capture runs on the side stream too. By default torch.cuda.graph captures a stream on the GPU of the process's first
+        capture. If the model is on another GPU, that would capture nothing.
         """
         side = self._side
         assert side is not None, "only on CUDA"
@@ -106,8 +106,8 @@ class DecodeLoop:
     def _replay(self, graph: torch.cuda.CUDAGraph) -> None:
         """Replay the captured step, and count its tokens in the cache's host state.
 
-        The host state counts a token for each request below its limit of new tokens, even if the request has drawn a stop id,
-        because the host would have to wait for the device to learn of the stop id.
+        The host state counts a token for each request below its limit of new tokens, even if the request has drawn a stop id:
+        to know the stop id, the host would have to wait for the device.
         """
         more = [int(self._steps + 1 < new) for new in self._new]
         self._cache.check_room(more)

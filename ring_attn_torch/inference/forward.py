@@ -48,15 +48,15 @@ def decode_step(
     """Append a few tokens to every request in the cache. Return their logits and the cache.
 
     ``model``: a RingTransformer. ``ids``: the tokens, the same on every rank. ``cache``: made for ``model.config`` over the
-    model's ring, in the model's compute dtype or float8, without a window or with one at least as wide as that of each layer.
-    ``valid``: True for real tokens. The other tokens of a row, at any place, are not cached, and their logits are undefined. All
-    ranks compute the same logits, each with its part of the cache. Dropout and torch.autocast are off, and torch.compile does not
-    compile this function.
+    model's ring, in the model's compute dtype or float8. Its window is None or at least the widest window of a layer. ``valid``:
+    True for real tokens. Other tokens may be anywhere in a row; they are not cached, and their logits are undefined.
+    Each rank attends to its part of the cache, and all ranks return the same logits. Dropout and torch.autocast are off, and
+    torch.compile does not compile this function.
 
-    With a cache in the compute dtype, the logits equal those of the model on the whole sequence, up to rounding. Raise ValueError
-    and leave the cache unchanged if it does not fit the model or is full, if a layer's mask is neither causal nor a causal
-    window, if weights are split over ranks, or if an id is outside the vocabulary (not checked on a GPU). After a first call a
-    CUDA graph may capture the call: ``docs/cache.md``.
+    The logits equal those of the model on the whole sequence up to rounding: sums are computed in another order, and a float8
+    cache rounds keys and values. Raise ValueError and leave the cache unchanged if the cache does not fit the model or is full,
+    if a layer's mask is neither causal nor a sliding window of earlier tokens, if weights are split over ranks, or if an id is
+    outside the vocabulary (not checked on a GPU). After a first call a CUDA graph may capture the call: ``docs/cache.md``.
     """
     return _as_it_stands(_decoded)(model, ids, cache, valid)
 
@@ -89,12 +89,12 @@ def prefill_prompts(
     """Append one chunk of a prompt to each request in the cache. Return the logits of each chunk's last token, and the cache.
 
     ``ids``: the global chunk in natural order, the same on every rank; each rank shards it in the model's layout. The chunk
-    continues the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of true
-    tokens in each row, before the padding at its end; None: no padding. The logits are the same on every rank, and undefined for
-    a request without a true token. ``fresh``: True checks that all requests are empty.
+    continues the cached tokens of each request, so a prompt may be passed in several chunks. ``lengths``: the number of tokens in
+    each row without the padding at its end; None: no padding. The logits are the same on every rank, and undefined for a row of
+    padding only. ``fresh``: if True, check that all requests are empty.
 
-    Raise ValueError as :func:`decode_step` does, or if a length is not in 0 .. the size of the chunk. With ``fresh``, and for a
-    model with ALiBi, raise it too if a request already has tokens.
+    Raise ValueError as :func:`decode_step` does, or if a length is below 0 or above the size of the chunk. Also raise it if a
+    request already has tokens and ``fresh`` is True or the model has ALiBi.
     """
     return _as_it_stands(_prompted)(model, ids, cache, lengths, fresh)
 
@@ -109,7 +109,7 @@ def _prompted(
 
 
 def _as_it_stands(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Exclude ``function`` from torch.compile: it updates the cache's host state, and ranks exchange its arguments."""
+    """Exclude ``function`` from torch.compile, since it updates host state of the cache and ranks compare its arguments."""
     if not torch.compiler.is_compiling():
         return function  # avoids the import of torch._dynamo, which takes a second
     return torch.compiler.disable(function, reason="decode_step and prefill_prompts run as they stand: call them outside")
@@ -120,8 +120,8 @@ def last_hidden(
 ) -> Tensor:
     """Return the last block's output [batch, dim] for the last token of each request.
 
-    The output is 0 if the request has no token in the chunk ``ids`` or if another rank holds its last token. Arguments: as in
-    :func:`prefill_prompts`.
+    A row is 0 if its request has no token in the chunk ``ids``, or if another rank holds the request's last token. The arguments
+    are those of :func:`prefill_prompts`.
     """
     ring = model.ring
     ranks = ranks_of(cache.ring)
@@ -154,7 +154,7 @@ def summed(hidden: Tensor, cache: KVCache) -> Tensor:
 
 
 def _through(model: RingTransformer, ids: Tensor, step: DecodeStep, attend: Attend) -> Tensor:
-    """Return the output [b s dim] of the blocks for the tokens ``ids`` [b s] at the step's positions."""
+    """Run the blocks on the tokens ``ids`` [b s] at the step's positions, with ``attend`` as attention. Return [b s dim]."""
     x = model.embedded(ids.long())
     for layer, block in enumerate(cast("list[Block]", model.blocks)):
         over_cache = partial(attend, block.attention, layer)
@@ -196,7 +196,7 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise ValueError if model, ids and cache do not fit each other. Ranks compare each shape of ids at its first call."""
+    """Raise ValueError if model, ids and cache do not fit: the same error on all ranks at the first call with a shape of ids."""
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))

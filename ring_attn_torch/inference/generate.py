@@ -23,8 +23,8 @@ def generated(
 ) -> list[list[int]]:
     """Return the new tokens of each prompt, for ``RingTransformer.generate``.
 
-    ``arguments``: the arguments of ``generate`` by name, as ``Generation.of`` takes them. ``on_token(request, token)`` is called
-    for each new token, ``progress(done, total)`` after each chunk, both numbers counted in prompt tokens.
+    ``arguments``: the keyword arguments of ``generate``, passed on to ``Generation.of``. ``on_token(request, token)`` is called
+    for each new token. ``progress(done, total)`` is called after each prefilled chunk; both numbers count prompt tokens.
     """
     group = model.ring.group
     ring, device = ring_of(group), model.embed.weight.device

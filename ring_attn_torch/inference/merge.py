@@ -1,4 +1,4 @@
-"""The merge of each rank's (out, lse) over its own keys into the (out, lse) over all keys, by one all-gather."""
+"""The merge of attention over sharded keys: one all-gather turns each rank's (out, lse) into the (out, lse) over all keys."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ from ..ring.groups import Group, ranks_of, ring_of
 def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | DeviceMesh | None = None) -> tuple[Tensor, Tensor]:
     """Merge each rank's (out [b s h e], lse [b s h]) over its own keys into (out, lse) over all keys.
 
-    The result is that of :func:`merge` on the list of all ranks' pairs, up to rounding, with the same bits on every rank. One
-    all-gather exchanges the pairs, packed in one array in float32 (float64 for float64). Each rank merges them in rank order. The
-    lse is a natural logarithm; a rank whose queries see no key has out 0 and lse -inf, and changes nothing.
+    The result equals that of :func:`merge` on the pairs of all ranks up to rounding. One all-gather exchanges the pairs, each
+    packed in one array of the result's dtype. Every rank merges them in rank order, so all ranks get the same bits. The lse is a
+    natural logarithm. If a query sees no key of a rank, that rank passes out 0 and lse -inf for the query, and does not change
+    the result.
 
     ``group``: the ring; None is the default group. The result is float64 if out or lse is float64, else float32.
 
     For inference: not differentiable. Raise ValueError, before any tensor is sent, if ``pair`` is not (out, lse) in floating
-    dtypes, or if lse's shape is not that of out without the last dimension. Raise it too if ``pair`` requires a gradient while
-    gradients are enabled, or if shapes or dtypes differ between ranks. At the first call with given shapes and dtypes, unless
-    under torch.compile, the ranks compare them, and all raise the same error. In later calls a rank with an error raises alone.
+    dtypes, or if lse's shape is not ``out.shape[:-1]``. Also raise ValueError if ``pair`` requires a gradient while gradients are
+    enabled, or if shapes or dtypes differ between ranks. At the first call with given shapes and dtypes, unless under
+    torch.compile, the ranks compare them, and all raise the same error. In later calls a rank with an error raises alone.
     """
     ring = ring_of(group)
 

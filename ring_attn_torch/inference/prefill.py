@@ -47,19 +47,20 @@ def prefill(
 ) -> tuple[Tensor, KVCache]:
     """Compute causal attention of this rank's shard of a chunk over the chunk and the cache. Append the shard's k and v.
 
-    ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``; q, k, v are of the tokens at ``step.positions``. A
-    chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the whole prompt, up to
-    the order of sums and, in a float8 cache, the rounding of earlier chunks. Each rank caches its own k and v. The chunk attends
-    to itself round the ring. Cached keys do not travel. Instead, unless ``step.fresh``, the chunk's q is all-gathered, and every
-    rank attends to its part of the cache. An all-to-all returns each (out, lse) to the rank that owns the queries, and this rank
-    merges the pairs in rank order.
+    ``step``: the result of ``cache.prefill_step(tokens, layout, lengths)``. q, k and v belong to the tokens at
+    ``step.positions``. A chunk continues the cached tokens of each request. So a prompt in several chunks gives the result of the
+    whole prompt, up to the order of sums and, in a float8 cache, the rounding of earlier chunks.
 
-    ``window``: the number of positions before itself that a query sees; None: the window of the cache. For the other arguments
+    Each rank caches its own k and v. The chunk attends to itself by ring attention. Cached keys are not sent. Instead all ranks
+    gather the chunk's q, which is small beside the cache, and each attends to its part of the cache. An all-to-all returns each
+    (out, lse) to the rank of its queries, where the pairs are merged in rank order. If ``step.fresh``, attention skips the cache.
+
+    ``window``: the number of positions before its own that a query sees; None: the window of the cache. For the other arguments
     see ``ring_attention``.
 
-    Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer written, as by
-    ``cache.append``. Raise ValueError before any array is sent if the arguments do not fit, or if ``alibi_slopes`` are passed
-    and a request has cached tokens. For inference: not differentiable.
+    Return out [batch, seq_local, heads, v_dim] in q's dtype, 0 for padding, and the cache with the layer's new k and v, as from
+    ``cache.append``. Raise ValueError before any array is sent if the arguments do not fit, or if ``alibi_slopes`` are
+    passed and a request has cached tokens. For inference: not differentiable.
     """
     ring = cache.ring
     of_ring = OpCall(Options(), group_name(cache.group))
@@ -106,7 +107,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: De
 
 
 def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the state of this rank's queries over the keys that all ranks had cached before the step, in at least float32."""
+    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32."""
     ring, ranks = cache.ring, ranks_of(cache.ring)
     batch, local, heads, dim = q.shape
     queries = q
@@ -127,7 +128,7 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
 
 
 def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
-    """Send each rank the results of its queries in ``x`` [batch ranks*local ...]. Return the received [ranks batch local ...]."""
+    """Send results ``x`` [b ranks*local ...] to the ranks that own the queries. Return those received, [ranks b local ...]."""
     of_rank = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(of_rank)
     dist.all_to_all_single(mine, of_rank, group=ring)
@@ -135,10 +136,10 @@ def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
 
 
 def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's cached k and v sorted by position, and each query's extent in them, int32 [b, queries, 2].
+    """Return this rank's cached k and v sorted by position, and the extent of each query, int32 [b, queries, 2].
 
-    An extent is (first, end) of the sorted keys that a query sees, empty for padding. The queries are those of all ranks, in rank
-    order.
+    An extent is the interval [first, end) of the sorted keys that a query sees, empty for padding. The queries are those of all
+    ranks, in rank order.
     """
     spec, rank = cache.spec, rank_in(cache.ring)
     of = lambda x: x if step.rows is None else x[step.rows]
@@ -164,7 +165,7 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _merged(parts: State) -> State:
-    """Merge states that cover different keys, stacked along dimension 0 (out [n b s h e]), in the order of the stack."""
+    """Merge States of the same queries over disjoint keys, stacked along dimension 0 of each array, in the order of the stack."""
     out, lse, rest = parts
     top = lse.amax(0)
     top = top.masked_fill(top == -math.inf, 0)
@@ -178,7 +179,7 @@ def _merged(parts: State) -> State:
 
 
 def _with_sinks(total: State, sinks: Tensor) -> State:
-    """Merge a key of value 0 and score ``sinks`` [h] into the state."""
+    """Merge the attention sinks into a State: head h gets one more key, with value 0 and score ``sinks[h]``."""
     sink = State(torch.zeros_like(total.out), sinks.to(total.lse.dtype).expand_as(total.lse))
     if total.rest is not None:
         sink = sink._replace(rest=torch.zeros_like(total.rest))

@@ -1,6 +1,6 @@
 """The arrays of a cache, and the operations on its requests between steps, such as rollback, reset and fork.
 
-A slot without a token is *empty*: its position is -1, and decoding ignores its content.
+A slot without a token is *empty*: its position is -1, and its k and v have no effect.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Requests:
         return group_of(group_name(self.group))
 
     def check_room(self, tokens: int | Sequence[int] = 1, layout: str | None = None) -> Self:
-        """Raise ValueError unless every request has room for ``tokens`` more tokens. Return the cache.
+        """Raise ValueError if a request has no room for ``tokens`` more tokens; else return the cache.
 
-        ``tokens``: an int for all requests, or one int each. ``layout``: the layout of the prefill chunk that will add them; None
-        if ``step`` adds them. A cache with a window has room for any number. The check uses upper bounds that the host state
-        holds. It reads exact numbers from the device only if the bounds do not fit, or if ``layout`` is passed and the host does
-        not know the number of tokens on each rank.
+        ``tokens``: an int for all requests, or one int each. With ``layout``, the tokens are a chunk for prefill, and each rank
+        must have room for its shard of the chunk. With a window the room is unlimited. The check uses upper bounds that the host
+        state holds. It reads exact numbers from the device only if the bounds do not fit, or if ``layout`` is passed and the host
+        does not know the number of tokens on each rank.
         """
         of = list(range(self.spec.batch))
         more = [tokens] * len(of) if isinstance(as_number(tokens), int) else tokens
@@ -94,7 +94,7 @@ class Requests:
         return self
 
     def reserve(self, tokens: int) -> Self:
-        """Grow the cache by whole pages until every request has room for ``tokens`` more tokens.
+        """Grow the cache by whole pages until every request has room for ``tokens`` more tokens, spread evenly over the ranks.
 
         If the cache grows, its tensors are new and larger: capture a CUDA graph of a step again. Raise ValueError if the cache
         was not made with ``page``, or if ``tokens`` is not an int of at least 0.
@@ -156,9 +156,9 @@ class Requests:
         return self
 
     def reset(self, rows: Rows | None = None) -> Self:
-        """Empty the requests ``rows``; None empties all requests.
+        """Empty the requests ``rows``, or all requests if ``rows`` is None.
 
-        None also clears float8 scales that were not passed to ``make``; the next step sets them again.
+        If ``rows`` is None, also clear float8 scales that were not passed to ``make``; the next step sets them again.
         """
         of = checks.check_rows("rows", list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
         for x, nothing in ((self.positions, -1), (self.counts, 0), (self.lengths, 0), (self.reached, 0)):
@@ -172,7 +172,7 @@ class Requests:
         return self
 
     def evict(self, rows: Rows) -> Self:
-        """Empty the requests ``rows``, and overwrite their keys and values in the arrays of this cache with 0."""
+        """Empty the requests ``rows`` like :meth:`reset`, and overwrite their keys and values in this cache with 0."""
         of = checks.check_rows("rows", rows, self.spec.batch)
         for kept in (self.k, self.v):
             for layer in kept:
@@ -182,7 +182,7 @@ class Requests:
     def fork(self, source: Rows, target: Rows) -> Self:
         """Copy request ``source[i]`` to request ``target[i]`` for each i; a single source is copied to every target.
 
-        All sources are read before a target is written.
+        All sources are read before a target is written. Raise ValueError if the indices do not fit.
         """
         sources, targets = checks.check_fork(source, target, self.spec.batch)
         longest = max((self.host_state.lengths[row] for row in sources), default=0)
@@ -198,10 +198,10 @@ class Requests:
         return self
 
     def check_rows_room(self, tokens: Sequence[int], rows: Sequence[int], valid: Tensor | None = None) -> None:
-        """Raise ValueError unless each request in ``rows`` has room for its number of new ``tokens``.
+        """Raise ValueError if a request in ``rows`` has no room for its number of new ``tokens``.
 
-        A cache with a window has room for any number. ``valid`` bool [rows, tokens]: only its True tokens count. With ``valid``,
-        nothing is checked during the capture of a CUDA graph: the caller that replays it must check.
+        With a window the room is unlimited. ``valid`` bool [rows, tokens]: only tokens marked True need room. With
+        ``valid``, nothing is checked during the capture of a CUDA graph: the caller must check before each replay.
         """
         if valid is not None and capturing(valid):
             return

@@ -35,16 +35,17 @@ def sample(
 ) -> Int[Tensor, " batch"]:
     """Draw the next token of each request from its logits. Return int64 [batch].
 
-    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens. From the
-    tokens that ``top_k`` keeps, ``top_p`` takes the most probable ones until their probabilities sum to at least p. None keeps
+    ``temperature`` divides the logits; 0 takes the most probable token. ``top_k`` keeps the k most probable tokens. Among them,
+    ``top_p`` keeps the most probable tokens until their probabilities sum to at least p. A ``top_k`` or ``top_p`` of None keeps
     all. Each of the three is a number, or a list or 1-D array with one number per request. ``seed``: the seed of the noise, an
-    int. ``requests``: the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of each request,
-    ``cache.lengths`` after the step that computed the logits. Only the low 32 bits of ``requests`` and ``positions`` are used.
+    int. ``requests``: the index of each request, by default 0, 1, ... ``positions``: the number of cached tokens of
+    each request, ``cache.lengths`` after the step that computed the logits. Only the low 32 bits of ``requests`` and
+    ``positions`` are used.
 
     The token of a request depends only on its logits and these arguments, not on the rest of the batch. So from equal logits all
-    ranks, both frameworks and ``RingTransformer.generate`` draw the same tokens, except where rounding decides. Temperature 0,
-    the default, needs neither requests nor positions. If a logit is NaN, the token is arbitrary and nothing is raised. Not
-    differentiable.
+    ranks, JAX and PyTorch, and ``RingTransformer.generate`` draw the same tokens, unless rounding errors decide between two
+    tokens. Temperature 0, the default, needs neither ``requests`` nor ``positions``. If a logit is NaN, the token is arbitrary
+    and nothing is raised. Not differentiable.
 
     Raise ValueError if shapes or dtypes do not fit, if a number is outside its range, if ``top_k`` or ``top_p`` has no effect
     because the temperature is 0, or if ``positions`` is missing at a temperature above 0.
@@ -58,7 +59,7 @@ def sample(
 
 
 def _numbers(numbers: Any, logits: Tensor) -> Tensor:
-    """Return the low 32 bits of ``numbers`` as int64 [batch] on the logits' device; None means 0, 1, and so on."""
+    """Return the low 32 bits of ``numbers`` as int64 [batch] on the logits' device. If they are None, return 0 to batch - 1."""
     if numbers is None:
         return torch.arange(len(logits), device=logits.device)
     return torch.as_tensor(number_words(numbers), device=logits.device).long() & WORD
@@ -71,10 +72,11 @@ def on_device(parameters: SamplingParameters, device: torch.device) -> SamplingP
 
 
 def drawn(logits: Tensor, parameters: SamplingParameters, requests: Tensor, positions: Tensor) -> Tensor:
-    """Draw the tokens, int64 [b], of ``requests`` [b] at ``positions`` [b] from logits [b vocab].
+    """Draw the next token of each request from logits [b vocab]. Return int64 [b].
 
-    ``parameters``: sampling parameters, each a number, a tensor [b] or None. ``requests``: the requests' indices. ``positions``:
-    their numbers of cached tokens. The computation is that of :mod:`ring_attn_core.sampling`, in float32 (float64 for float64).
+    ``parameters``: sampling parameters, each a number, a tensor [b] or None. ``requests`` [b]: the indices of the requests.
+    ``positions`` [b]: the number of cached tokens of each. The computation is that of :mod:`ring_attn_core.sampling`, in float32
+    (float64 for float64).
     """
     if parameters.temperature is None:
         return logits.argmax(-1)
@@ -104,7 +106,8 @@ def _column(x: Any, dtype: torch.dtype) -> Any:
 def gumbel(parameters: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n].
 
-    Each uniform u is made from 32 bits of Philox of the seed, the request, its position and the token id.
+    Each uniform number u comes from 32 bits that Philox computes from the seed, the request's index, its position and the token
+    id.
     """
     at = requests.long()[:, None], positions.long()[:, None]
     bits = words((parameters.low, parameters.high), *at, tokens, (multiply, int))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | None, device: torch.device) -> list[Tensor]:
-    """Return the scales of k and v, float32 [layers, kv_heads], 0 if not passed.
+    """Return the scales of k and v as float32 [layers, kv_heads] on ``device``, or zeros if they are None.
 
     Raise ValueError if a shape or a value does not fit, or if only one of the two is passed.
     """
@@ -41,12 +41,12 @@ def checked_scales(spec: CacheSpec, k_scale: Tensor | None, v_scale: Tensor | No
 def of_first(
     k_scale: Tensor, v_scale: Tensor, nothing: Tensor, new: tuple[Tensor, Tensor], step: DecodeStep, ring: Group
 ) -> None:
-    """Replace each 0 in a layer's ``k_scale`` and ``v_scale`` [kv_heads], in place, by a scale for float8.
+    """Replace each 0 in a layer's ``k_scale``, ``v_scale`` [kv_heads] by the smallest power of two above max |x| / 448, in place.
 
-    The scale is the smallest power of two above max |x| / 448, where 448 is the largest float8 number and x the ``new`` k or v of
-    all ranks. So each x / scale fits into float8. If the maximum is 0, the scale is 1. Scales other than 0 stay. But if
-    ``nothing``, a 0-d bool, is True, the cache is empty and every scale is replaced, because a step that did not advance may have
-    set it. The host reads no value, so a CUDA graph may capture this function. Multiplication by a power of two is exact.
+    The largest float8 number is 448. The maximum is over the ``new`` k or v of all ranks, so that every x / scale fits into
+    float8; if the maximum is 0, the scale is 1. Multiplication by a power of two is exact. ``nothing`` (0-d bool): True if the
+    cache is empty. Then nonzero scales are replaced too, since an earlier step that was never advanced may have set them. If
+    ``nothing`` is False, nonzero scales stay. The host reads no value, so a CUDA graph may capture this function.
     """
     real = (step.positions >= 0)[..., None, None]
     largest = torch.stack([x.abs().masked_fill(~real, 0).amax((0, 1, 3)).float() for x in new])

@@ -19,12 +19,13 @@ from ring_attn_core.cache.spec import CacheSpec
 
 @dataclass(frozen=True, eq=False)
 class DecodeStep:
-    """New tokens of some requests, and the state of the cache that includes them; ``KVCache.advance`` applies it.
+    """The new tokens of a step, and the arrays of the cache after the step; ``KVCache.advance`` stores these arrays in the cache.
 
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
-    slot, new tokens included. Without a ``layout`` every rank computes the same ``tokens`` tokens of each request. With a layout
-    they are this rank's shard of a chunk of ``length`` tokens; of request i only the first ``chunk[i]`` tokens are real.
+    slot, new tokens included. If ``layout`` is None, every rank computes the same ``tokens`` tokens of each request.
+    Otherwise each rank computes a shard of ``tokens`` tokens of a chunk of ``length`` tokens, and of request i only the first
+    ``chunk[i]`` tokens of the chunk are real.
     """
 
     positions: Tensor
@@ -79,7 +80,7 @@ class CachedRequests:
 
 
 def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the tensors of a DecodeStep in which every rank computes the same ``tokens`` tokens of each request.
+    """Return the tensor fields of a DecodeStep by name; every rank computes the same ``tokens`` new tokens of each request.
 
     ``valid`` bool [b, tokens]: True for real tokens; None: all.
     """
@@ -120,9 +121,9 @@ def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[st
 
 
 def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> dict[str, Tensor | None]:
-    """Return the tensors of a prefill step with shards of ``local`` tokens in ``layout``.
+    """Return the tensor fields of a DecodeStep by name, for a prefill with shards of ``local`` tokens in ``layout``.
 
-    ``chunk`` int32 [b]: the number of true tokens of each request in the chunk, before the padding at its end.
+    ``chunk`` int32 [b]: the number of tokens of each request in the chunk, without the padding at its end.
     """
     spec, device = held.spec, held.counts.device
     of_rank, owners = shards(layout, spec.ranks, local, device)
@@ -148,21 +149,22 @@ def prefilled(held: CachedRequests, chunk: Tensor, layout: str, local: int) -> d
 
 
 def _fitting(chunk: Tensor, held: CachedRequests, room: Tensor) -> Tensor:
-    """Return how many of each request's ``chunk`` new tokens are cached: at most its ``room``, or with a window all.
+    """Return the number of new tokens of each request that the cache stores, [b]: ``chunk`` with a window, else at most ``room``.
 
-    ``chunk``, ``room``: numbers of tokens [b]. New tokens beyond the room are neither cached nor counted; cached tokens stay.
+    ``chunk`` [b]: the number of new tokens of each request. ``room`` [b]: the number of its tokens that still fit in the slots of
+    all ranks. New tokens beyond the room are neither cached nor counted, and overwrite nothing.
     """
     return torch.minimum(chunk, room) if held.spec.window is None else chunk
 
 
 def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: Tensor) -> dict[str, Tensor | None]:
-    """Return the slots that this rank writes, and the positions of all its slots afterwards.
+    """Return {"slots": the slots that this rank writes, "k_positions": the position of the token in each slot after the write}.
 
-    For each token, ``here`` [b, writes] is True if this rank caches it, ``slot_index`` [b, writes] is its slot before wrapping
-    around, and ``position`` [b, writes] its position.
+    For each token, ``here`` [b, writes] is True if this rank caches it, ``slot_index`` [b, writes] modulo the number of slots is
+    its slot, and ``position`` [b, writes] is its position.
 
-    Tokens that this rank does not cache go to the extra slot, which is the last one and always counts as empty. Without a window,
-    tokens beyond the last free slot go there too; with a window they overwrite the oldest slots.
+    A token that this rank does not cache goes to the extra slot, which is the last slot and always counts as empty. Without a
+    window, a token beyond the last free slot goes there too. With a window, it overwrites the oldest slot.
     """
     here = here if held.spec.window is not None else here & (slot_index < held.spec.slots)
     slots = torch.where(here, slot_index % held.spec.slots, held.spec.slots).long()
@@ -171,10 +173,10 @@ def _written(held: CachedRequests, here: Tensor, slot_index: Tensor, position: T
 
 
 def _recorded_owners(held: CachedRequests, chunk: Tensor, of_token: Tensor) -> dict[str, Tensor | None]:
-    """Return the owner ranks of the new tokens and the indices at which ``KVCache.owners``, a ring buffer, stores them.
+    """Return {"owners": the ranks of the newest tokens, "owner_slots": their indices in the ring buffer ``KVCache.owners``}.
 
     If there are more new tokens than the buffer holds, only the newest are returned. ``chunk`` [b]: the number of new tokens of
-    each request. ``of_token`` [b, tokens]: the owner rank of each. Padding is stored at the unused last index.
+    each request. ``of_token`` [b, tokens]: the rank that owns each new token. Padding gets the unused last index.
     """
     remembered, tokens = held.spec.remembered, of_token.shape[1]
     count = min(tokens, remembered)
@@ -196,7 +198,7 @@ def _earlier(ranks: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=256)
 def shards(layout: str, ranks: int, local: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the chunk's token indices that each rank holds, int32 [ranks, local], and the rank of each index, int16 [tokens]."""
+    """Return the indices of a chunk's tokens on each rank, int32 [ranks, local], and the rank of each token, int16 [tokens]."""
     of_rank: Sequence[Sequence[int]] = placement.positions(layout, ranks, local)
     owners = placement.owners(layout, ranks, local)
     as_tensor = lambda x, dtype: torch.tensor(x, dtype=dtype, device=device)

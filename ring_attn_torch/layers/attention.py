@@ -35,10 +35,10 @@ class RingAttentionArguments(LayerArguments, LayerRing, AttentionConfig):
 class RingAttention(Projections):
     """Multi-head attention over a ring: ``o(ring_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    ``dim``: features of x. ``heads``: query heads, of ``head_dim`` features (None: dim / heads). ``kv_heads`` (None: heads) must
-    divide heads. ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as in :func:`ring_attention`. ``group``: the
-    ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one without torch.distributed. The projections
-    compute in x's dtype, or autocast's, whatever the dtype of the weights.
+    ``dim``: features of x. ``heads``: number of query heads. ``head_dim``: features of a head (None: dim / heads). ``kv_heads``:
+    number of key heads, a divisor of heads (None: heads). ``layout``, ``mask``, ``strategy``, ``backend``, ``deterministic``: as
+    in :func:`ring_attention`. ``group``: the ring, a ProcessGroup or 1-D DeviceMesh; None is the default group, or a ring of one
+    without torch.distributed. The projections compute in x's dtype, or autocast's, whatever the dtype of the weights.
 
     ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
     ``rotary_base`` is short for ``Rotary(base)``; None: no rotation. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
@@ -49,8 +49,8 @@ class RingAttention(Projections):
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
     denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
     ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`; use ``rotary_base=None`` then. ``dropout_rate``: fraction of the attention
-    probabilities dropped by calls with a ``dropout_seed``; calls without one drop nothing.
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`. Combine it with ``rotary_base=None``. ``dropout_rate``: the fraction of the
+    attention probabilities that calls with a ``dropout_seed`` drop; calls without a seed drop nothing.
 
     A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
     do not fit, a number is outside its range, or ``deterministic`` is combined with a backend that is not deterministic.
@@ -86,16 +86,17 @@ class RingAttention(Projections):
         ``positions``: int [s] or [b s], global positions for the rotary embedding; None: those of the layout. ``length``: the
         global number of tokens without padding, if the shards hold padding. ``extents``, ``key_extents`` [b s 2], ``key_mask`` [b
         s]: as in ring_attention. ``dropout_seed``: an int or a 0-d integer tensor, the same on every rank and different at every
-        step; dropout applies if and only if it is passed; ``self.training`` is ignored. ``dropout_offset``: as in ring_attention.
+        step. Dropout applies if and only if a seed is passed; ``self.training`` is ignored. ``dropout_offset``: as in
+        ring_attention.
 
         ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, for this call. None: the layer's own
-        layout, which silently gives wrong results for such a shard (:class:`RingTransformer` detects most of these mistakes).
+        layout. With a balanced shard None silently gives wrong results (:class:`RingTransformer` detects most of these mistakes).
 
-        ``longest_path``: the number of tokens of a tree's longest path, ``shard.longest_path``, if ``key_extents`` describe a
-        tree. A window counts positions of the packed row, not of a path. A window of at least ``longest_path`` tokens, the query
-        included, hides nothing on any path and is ignored. A shorter window is refused. ALiBi slopes, masks that are not causal,
-        and a rotary layer without ``positions`` are refused too. A layer with a window or slopes refuses ``key_extents`` without
-        ``longest_path``.
+        ``longest_path``: if ``key_extents`` describe a tree, pass ``shard.longest_path``, the number of tokens of its longest
+        path. Windows and ALiBi slopes count positions of the packed row, not of a path. So with ``longest_path`` the layer
+        refuses slopes, a window of fewer than ``longest_path`` tokens (the query included), a mask that is not causal, and a
+        rotary embedding without ``positions``. Any other window hides nothing on any path and is ignored.
+        Without ``longest_path`` a layer with a window or slopes refuses ``key_extents``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: the context's global number of tokens without padding (None: all tokens of its shards).
@@ -131,10 +132,10 @@ class RingAttention(Projections):
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
         """Return the mask of a call: ``causal()`` if ``longest_path`` is passed, else the layer's mask.
 
-        ``key_extents``: True if the call passes key extents. ``of_path``: True if no rotary angle counts positions of the packed
-        row, because ``positions`` are passed or the layer has no rotary embedding.
+        ``key_extents``: True if the call passes key extents. ``of_path``: True if ``positions`` are passed or the layer has no
+        rotary embedding, so that no rotary angle is computed from a position in the packed row.
 
-        Raise ValueError if ``tree_objection`` returns a reason why the layer cannot attend over the key extents.
+        Raise ValueError, with the reason from ``tree_objection``, if the layer cannot attend over the key extents.
         """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:

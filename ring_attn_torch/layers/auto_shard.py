@@ -58,10 +58,10 @@ class ShardedRows(NamedTuple):
         return cls(layout, ring, lengths[0], brought, len(set(contents)) == 1, any(masks))
 
     def shard(self, x: Tensor) -> Tensor:
-        """Exchange rows between ranks, and return this rank's tokens of all ranks' rows: int [rows, tokens].
+        """Exchange shards by an all-to-all. Return this rank's shard of the rows of all ranks, int64 [rows, tokens].
 
-        ``x``: this rank's own rows, integers [rows of this rank, length]. An all-to-all exchanges the shards. If all ranks passed
-        the same rows, nothing is exchanged.
+        ``x``: the rows that this rank passed, integers [rows of this rank, length]. If all ranks passed the same rows, nothing is
+        exchanged.
         """
         ranks, rank = ranks_of(self.ring), rank_in(self.ring)
         parts = to_layout(x.long(), self.layout, ranks).chunk(ranks, 1)
@@ -70,7 +70,7 @@ class ShardedRows(NamedTuple):
         return _exchange(torch.cat(parts), [len(x)] * ranks, list(self.brought), self.ring)
 
     def shard_mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-        """Return this rank's tokens of all ranks' masks, or None if no rank passes a mask.
+        """Return this rank's shard of the masks of all ranks, or None if no rank passes a mask.
 
         The result is bool [rows, tokens]. A rank that passes no mask uses an all-True mask of the shape of ``ids``.
         """
@@ -82,9 +82,9 @@ class ShardedRows(NamedTuple):
     def unshard(self, x: Tensor) -> Tensor:
         """Undo ``shard`` by an all-to-all: gather all tokens of the rows that this rank passed. Differentiable once.
 
-        ``x`` [rows, tokens, features]: this rank's tokens of all ranks' rows. The result is [rows of this rank, length,
+        ``x`` [rows, tokens, features]: this rank's shard of the rows of all ranks. The result is [rows of this rank, length,
         features]. The backward is the reverse all-to-all: it sends the gradient of each token to the rank that computed the
-        token. If all ranks passed the same rows, each rank gathers all rows, and the gradients from all ranks are summed.
+        token. If all ranks passed the same rows, each rank gathers all rows, and the backward sums the gradients of all ranks.
         """
         ranks, mine = ranks_of(self.ring), self.brought[rank_in(self.ring)]
         if ranks > 1:
@@ -117,7 +117,7 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], ring: Group) -> T
 
 
 def check_global(ids: Any, mask: Any) -> None:
-    """Raise ValueError if ids are not integers [batch, tokens], or if mask is not bool of their shape."""
+    """Raise ValueError if ``ids`` are not integers [batch, tokens], or if ``mask`` is neither None nor bool of the same shape."""
     if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.is_floating_point() or ids.dtype == torch.bool:
         got = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ValueError(f"ids must be integers [batch, tokens], whole sequences in natural order, got {got}")
@@ -127,9 +127,9 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: Tensor | int | None) -> None:
-    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument that describes shards with ``auto_shard``.
+    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument for shards is passed with ``auto_shard``.
 
-    ``of_shards``: the arguments that describe shards; None if not passed.
+    ``of_shards``: the arguments for shards by name; None if not passed.
     """
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")

@@ -41,7 +41,8 @@ class Block(nn.Module):
     """A pre-norm transformer block: ``x += attention(norm(x)); x += mlp(norm(x))``.
 
     ``hidden``: features inside the MLP. ``mlp_chunk``: the maximum number of tokens that the MLP computes at a time; None for
-    all. ``mlp_bias``: the MLP's linear maps have biases. The norms use the attention's eps; norms and MLP use its weight dtype.
+    all. ``mlp_bias``: the MLP's linear maps have biases. The norms and the MLP have the ``param_dtype`` of ``attention``, and the
+    norms have its ``eps``.
     """
 
     def __init__(self, attention: RingAttention, hidden: int, mlp_chunk: int | None = None, mlp_bias: bool = False) -> None:
@@ -69,7 +70,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Apply the block to x [b s dim]; return [b s dim].
 
-        ``call``: a function from :func:`caller` that runs the block, or None. See RingAttention for the other arguments.
+        ``call``: a ``Caller`` from :func:`caller`, which runs the block and limits the tensors saved for the backward; None: save
+        all. The other arguments are those of RingAttention.
         """
         if call is not None:  # inside forward, so that hooks of the block, such as FSDP's, stay around it
             arrays = extents, key_extents, key_mask, longest_path, layout, dropout_seed, dropout_offset
@@ -85,7 +87,7 @@ class Block(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
     def _again(self, x: Tensor, positions: Any, length: Any, *arrays: Tensor | int | tuple[Any, Any] | None) -> Tensor:
-        """Call ``forward``; take its arguments by position only, because torch.utils.checkpoint saves only positional tensors."""
+        """Call ``forward``. All arguments are positional here, because torch.utils.checkpoint saves only positional tensors."""
         names = "extents", "key_extents", "key_mask", "longest_path", "layout", "dropout_seed", "dropout_offset"
         named: dict[str, Any] = dict(zip(names, arrays, strict=True))
         return self.forward(x, positions, length, **named)

@@ -13,15 +13,16 @@ from ring_attn_core.model.chunks import even_chunk
 
 
 def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Tensor:
-    """Compute ``function(x)`` for x [b s ...] in chunks of at most ``chunk`` tokens, recomputing each in the backward.
+    """Compute ``function(x)`` for x [b s ...] in chunks of at most ``chunk`` tokens. The backward recomputes each chunk.
 
     Intermediate tensors of ``function`` exist for one chunk at a time, forward and backward. Gradients of weights accumulate over
     chunks in the weights' dtype. If all tokens fit in one chunk, nothing is recomputed. Under torch.compile the compiler decides
     what is recomputed.
 
-    Inside an outer torch.utils.checkpoint, without torch.compile, ``function`` runs as often as without chunks: once forward and
-    once for the backward. Autograd saves all chunks before ``function`` first runs. The outer checkpoint stops recomputing once
-    it has restored its last saved tensor, the last chunk. So only the inner checkpoints run ``function`` again.
+    Inside an outer torch.utils.checkpoint, without torch.compile, ``function`` runs once in the forward and once for the
+    backward, as often as without chunks. The reason: an outer checkpoint recomputes until it has restored the last tensor that it
+    saved. This is the last chunk of x, because autograd saves all chunks before ``function`` first runs. So the outer checkpoint
+    stops before ``function``, and only the inner checkpoints, one for each chunk, run it again.
     """
     from torch.utils.checkpoint import checkpoint  # takes a while to import
 
@@ -39,20 +40,20 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
 
 
 class SavedTensor:
-    """A tensor saved for the backward, through the saved-tensor hooks that are active when the SavedTensor is created."""
+    """A tensor that autograd saves for the backward. The saved-tensor hooks active at its creation pack and unpack the tensor."""
 
     def __init__(self, x: Tensor) -> None:
         self._first: Tensor | None = x
         self._node = _SaveTensor.apply(torch.empty(0, requires_grad=True), x)
 
     def __call__(self) -> Tensor:
-        """Return the original tensor on the first call. On later calls return the tensor that the hooks unpack."""
+        """Return the original tensor in the first call (the forward). Return the tensor that the hooks unpack in later calls."""
         x, self._first = self._first, None
         return self._node.grad_fn.saved_tensors[0] if x is None else x
 
 
 class _SaveTensor(torch.autograd.Function):
-    """An autograd node that saves a tensor and contributes nothing to gradients."""
+    """An autograd node that only saves ``x``. No computation uses its output, so it needs no backward."""
 
     @staticmethod
     def forward(ctx: Any, node: Tensor, x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Conversion of MultiheadAttention's attn_mask to a band or extents, and a key mask if it needs one.
+"""Conversion of MultiheadAttention's attn_mask to a band or to extents, with a key mask if needed.
 
-A band's limits are the least and the greatest lag (query - key) of the visible pairs, or one of the two, or neither. If no such
-band equals the mask, a query's extent is the tightest interval around the keys that it sees. If no extents equal it either, the
-same is tried with a key mask. Any other mask is refused, and so is a mask that differs between the heads of a batch row.
+A band allows the lags (query - key) between two limits: the least and the greatest lag of the visible pairs, only one of these
+limits, or none. The extent of a query is the tightest interval around the keys that it sees. A key mask hides keys from all
+queries. The result is the first that equals the mask: a band, a band with a key mask, extents, extents with a key mask. Any other
+mask is refused, and so is a mask that differs between the heads of a batch row.
 
 The functions of ``functional/`` use ``data/dense_masks.py`` of the core instead, which finds key extents too.
 """
@@ -21,7 +22,7 @@ from ring_attn_core.runs import Band
 class MaskArguments(NamedTuple):
     """A mask as a band, extents and a key mask. A query sees a key if all three allow the pair.
 
-    It is a mask of the global sequence in natural order, or of this rank's shards.
+    Extents and key mask are those of the global sequence in natural order, or those of this rank's shards.
     """
 
     band: Band
@@ -32,14 +33,15 @@ class MaskArguments(NamedTuple):
 
     @property
     def arrays(self) -> dict[str, Tensor]:
-        """Return the arrays that are not None, by name."""
+        """Return the extents and the key mask by field name, without those that are None."""
         return {name: x for name, x in (("extents", self.extents), ("key_mask", self.key_mask)) if x is not None}
 
 
 def visible_of(name: str, mask: Tensor) -> Tensor:
-    """Convert a torch mask to bool, True where attention is allowed: where a bool mask is False, or an additive mask is 0.
+    """Convert a torch mask to the opposite convention: a bool mask that is True if attention is allowed.
 
-    Raise ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other than 0 and -inf. Under
+    In torch a bool mask allows attention at False, and an additive mask at 0. ``name``: the mask's name in errors. Raise
+    ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other than 0 and -inf. Under
     torch.compile the values of an additive mask are unknown and not checked.
     """
     if mask.dtype == torch.bool:
@@ -77,10 +79,10 @@ def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents.
 
-    Try the tightest band around the visible keys, or one open on one or both sides, then the tightest interval of keys per query.
-    Try each with and without a key mask that hides the keys that no query sees. If none of these equals ``visible``, then no
-    combination of a band, extents and a key mask does. ``is_causal``: the caller states that ``visible`` is causal; the result is
-    then ``causal()``.
+    Try the tightest band around the visible pairs, and this band without one or both of its limits. Then try extents: the
+    tightest interval of keys for each query. Try each without and with a key mask that hides the keys that no query sees. If none
+    of these equals ``visible``, then no combination of a band, extents and a key mask does. ``is_causal``: the caller states that
+    ``visible`` is causal; then return the band ``causal()``.
 
     Raise ValueError if nothing fits, or if ``is_causal`` is wrong. torch.compile hides the values: under it, raise ValueError if
     ``is_causal`` is False, and check nothing if ``is_causal`` is True.
@@ -121,7 +123,7 @@ def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
 
 
 def _between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """Count the visible keys of ``mask`` [batch, keys] in each query's interval ``first`` .. ``end - 1``: [batch, queries]."""
+    """Return int [batch, queries]: the number of True keys of ``mask`` [batch, keys] in each query's ``first`` .. ``end - 1``."""
     before = torch.nn.functional.pad(mask.long().cumsum(-1), (1, 0))
     rows = (mask.shape[0], first.shape[-1])
     return before.gather(1, end.expand(rows)) - before.gather(1, first.expand(rows)) if mask.numel() else before[:, :0]

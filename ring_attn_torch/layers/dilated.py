@@ -37,10 +37,11 @@ class DilatedArguments(LayerArguments, PatternArguments, SparseConfig):
 class DilatedRingAttention(Projections):
     """Multi-head dilated attention over a ring: ``o(dilated_attention(rotary(q(x)), rotary(k(x)), v(x)))``.
 
-    It has the weights and arguments of :class:`RingAttention`, but no ``layout``, ``o_bias``, sinks, ALiBi and dropout. It also
-    has ``segments``, ``dilations`` and ``mixing`` of :func:`dilated_attention`. In pattern i a token attends to every
-    ``dilations[i]``-th token of its segment of ``segments[i]`` tokens (LongNet, arXiv:2307.02486). Shards are contiguous. With
-    one segment that covers the sequence and dilation 1, it computes the same as RingAttention, up to rounding.
+    It has the weights and arguments of :class:`RingAttention`, without ``layout`` (shards are contiguous), ``o_bias``, sinks,
+    ALiBi and dropout. ``segments``, ``dilations``, ``mixing``: as in :func:`dilated_attention`. Pattern i splits the sequence
+    into segments of ``segments[i]`` tokens. In each segment a head keeps every ``dilations[i]``-th token, and the kept tokens
+    attend to each other (LongNet, arXiv:2307.02486). With dilation 1 and one segment that covers the sequence, the layer equals
+    RingAttention up to rounding.
 
     A rank's gradients of the weights are partial: sum them over the ranks with :func:`sum_gradients`. Raise ValueError if sizes
     or patterns do not fit, or if a number is outside its range.

@@ -27,21 +27,21 @@ class DilatedAttention(MultiheadBase):
     """A replacement for ``torch.nn.MultiheadAttention`` with :func:`dilated_attention` on contiguous shards.
 
     Constructor, forward and state dict are torch's. The additional arguments ``segments``, ``dilations``, ``mixing``, ``group``,
-    ``strategy``, ``backend`` and ``deterministic`` are as in :func:`dilated_attention`. With one segment that covers the sequence
-    and dilation 1, it computes the same as torch's module, up to rounding and the differences below. A rank's gradients of the
-    weights are partial: sum them over the ranks with :func:`sum_gradients`.
+    ``strategy``, ``backend`` and ``deterministic`` are as in :func:`dilated_attention`. With dilation 1 and one segment that
+    covers the sequence, the module equals torch's, up to rounding and the differences below. A rank's gradients of the weights
+    are partial: sum them over the ranks with :func:`sum_gradients`.
 
     Intended differences:
         - The call returns ``(out, None)``, also by default: the attention weights [tokens, tokens] are never materialized.
         - ``is_causal=True`` needs no ``attn_mask``. If one is passed too, it must be causal.
-        - The keys that ``add_bias_kv`` and ``add_zero_attn`` add count once for every query, beside the keys of all patterns.
-        - Without such keys the attention of a query that sees no key in any pattern is 0.
+        - ``add_bias_kv`` and ``add_zero_attn`` add one key each. Every query sees such a key once, not once in each pattern.
+        - If no key is added, the attention of a query that sees no key in any pattern is 0.
 
-    Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout`` above 0; key and value of other lengths
-    than query; an ``attn_mask`` that differs between heads, or holds numbers other than 0 and -inf; an ``attn_mask`` that is
-    neither causal nor a sliding window (it may also hide keys from all queries); without ``is_causal``, an ``attn_mask`` that is
-    traced by torch.compile; nested tensors, DTensors; without autocast, inputs of another dtype than the weights; patterns that
-    do not fit; anything that dilated_attention refuses.
+    Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout`` above 0; query and key of different
+    lengths; nested tensors and DTensors; inputs of another dtype than the weights, except under autocast; a mask with numbers
+    other than 0 and -inf; patterns that do not fit; anything that dilated_attention refuses. Raise it too on an ``attn_mask``
+    that differs between heads, or is neither causal nor a sliding window; in addition the mask may hide keys from all queries.
+    Without ``is_causal``, raise it on every ``attn_mask`` under torch.compile, which hides the values.
     """
 
     @takes(DilatedMultiheadArguments)
@@ -66,13 +66,13 @@ class DilatedAttention(MultiheadBase):
     ) -> tuple[Tensor, None]:
         """Apply attention to this rank's contiguous shards; return (out, None) with out shaped like query.
 
-        Shapes: query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens, embed_dim]; key and
-        value likewise, with as many tokens and with kdim and vdim features.
+        ``query``: [tokens, batch, embed_dim], [batch, tokens, embed_dim] with batch_first, or [tokens, embed_dim]. ``key`` and
+        ``value`` have the shape of ``query``, except for their kdim and vdim features.
 
         ``key_padding_mask`` [batch, tokens] or [tokens]: this rank's shard, True or -inf where a key is padding. ``attn_mask``
-        [all tokens, all tokens] or [batch * heads, all tokens, all tokens]: the global mask, the same on every rank; its values
+        [all tokens, all tokens] or [batch * heads, all tokens, all tokens]: the global mask, the same on every rank. Its values
         are read on the host, so for long sequences pass ``is_causal=True`` alone. ``length``: the global number of tokens without
-        padding; None: that of attn_mask, or all tokens of the shards.
+        padding; None: the number of queries of ``attn_mask``, or without a mask all tokens of the shards.
 
         Raise ValueError before any array is sent if the class refuses an argument or shapes do not fit.
         """
@@ -87,7 +87,7 @@ class DilatedAttention(MultiheadBase):
         return self._returned(out, query), None
 
     def _with_added_keys(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge the keys of add_zero_attn and add_bias_kv into (out, lse). Return out in q's dtype."""
+        """Add the keys of add_zero_attn and add_bias_kv to an attention result (out, lse). Return the new out in q's dtype."""
         if self.add_zero_attn:  # a key of score 0 and value 0
             out, lse = merge((out, lse), (torch.zeros_like(out), torch.zeros_like(lse)))
         return self._with_bias_kv(q, out, lse).to(q.dtype)

@@ -36,11 +36,12 @@ class MultiheadAttention(MultiheadBase):
         - The attention of a query that sees no key is 0; torch returns NaN or 0, depending on its code path.
         - Dropout drops other probabilities than torch does. With the same seed it drops the same on any number of ranks.
 
-    Raise ValueError, which names the argument, on: ``need_weights=True``; an additive mask with numbers other than 0 and -inf; an
-    ``attn_mask`` that differs between heads, or is neither a band nor one interval of keys per query (it may also hide keys from
-    all queries); ``is_causal=True`` beside an ``attn_mask`` that is not causal; without ``is_causal``, an ``attn_mask`` that is
-    traced by torch.compile; ``add_bias_kv`` with dropout while training; ``dropout=1``; nested tensors, DTensors; without
-    autocast, inputs of another dtype than the weights; anything that ring_attention refuses.
+    Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout=1``; ``add_bias_kv`` with dropout while
+    training; nested tensors and DTensors; inputs of another dtype than the weights, except under autocast; a mask with numbers
+    other than 0 and -inf; anything that ring_attention refuses. Raise it too on an ``attn_mask`` that differs between heads, or
+    is neither a band (limits of query minus key position) nor one interval of keys per query; in addition the mask may hide keys
+    from all queries. With ``is_causal=True`` raise it on an ``attn_mask`` that is not causal. Without ``is_causal``, raise it on
+    every ``attn_mask`` under torch.compile, which hides the values.
     """
 
     @takes(RingMultiheadArguments)
@@ -65,16 +66,16 @@ class MultiheadAttention(MultiheadBase):
     ) -> tuple[Tensor, None]:
         """Apply attention to this rank's shards in layout order; return (out, None) with out shaped like query.
 
-        Shapes: query [tokens, batch, embed_dim], with batch_first [batch, tokens, embed_dim], or [tokens, embed_dim]; key and
-        value likewise, with kdim and vdim features.
+        ``query``: [tokens, batch, embed_dim], [batch, tokens, embed_dim] with batch_first, or [tokens, embed_dim]. ``key`` and
+        ``value`` have the same axes, with another number of tokens, and kdim and vdim features.
 
         ``key_padding_mask`` [batch, tokens of key] or [tokens of key]: this rank's shard, True or -inf where a key is padding.
         ``attn_mask`` [all queries, all keys] or [batch * heads, all queries, all keys]: the global mask in natural order, the
-        same on every rank; its values are read on the host, so for long sequences pass ``is_causal=True`` alone.
+        same on every rank. Its values are read on the host, so for long sequences pass ``is_causal=True`` alone.
 
-        ``length``, ``kv_length``: as in :func:`ring_attention`; None: those of attn_mask, or all tokens of the shards.
-        ``dropout_seed``: as in ring_attention; None: drawn from torch's generator and, on several ranks, broadcast from the
-        first. Dropout applies only if ``self.training`` is True and ``dropout`` is above 0.
+        ``length``, ``kv_length``: as in :func:`ring_attention`. With an ``attn_mask``, None stands for its number of queries or
+        keys. ``dropout_seed``: as in ring_attention. None: draw a seed from torch's generator; on several ranks, the first rank
+        broadcasts its seed. Dropout applies only if ``self.training`` is True and ``dropout`` is above 0.
 
         Raise ValueError before any array is sent if the class refuses an argument or shapes do not fit.
         """

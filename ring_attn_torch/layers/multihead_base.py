@@ -27,7 +27,7 @@ Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class CallOptions(NamedTuple):
-    """The arguments of ``forward`` that are checked with query, key and value, or say what a query sees.
+    """The arguments of ``forward`` that input checks and mask conversion need besides query, key and value.
 
     ``length``, ``kv_length``: as in ring_attention.
     """
@@ -60,8 +60,8 @@ class MultiheadArguments:
 class MultiheadBase(nn.MultiheadAttention):
     """The base class of replacements for ``torch.nn.MultiheadAttention`` over a ring. A subclass defines ``forward``.
 
-    ``arguments``: the arguments of torch's constructor and of the ring. The field ``options`` holds the attention options that
-    all calls share.
+    ``arguments``: the arguments of torch's constructor and of the ring. The field ``options`` holds the options of ring_attention
+    that all calls share.
     """
 
     def __init__(self, arguments: MultiheadArguments) -> None:
@@ -72,14 +72,14 @@ class MultiheadBase(nn.MultiheadAttention):
     def _reset_parameters(self) -> None:
         """Reset the parameters as torch does, then clear ``_qkv_same_embed_dim``.
 
-        If the flag stayed True, TransformerEncoderLayer would take its fast path, which attends only within a shard.
+        TransformerEncoderLayer takes its fast path only if this flag is True. The fast path would attend only within a shard.
         """
         self._qkv_same_embed_dim = self.in_proj_weight is not None
         super()._reset_parameters()
         self._qkv_same_embed_dim = False
 
     def _taken(self, inputs: Tensors, call_options: CallOptions) -> tuple[Tensors, MaskArguments, Options]:
-        """Check the inputs of a call. Return them batch-first, with the mask of this rank's shards and the call's options.
+        """Check query, key and value of a call. Return them batch-first, with this rank's mask and the call's options.
 
         Raise ValueError before any array is sent if an input does not fit.
         """
@@ -117,14 +117,15 @@ class MultiheadBase(nn.MultiheadAttention):
             raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} must have the same tokens and batch")
 
     def _batch_first(self, x: Tensor) -> Tensor:
-        """Return an input as [batch, tokens, features]. A second call, on a batched output, restores the input's axes."""
+        """Return an input as [batch, tokens, features]. Called on a 3-D result, restore the caller's order of axes."""
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
-        """Return attn_mask and is_causal as mask arguments of this rank's shards, and the options.
+        """Return attn_mask and is_causal as the mask of this rank's shards, and the options with the lengths of attn_mask.
 
-        With an attn_mask, set the options' ``length`` and ``kv_length`` to its numbers of queries and of keys. Raise ValueError
-        if the mask is not global, if these options are set to other numbers, or if ``mask_arguments`` cannot convert the mask.
+        The numbers of queries and keys of attn_mask become ``length`` and ``kv_length``. Without attn_mask, return ``options``
+        unchanged. Raise ValueError if attn_mask is not global, if ``options`` hold other lengths, or if ``mask_arguments``
+        refuses attn_mask.
         """
         attn_mask = call_options.attn_mask
         if attn_mask is None:
@@ -153,7 +154,7 @@ class MultiheadBase(nn.MultiheadAttention):
             yield F.linear(x, weight, bias).unflatten(-1, (self.num_heads, self.head_dim))
 
     def _with_bias_kv(self, q: Tensor, out: Tensor, lse: Tensor) -> Tensor:
-        """Merge the key of add_bias_kv, visible to every query, into (out, lse), and return out.
+        """Add the key of add_bias_kv, visible to every query, to an attention result (out, lse). Return the new out.
 
         Without add_bias_kv, return the argument ``out``.
         """

@@ -1,9 +1,9 @@
 """Offloading of tensors to host memory between forward and backward.
 
-The copy of a tensor to the host starts when its block saves it. The device tensor is dropped, after the copy, when three newer
-tensors have been saved. A block that attends once saves three tensors: its input, out and lse. So they are dropped in the next
-block. The tensors of block i are copied back during the backward of block i + 1. On CUDA the host memory is pinned, and the
-copies run on a side stream. Other devices use no side stream.
+The copy of a tensor to the host starts when its block saves it. The device tensor is released as soon as three newer tensors have
+been saved; its memory is reused only after the copy. A block that attends once saves three tensors: its input, out and lse. So
+the tensors of a block are released during the forward of the next block. The tensors of block i are copied back during the
+backward of block i + 1. On CUDA the host memory is pinned, and the copies run on a side stream. Other devices use no side stream.
 
     forward     block 0      block 1      block 2            backward    block 2      block 1      block 0
     copies      0 -> host    1 -> host    2 -> host                      1 -> device  0 -> device
@@ -36,7 +36,7 @@ ON_THEIR_WAY = 3
 
 @torch.compiler.disable(reason='activations="offload" copies on a stream of its own, which torch.compile does not follow')
 def offloaded(host: OffloadedTensors, function: Function, x: Tensor, *shared: object) -> Tensor:
-    """Return ``function(x, *shared)``. Offload x and attention's (out, lse) to the host; keep shared inputs on the device."""
+    """Return ``function(x, *shared)``. Offload x and attention's (out, lse) to the host; keep ``shared`` on the device."""
     host.begin()
     place, shape = x.data_ptr(), x.shape
 
@@ -62,7 +62,7 @@ class OffloadedTensors:
         self._block = OffloadedBlock(self._block)
 
     def put(self, x: Tensor) -> Page:
-        """Start to copy ``x`` to the host, and return its ``Page``. Each call of the page returns the tensor.
+        """Start to copy ``x`` to the host, and return its ``Page``: a callable that returns the tensor on its device.
 
         ``x`` must not be modified afterwards.
         """
@@ -75,9 +75,9 @@ class OffloadedTensors:
 
 
 class OffloadedBlock:
-    """The offloaded tensors (pages) of a block, and a link to the preceding block, whose pages the backward needs next.
+    """The offloaded tensors (pages) of a block, and a link to the preceding block, which the backward reaches next.
 
-    The pages are held by weak references. The autograd graph keeps alive the pages that it needs.
+    A block holds weak references to its pages. The autograd graph keeps alive the pages that it needs.
     """
 
     def __init__(self, before: OffloadedBlock | None) -> None:
@@ -85,7 +85,7 @@ class OffloadedBlock:
         self.pages: WeakSet[Page] = WeakSet()
 
     def fetch(self) -> None:
-        """Start to copy back to the device all pages that have left it."""
+        """Start to copy back to the device all pages of the block that are only on the host."""
         for page in list(self.pages):
             page.fetch()
 
@@ -107,19 +107,19 @@ class Page:
             self._copied = None if side is None else side.record_event()
 
     def fetch(self) -> None:
-        """Start to copy the tensor back to the device, if it has left the device."""
+        """Start to copy the tensor back to the device, if it is only on the host."""
         if self._here is None:
             x = torch.empty(self._shape, dtype=self._pieces[0].dtype, device=self._device)
             self._copy(x, _pieces(x), self._pieces)
 
     def leave(self) -> None:
-        """Drop the device tensor. Its stream first waits for the copy, so that later work does not reuse the memory too early."""
+        """Let the tensor's stream wait for the copy, so that nothing overwrites the memory too early. Drop the device tensor."""
         self._settle()
         if self._here is not None:
             self._device, self._here = self._here.device, None
 
     def __call__(self) -> Tensor:
-        """Return the tensor on its device. Start to copy back the pages of the preceding block, if there is one."""
+        """Return the tensor on its device, and start to copy back the preceding block's pages, which the backward needs next."""
         self.fetch()
         x = self._here
         assert x is not None
@@ -129,7 +129,7 @@ class Page:
         return x
 
     def _settle(self) -> None:
-        """Let a stream wait for the end of the copy: the stream that was current when the copy began."""
+        """Let the stream that was current when the copy began wait for the end of the copy."""
         if self._copied is not None and self._stream is not None:
             self._stream.wait_event(self._copied)
         self._copied = None
@@ -145,7 +145,7 @@ def _pieces(x: Tensor) -> tuple[Tensor, ...]:
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[tuple[torch.cuda.Stream | None, torch.cuda.Stream | None]]:
-    """Enter a side stream that waits for the current stream. Yield (current, side), or (None, None) without CUDA."""
+    """Enter a side stream for copies; it waits for the current stream. Yield (current, side), or (None, None) without CUDA."""
     if device.type != "cuda":
         yield None, None
         return

@@ -10,11 +10,11 @@ from ..call.prepare import dtype_name as dtype_name
 
 
 class LinearMap(nn.Linear):
-    """``y = x W^T``, or ``x W^T + b``, in x's dtype or autocast's, whatever the weight's dtype is: [..., in] -> [..., out].
+    """``y = x W^T`` or ``y = x W^T + b``: [..., in] -> [..., out]. Weights are cast to x's dtype, or to autocast's.
 
     The weight is drawn from a normal distribution with standard deviation ``in ** -0.5``, and the bias starts at 0.
-    ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: a module whose output for x is added to y, as in
-    LoRA, or None.
+    ``param_dtype``: the name of the weight's and bias' dtype. ``adapter``: None, or a module such as a LoRA; ``adapter(x)`` is
+    added to y.
     """
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False, param_dtype: str = "float32") -> None:

@@ -1,4 +1,4 @@
-"""The check that no nonempty extent begins after its query, made on all ranks of a RingTransformer with a causal mask."""
+"""The check of a causal RingTransformer, made on all ranks, that every nonempty extent begins at or before its query."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from .ring import LayerRing
 
 
 def agree_on_places(ids: Tensor, extents: Any, length: Any, layout: BalancedLayout | None, ring: LayerRing) -> None:
-    """Raise ValueError on all ranks if a nonempty extent begins after its query on any rank. The model's mask is causal.
+    """Raise ValueError on all ranks if a nonempty extent begins after its query on any rank.
 
-    ``ids`` [batch, tokens], ``extents``, ``length``, ``layout``: arguments of RingTransformer. On a CPU check every call. On
-    other devices check only the first call with a batch of this shape, and none in a capture, because the check waits for the
-    device. Leave arrays of wrong shapes and dtypes to the layers, which refuse them.
+    An extent is the interval of keys that a query may see. Call this function only for a model with a causal mask. ``ids``
+    [batch, tokens], ``extents``, ``length``, ``layout``: arguments of RingTransformer. On a CPU check every call. On other
+    devices the check waits for the device, so check only the first call with a batch of this shape, and none during CUDA graph
+    capture. Leave arrays of wrong shapes and dtypes to the layers, which refuse them.
     """
     group, device, shape = ring_of(ring.group), ids.device.type, tuple(ids.shape)
     call = AgreedCall("RingTransformer with extents", device, (("ids_shape", shape),))

@@ -21,10 +21,10 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Projections(nn.Module):
-    """The base of attention layers: ``q``, ``k``, ``v``, ``o``, ``q_norm``, ``k_norm`` and ``rotary``, as ``config`` specifies.
+    """The base of attention layers: projections ``q``, ``k``, ``v``, ``o``, head norms ``q_norm``, ``k_norm``, and ``rotary``.
 
-    ``arguments``: the arguments of the layer's constructor. The fields ``config``, ``ring`` and ``options`` (of attention) are
-    records made from them.
+    ``arguments``: the arguments of the layer's constructor. Three fields store them as records: ``config`` (an AttentionConfig),
+    ``ring`` (a LayerRing) and ``options`` (the Options of attention). Norms and rotary are None if ``config`` has none.
     """
 
     def __init__(self, arguments: AttentionConfig) -> None:
@@ -51,9 +51,10 @@ class Projections(nn.Module):
         """Return the output ``o(attend(q, k, v))`` [b s dim] for x [b s dim].
 
         Keys and values [b t kv_heads head_dim] are projected from ``context`` [b t dim], or from x if ``context`` is None. Before
-        attention, q and k are normalized if ``qk_norm`` is set. If the layer has a rotary embedding, they are then rotated by
-        ``positions`` and ``context_positions`` (None: the layout's); without a context, k is rotated by ``positions`` too. Raise
-        ValueError if the shapes of x, context or positions do not fit, or if positions are not integers.
+        attention, q and k are normalized if ``qk_norm`` is set. A rotary embedding, if any, then rotates q by ``positions``. It
+        rotates k by ``context_positions``, or without a context by ``positions``. None stands for the positions of the layout.
+        ``attend``: returns [b s heads head_dim]. Raise ValueError if the shapes of x, context or positions do not fit, or if
+        positions are not integers.
         """
         for name, value in (("x", x), ("context", context)):
             if value is not None and (value.ndim != 3 or value.shape[-1] != self.config.dim):

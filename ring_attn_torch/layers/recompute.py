@@ -1,8 +1,8 @@
-"""Activation checkpointing of a block. It saves only the inputs and attention's (out, lse), so recomputing skips the ring.
+"""Activation checkpointing of a block: the backward recomputes the block, but not its ring attention.
 
-For float32 and float64, lse is saved with its rounding error. The block runs under torch.utils.checkpoint. In the first run a
-context manager of this module stores each (out, lse). In the recomputation another context manager returns them to attention.
-Under torch.compile, selective checkpointing saves (out, lse).
+A block saves only its inputs and attention's (out, lse); in float32 and float64 also lse's rounding error, as a tensor. It runs
+under torch.utils.checkpoint. In the first run a context manager of this module stores each (out, lse). In the recomputation
+another context manager returns them to attention. Under torch.compile, selective checkpointing saves (out, lse) instead.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def recomputed(function: Function, *inputs: object) -> Tensor:
 def contexts(put: Callable[[Tensor], Fetch]) -> tuple[StoredResults, StoredResults]:
     """Return two context managers for ``checkpoint``: one for the first run, one for the recomputation.
 
-    In the first run each out and lse is passed to ``put``, which returns a function that fetches the tensor. In the recomputation
-    these functions fetch the tensors in the same order.
+    The first passes each out and lse to ``put``, which stores the tensor and returns a function that fetches it. The second calls
+    these functions in the same order, and returns the fetched tensors to attention.
     """
     stored: list[tuple[Fetch, Fetch]] = []
     return RecordPass(put, stored), ReplayPass(stored)
@@ -59,7 +59,7 @@ class RecordPass(StoredResults):
 class ReplayPass(StoredResults):
     """The context manager of a block's recomputation in the backward. It returns the stored (out, lse) in order of the calls.
 
-    Entering the context again starts over with the first (out, lse).
+    Each recomputation enters the context anew, and begins with the first (out, lse).
     """
 
     def __init__(self, stored: list[tuple[Fetch, Fetch]]) -> None:

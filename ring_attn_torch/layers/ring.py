@@ -34,8 +34,8 @@ class LayerRing:
     def positions(self, tokens: int, device: torch.device | None = None, layout: BalancedLayout | None = None) -> Tensor:
         """Return the global positions, int32 [tokens], of this rank's shard of ``tokens`` tokens, including padding.
 
-        ``layout``: a balanced layout in place of the field ``layout``. It has its own number of tokens, and ``tokens`` is
-        ignored.
+        ``layout``: the layout to use instead of the field ``layout``. A balanced layout knows its own number of tokens, so
+        ``tokens`` is ignored.
         """
         ring = ring_of(self.group)
         if isinstance(layout, BalancedLayout):
@@ -62,8 +62,8 @@ class ContiguousRing(LayerRing):
 class LayerArguments:
     """The constructor arguments of a layer.
 
-    Unlike a config, it takes ``dim`` and ``heads`` by position. It also takes None for a default value, and a dtype in place of
-    its name.
+    Unlike a config, it takes ``dim`` and ``heads`` by position, and accepts a dtype in place of its name. ``kv_heads``,
+    ``head_dim``: None for the default value.
     """
 
     dim: int = field(kw_only=False)

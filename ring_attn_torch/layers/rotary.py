@@ -28,13 +28,13 @@ class RotaryEmbedding(nn.Module):
     ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies of the
     angles. YaRN also multiplies y by its attention factor. The module has no parameters.
 
-    For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency would be off by 0.06 rad at
-    a million tokens. So an angle is an integer in units of 2**-32 turns, which wraps at whole turns. It is the sum of two angles:
-    one for the largest multiple of 1024 up to the position, one for the remainder. At a million tokens the sum is off by at most
-    1.5e-6 rad.
+    For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency could be off by 0.06 rad at
+    a million tokens. So there an angle is an integer, in units of 2**-32 of a full turn, and wraps at a full turn. It is the sum
+    of two angles: one for the largest multiple of 1024 up to the position, one for the remainder. At a million tokens this sum is
+    off by at most 1.5e-6 rad.
 
-    Raise ValueError if head_dim is odd or too small for ``scaling``, base is at most 1, or ``scaling`` is not one of these
-    records.
+    Raise ValueError if head_dim is odd, or 2 with NTK, if base is at most 1, or if ``scaling`` is neither None nor one of the
+    four records above.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, scaling: Scaling | None = None) -> None:

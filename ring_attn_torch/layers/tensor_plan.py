@@ -11,14 +11,15 @@ if TYPE_CHECKING:
 
 
 def tensor_plan(model: RingTransformer) -> dict[str, ParallelStyle]:
-    """Return the plan that splits the heads and the MLP features of ``model`` over an axis of the mesh.
+    """Return the plan that splits the attention heads and the MLP features of ``model`` over the ranks of one mesh axis.
 
     Apply it with ``parallelize_module(model, mesh["tensor"], tensor_plan(model))``.
 
-    Each rank of the axis holds ``heads / ranks`` query heads and ``kv_heads / ranks`` key heads, with their sinks, slopes and
-    dropout. It holds a part of the ``hidden`` features of the MLP and, if the head is not tied, a part of the vocabulary of the
-    head. Embedding and norms are replicated. Input ids and output logits are plain tensors, equal on all of these ranks. All
-    parameters become DTensors of that axis, so that ``torch.nn.utils.clip_grad_norm_`` computes one norm over all of them.
+    Each rank of the axis holds ``heads / ranks`` query heads and ``kv_heads / ranks`` key heads, with the sinks, ALiBi slopes and
+    dropout of these heads. It holds a part of the ``hidden`` features of the MLP. If the model's output head is not tied to the
+    embedding, it also holds a part of the head's vocabulary. Embedding and norms are replicated. Input ids and output logits are
+    plain tensors, equal on all ranks of the axis. All parameters become DTensors of the axis, so that
+    ``torch.nn.utils.clip_grad_norm_`` computes one norm over all of them.
 
     The ranks of the axis hold the same tokens, so pass the group of the other axes as ``group=`` to ``loss`` and
     :func:`sum_gradients`. Apply FSDP2 (``fully_shard``) afterwards, over the other axes. ``parallelize_module`` raises ValueError

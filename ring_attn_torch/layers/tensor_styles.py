@@ -28,7 +28,7 @@ def _local(module: nn.Module, output: Any, mesh: DeviceMesh) -> Tensor:
 
 
 class Heads(ParallelStyle):
-    """The style of a RingAttention: set ``first_head`` to the index of the rank's first head, and shard the sinks by head."""
+    """A style for RingAttention. It sets ``first_head`` to the index of the rank's first head, and shards the sinks by head."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, RingAttention)

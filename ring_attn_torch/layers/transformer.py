@@ -33,7 +33,7 @@ from .tree_agreement import agree_on_tree
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRing(LayerRing):
-    """The ring of a RingTransformer, and two constructor arguments that its config does not store."""
+    """The ring of a RingTransformer, and the arguments ``auto_shard`` and ``activations``, which its config does not store."""
 
     auto_shard: bool = False
     activations: str = "keep"
@@ -65,24 +65,25 @@ class RingTransformer(nn.Module):
     """Decoder-only transformer as in Llama: embedding, ``depth`` pre-norm blocks of RingAttention and SwiGLU, norm, head.
 
     ``vocab``: number of token ids. ``hidden``: features inside the MLP; None is 8/3 dim, rounded up to a multiple of 64.
-    ``tied``: the head is the embedding. ``mlp_bias``: the MLP's linear maps have biases. ``published``: the data that
+    ``tied``: the head uses the embedding's weight. ``mlp_bias``: the MLP's linear maps have biases. ``published``: the data that
     ``load_llama`` keeps for ``save_llama``. ``compute_dtype``: dtype of the activations (None: the weights' dtype). Weights are
     cast to it at use. So gradients of float32 weights, and their sums over ranks, are float32 for any ``compute_dtype``.
     ``mlp_chunk``: the maximum number of a rank's tokens that the MLP computes at a time, None for all. It limits the memory of
-    the ``hidden`` features. The backward then recomputes these features once, which it does without ``mlp_chunk`` too if
-    ``activations`` is not "keep". The other arguments are those of :class:`RingAttention`.
+    the ``hidden`` features, but the backward recomputes them once. If ``activations`` is not "keep", the backward recomputes them
+    once in any case. The other arguments are those of :class:`RingAttention`.
 
     ``windows``: one value per layer. The layer's mask is the part of ``mask`` with ``|q_pos - k_pos| <= window``, or all of
     ``mask`` for None. ``rotaries``: one value per layer in place of ``rotary``: a Rotary, a base, or None for a layer without
-    positions. ``eps``: the epsilon of all norms, 1e-5 in Llama. The field ``config`` holds the model's sizes and options as one
-    record; :meth:`from_config` makes a model from it.
+    rotary embedding. ``eps``: the epsilon of all norms, 1e-5 in Llama 3. The field ``config`` holds the model's sizes and options
+    as one record; :meth:`from_config` makes a model of the same sizes and options from this record.
 
-    ``auto_shard``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns global logits of this
-    rank's rows. Ranks may pass different numbers of rows; if all pass the same rows, they are computed once.
+    ``auto_shard``: a call takes global sequences in natural order, ``model(ids, mask=None)``, and returns the global logits of
+    the rows that this rank passed. Ranks may pass different numbers of rows. If all pass the same rows, each is computed once.
 
     ``activations``: the tensors that a block saves for its backward. "keep": all tensors. "recompute": the block's input and
-    attention's (out, lse); from these the backward recomputes the rest without the ring. "offload": the same tensors, in host
-    memory. On CUDA the host memory is pinned, copies overlap the computation, and the backward fetches one block ahead.
+    attention's (out, lse); from these the backward recomputes the rest of the block without the ring. "offload": the same
+    tensors, in host memory. On CUDA this memory is pinned, and copies overlap the computation: while the backward computes a
+    block, it already copies back the tensors of the preceding block.
 
     A rank's gradients are partial: call :func:`sum_gradients` after backward. Raise ValueError if sizes do not fit or a number is
     outside its range.
@@ -126,26 +127,27 @@ class RingTransformer(nn.Module):
         mask: Tensor | None = None,
         return_hidden: bool = False,
     ) -> Tensor:
-        """Return logits [b s vocab] in the compute dtype, or autocast's, for token ids int [b s], a rank's shard in layout order.
+        """Return the logits [b s vocab] of token ids int [b s], this rank's shard in layout order.
 
-        ``return_hidden``: return the input of the head [b s dim] instead, for :func:`loss` with ``head=model.head_weight`` or
-        :func:`gather_token` of the last token. ``positions``, ``length``, ``extents``, ``key_extents``, ``key_mask``,
-        ``longest_path``, ``layout``: as in :class:`RingAttention`; ``shard_batch`` returns them. Raise ValueError if ids have a
-        wrong shape or are outside the vocabulary (on a GPU the latter is a device assertion), or if a layer refuses an argument.
-        With ``longest_path`` and ``key_extents`` raise ValueError on all ranks if the ranks' shards do not form the same trees.
-        Under a causal mask raise ValueError on all ranks if a nonempty extent begins after its query, for example because
-        ``layout`` is missing. On a GPU these two checks are made only at the first call with a batch of a given shape. A compiled
-        model never makes them.
+        Logits are in the compute dtype, or autocast's. ``return_hidden``: return the input of the head [b s dim] instead, for
+        :func:`loss` with ``head=model.head_weight`` or :func:`gather_token` of the last token. ``positions``, ``length``,
+        ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`; ``shard_batch``
+        returns them. Raise ValueError if ids have a wrong shape, are not integers or are outside the vocabulary, or if a layer
+        refuses an argument. On a GPU, ids outside the vocabulary fail a device assertion instead. With ``longest_path`` and
+        ``key_extents`` raise ValueError on all ranks if the ranks' shards do not belong to the same prefix trees. Under a causal
+        mask raise it on all ranks if a nonempty extent begins after its query, for example because ``layout`` is missing. On a
+        GPU these two checks are made only at the first call with a batch of a given shape. A compiled model never makes them.
 
-        ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers:
-        head h of layer i, both counted from 0, draws as head ``i * heads + h``, so layers drop independently.
+        ``dropout_seed``: dropout applies if and only if it is passed; ``self.training`` is ignored. One seed serves all layers.
+        Head h of layer i, both counted from 0, draws the random numbers of head ``i * heads + h``, so layers drop independently.
         ``dropout_offset``: as in ring_attention; (global index of the first batch row, 0) if ranks hold different rows.
 
         With ``auto_shard``: ``ids`` are global, int [batch, tokens], this rank's own rows or the same rows on all ranks.
         ``mask``, bool of the same shape, is False where a token is padding. The result is global logits [batch, tokens, vocab] of
-        these rows. Positions, length and masks of shards are not accepted. Gradients are those of the sum of all ranks' losses.
-        Each rank holds a part of them, so all ranks must call backward; :func:`loss` of global labels then gives one device's
-        gradients. For dropout, the rows of all ranks are numbered consecutively.
+        these rows. The arguments from ``positions`` to ``layout`` are refused. A backward differentiates the sum of all ranks'
+        losses and gives each rank a part of the gradients, so all ranks must call it. With :func:`loss` of global labels, these
+        parts add up to the gradients of one device. For dropout, the rows of all ranks are numbered consecutively, in order of
+        the ranks.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}
@@ -208,27 +210,27 @@ class RingTransformer(nn.Module):
     ) -> list[list[int]]:
         """Return the new tokens of each prompt, at most ``max_new_tokens``, up to and including the first stop id.
 
-        ``max_new_tokens``: an int, or a sequence with an int for each prompt. ``stop``: ids that end a request. Later steps skip
-        a finished request.
+        ``max_new_tokens``: an int, or a sequence with an int for each prompt. ``stop``: ids after which a prompt is finished.
+        Later steps skip a finished prompt.
 
         ``prompts``: lists or arrays of token ids, of any lengths, the same on every rank. The ring shards the prompts in the
-        model's layout and prefills them. Each step then computes the next token of all requests, until all have finished.
+        model's layout and prefills them. Each step then computes the next token of all prompts, until all are finished.
 
         ``temperature`` 0: the most probable token. Otherwise a token is drawn from ``softmax(logits / temperature)``. ``top_k``
-        restricts the draw to the k most probable tokens, and ``top_p`` then to the fewest of these whose probabilities sum to at
-        least p. Each of the three may be a list or a 1-D array with a value for each prompt. A draw depends only on the prompt's
-        logits, these arguments, ``seed``, the prompt's index and the position. So, except where rounding decides, it is the same
-        on any ring, in either framework, and beside any other prompts.
+        restricts the draw to the k most probable tokens, and ``top_p`` then to the fewest of these with a total probability of at
+        least p. Each of these three arguments may be a list or a 1-D array with a value for each prompt. A draw depends only on
+        the prompt's logits, these arguments, ``seed``, the prompt's index and the position. So unless rounding decides, equal
+        logits give the same draw on any ring, in either framework, and with any other prompts.
 
-        ``on_token(request, token)``: called on every rank for each new token, with the prompt's index. ``chunk``: the maximum
-        number of tokens of a prompt in one prefill, None for all. It limits the memory of activations. ``progress(done, total)``:
-        called after each chunk with the numbers of prefilled and of all prompt tokens. ``cache_dtype``: the name of the cache's
-        dtype, "float8_e4m3fn" or the compute dtype (None). Dropout is off.
+        ``on_token(request, token)``: called on every rank for each new token; ``request`` is the prompt's index. ``chunk``: the
+        maximum number of tokens of a prompt in one prefill, None for all. It limits the memory of activations.
+        ``progress(done, total)``: called after each chunk with the numbers of prefilled and of all prompt tokens.
+        ``cache_dtype``: the dtype of the cache, "float8_e4m3fn", or None for the compute dtype. Dropout is off.
 
         Raise ValueError, the same on every rank and before any array is sent, if an argument is invalid or differs between ranks.
-        This includes empty prompts, text, ids outside the vocabulary, ``top_k`` or ``top_p`` without effect at temperature 0, and
-        a chunk shorter than a prompt if the model has ALiBi. Raise it too if masks are neither causal nor a window before the
-        token, or if weights are split over ranks (FSDP, tensor parallelism).
+        Invalid arguments include empty prompts, text, ids outside the vocabulary, ``top_k`` or ``top_p`` without effect at
+        temperature 0, and a chunk shorter than a prompt if the model has ALiBi. Raise it too if a layer's mask is neither causal
+        nor a sliding window of earlier tokens, or if weights are split over ranks (FSDP, tensor parallelism).
         """
         from ..inference.generate import generated
 
@@ -238,7 +240,7 @@ class RingTransformer(nn.Module):
 
 
 def check_ids(ids: Tensor, vocab: int, ring: LayerRing) -> None:
-    """Raise ValueError if a token id is outside the vocabulary, and report the error to the other ranks of the ring."""
+    """Raise ValueError if a token id is outside 0 .. vocab - 1. The other ranks raise the same error at their next exchange."""
     strange = ids[(ids < 0) | (ids >= vocab)]
     if len(strange):
         with same_error(ring_of(ring.group)):

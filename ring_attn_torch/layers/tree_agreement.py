@@ -1,4 +1,4 @@
-"""The check that all ranks of a model's ring hold shards of the same prefix trees, before any tensor is sent."""
+"""The check that the shards of all ranks of a model's ring belong to the same prefix trees, before any tensor is sent."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ CALL = "RingTransformer with a tree"
 def agree_on_tree(
     ids: Tensor, key_extents: Any, positions: Any, longest: Any, layout: BalancedLayout | None, ring: LayerRing
 ) -> None:
-    """Raise ValueError on all ranks if their shards are not shards of the same trees.
+    """Raise ValueError on all ranks if the ranks' shards do not belong to the same prefix trees.
 
     ``ids`` [batch, tokens], ``key_extents``, ``positions``, ``longest`` (longest_path), ``layout``: arguments of RingTransformer.
-    On a CPU compare them at every call. On other devices compare only the first call with a batch of this shape, because a
-    comparison waits for the device. Leave arguments of wrong shapes and dtypes to the layers, which refuse them.
+    On a CPU compare the shards at every call. On other devices a comparison waits for the device, so compare only the first call
+    with a batch of this shape, and none during CUDA graph capture. Leave arguments of wrong shapes and dtypes to the layers,
+    which refuse them.
     """
     group, device, shape = ring_of(ring.group), ids.device.type, tuple(ids.shape)
     call = AgreedCall(CALL, device, (("ids_shape", shape),))

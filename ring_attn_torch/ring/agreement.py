@@ -1,9 +1,9 @@
-"""Agreement: at the first call of a problem all ranks run it, or all raise the same error, before any tensor is sent.
+"""Agreement of ranks on a call: before a new call sends a tensor, either all ranks proceed or all raise the same error.
 
-A problem describes a call: its shapes, dtypes and options. At its first call each rank writes its verdict to the group's store,
-and reads the verdicts of all ranks. A verdict is the problem, or the error that the rank raises. A later call finds the problem
-in the rank's own record and exchanges nothing. So it does not detect ranks that repeat different earlier problems;
-``check_every_call`` does. As for any collective, all ranks make the same calls in the same order.
+A problem describes a call: its shapes, dtypes and options. At the first call of a problem each rank writes its verdict to the
+group's key-value store, and reads the verdicts of all ranks. A verdict is the problem, or the error that the rank raises. At a
+later call a rank finds the problem in its own record, and exchanges nothing. So ranks that repeat different earlier problems go
+undetected, except in ``check_every_call``. As for any collective, all ranks must make the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class AgreedCall(NamedTuple):
 
 
 class _History:
-    """One rank's record of a process group: the number of calls, what its ranks agreed on, and the store keys to delete.
+    """One rank's record of a process group: the number of calls, the problems agreed on, and the store keys to delete.
 
-    ``era``: a number that distinguishes a group from a destroyed group of the same name on the same store. ``written``: the store
-    keys that this rank has written in calls and not deleted yet. ``checks``: how often ``check_every_call`` was entered.
-    ``checked``: the number of exchanges inside the current ``check_every_call``; None outside of one.
+    ``era``: a number that distinguishes the group from destroyed groups of the same name on the same store. ``written``: the
+    store keys that this rank has written in calls and not deleted yet. ``checks``: how often ``check_every_call`` was entered.
+    ``checked``: the number of exchanges since the current ``check_every_call`` was entered; None outside of one.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -85,12 +85,12 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 
 
 def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, value: Any = None) -> list[Any]:
-    """Check that all ranks of ``group`` run ``problem``, by an exchange of verdicts. If they do not, raise the same error on all.
+    """Check by an exchange of verdicts that all ranks of ``group`` run ``problem``. If not, raise the same error on all ranks.
 
-    The ranks exchange verdicts at the problem's first call, inside ``check_every_call``, if the call has ``each_time``, and if
-    ``again`` is True, on all ranks. Return each rank's ``value`` (JSON), or [] without an exchange. Raise the error of the lowest
-    failing rank. If the problems differ, raise a ValueError that says where. If ranks do not come within the group's timeout,
-    raise a RuntimeError that names these ranks.
+    The ranks exchange verdicts at the problem's first call, inside ``check_every_call``, if the problem has ``each_time``, or if
+    all ranks pass ``again``. Return the ``value`` (JSON) of each rank, by rank, or [] without an exchange. Raise the error of
+    the lowest failing rank. If the problems differ, raise a ValueError that names the difference. If ranks do not come
+    within the group's timeout, raise a RuntimeError that names these ranks.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or capturing(problem.device):
@@ -109,7 +109,7 @@ def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, valu
 
 
 def refuse(error: Exception, group: Group) -> NoReturn:
-    """Report ``error`` to the other ranks, for their next exchange, and raise the error of the lowest failing rank."""
+    """Report ``error`` to the other ranks, which read it in their next exchange. Raise the error of the lowest failing rank."""
     if group is None or ranks_of(group) == 1 or capturing("cuda"):
         raise error
     history, verdict = history_of(group), {"error": type(error).__name__, "message": str(error)}
@@ -117,10 +117,10 @@ def refuse(error: Exception, group: Group) -> NoReturn:
 
 
 class same_error:
-    """A context manager that reports an exception of this rank to the other ranks.
+    """A context manager that reports an exception of this rank, so that the other ranks raise it too.
 
-    Another rank raises the exception at its next exchange, such as ``agree``, or at the end of its own ``same_error`` if it fails
-    too. Under torch.compile nothing is reported. ``ring``: the group or its name.
+    The other ranks raise the exception in their next exchange, such as ``agree``. If several ranks fail, all raise the error of
+    the lowest failing rank. Under torch.compile nothing is reported. ``ring``: the process group or its name.
     """
 
     __slots__ = ("ring",)
@@ -138,7 +138,7 @@ class same_error:
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, then check that every rank of ``group`` makes the same ``call``. Raise errors as ``agree`` does.
 
-    Compare a repeated call only if it has ``each_time``, or inside ``check_every_call``. Under torch.compile compare none.
+    Compare a call only the first time, unless it has ``each_time`` or is in ``check_every_call``; under torch.compile never.
     """
     with same_error(group):
         check()
@@ -147,9 +147,9 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
 
 
 def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
-    """Return True if an agreement of the group's ranks on ``problem`` is recorded, or if a CUDA graph is being captured.
+    """Return True if the ranks have agreed on ``problem`` before, or if a CUDA graph is being captured, which permits no check.
 
-    On a ring of one rank the record says that this process has run ``problem``. A call with ``each_time`` is never recorded.
+    A ring of one rank agrees on ``problem`` by running it. A call with ``each_time`` is never recorded as agreed on.
     """
     if group is None or ranks_of(group) == 1:
         return problem in _checked_alone or capturing(problem.device)
@@ -158,13 +158,13 @@ def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
 
 @contextmanager
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
-    """Compare between the group's ranks each call inside the ``with``, of ``ring_attention`` or another function of the package.
+    """Compare every call inside the ``with`` between the group's ranks, of ``ring_attention`` and the package's other functions.
 
-    Use it to find a call that differs between ranks. By default ranks compare a problem only the first time they run it. So they
-    do not notice if each repeats a different earlier call: with different masks results are wrong, after a skipped call all later
-    calls are paired wrongly, and with different shard sizes gloo hangs or ends the process. Inside the ``with`` all ranks raise
-    the same ValueError, naming the difference, before any tensor is sent. A missing call is detected when its rank leaves the
-    ``with``.
+    Use it to find a call that differs between ranks. By default ranks compare a call only if its shapes, dtypes and options are
+    new. So ranks that repeat different earlier calls go undetected: different masks give wrong results, a skipped call makes each
+    later call meet another call of the other ranks, and different shard sizes make gloo hang or end the process. Inside the
+    ``with`` all ranks raise the same ValueError, naming the difference, before any tensor is sent. If a rank skips a call, this
+    is detected at the latest when that rank leaves the ``with``.
 
     Every rank of the group must enter. Raise RuntimeError after the group's timeout if a rank does not enter or reach a call.
 
@@ -192,8 +192,8 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
 def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
     """Gather ``what``, a JSON-serializable value, from all ranks through the group's store. Return the values by rank.
 
-    ``call``: the call's name, or a dict with the name (key "call") and other values; equal on all ranks. ``patience``: the time
-    to wait, None for the group's timeout. Raise as ``agree`` does if a rank fails, makes another call, or makes no call.
+    ``call``: its name, or a dict of its name (key "call") and other values, equal on all ranks. ``patience``: the longest time to
+    wait, None for the group's timeout. If a rank fails, makes another call, or makes no call, raise errors as ``agree`` does.
     """
     history = history_of(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
@@ -221,8 +221,8 @@ def _exchange(
 ) -> list[dict[str, Any] | None]:
     """Write this rank's verdict to the store. Return the verdict of each rank, or None for a rank that did not write in time.
 
-    Once all ranks have written, delete the keys in ``written``, this rank's earlier verdicts. No rank needs them: each has read
-    them before it wrote. The store keeps at most two verdicts per rank, if no rank misses a call and the store can delete keys.
+    ``written``: the keys of this rank's earlier verdicts. Delete them once all ranks have written, and so have read the earlier
+    verdicts. The store keeps at most two verdicts per rank, if no rank misses a call and the store can delete keys.
     """
     store = store_of(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]
@@ -241,7 +241,7 @@ def _exchange(
 
 
 def _plain(x: Any) -> Any:
-    """Convert an object for ``json.dumps``: an integer to int, a balanced layout to its digest, others to a description."""
+    """Convert a value for ``json.dumps``: an integer to int, a balanced layout to a digest, any other object to a description."""
     return operator.index(x) if is_integer(x) else str(x) if hasattr(x, "runs") else in_words(x)
 
 

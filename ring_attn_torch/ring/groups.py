@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def constant(function: F) -> F:
-    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, but without its import, which takes a second."""
+    """Mark ``function`` as ``torch.compiler.assume_constant_result`` does, but without importing dynamo, which takes a second."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 

@@ -1,4 +1,4 @@
-"""Rank 0's record of measured speeds. On GPUs all ranks use it for ``strategy="auto"``, after one exchange per group."""
+"""Rank 0's record of measured speeds. On GPUs all ranks receive it, once per group, and use it for ``strategy="auto"``."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from .groups import Group, rank_in
 from .reach import Reach, reach, shared
 
 MEASURED = ("cuda",)
-"""The device types whose records are read. On a CPU strategy="auto" uses no record, so that no test depends on a user's."""
+"""The device types whose records are read. CPUs use none, so that no test depends on a user's record."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, Hardware] = WeakKeyDictionary()
 
 
 def on_hardware(problem: Problem, device: torch.device, group: Group, may_exchange: bool = True) -> Problem:
-    """Add rank 0's machine record to the problem if strategy "auto" can use it, else return the problem unchanged.
+    """Add rank 0's record of measured speeds to ``problem`` if strategy "auto" can use it, else return ``problem`` unchanged.
 
-    A group's first call is a collective: the ranks exchange rank 0's record, their host names and the GPUs whose memory they can
-    copy. Later calls read the cached result. With ``may_exchange`` False, as in a backward, and during CUDA graph capture only
-    the cache is read. A graph cannot contain "pull" and "push", so during capture the problem says that GPUs do not reach each
-    other's memory. In the exchange raise ValueError, the same on every rank, if rank 0 cannot read its record, or if the problem
-    is invalid or differs between ranks. Raise RuntimeError if a rank does not take part in the exchange.
+    The first call of a group is a collective: the ranks exchange rank 0's record, their host names, and the GPUs whose memory
+    they can copy. Later calls read the cached result. If ``may_exchange`` is False, as in a backward, or if a CUDA graph is being
+    captured, a call reads only the cache. A graph cannot contain "pull" and "push", so during capture the problem says that GPUs
+    do not reach each other's memory. During the exchange raise ValueError, the same on every rank, if rank 0 cannot read its
+    record, or if the problem is invalid or differs between ranks. Raise RuntimeError if a rank does not take part.
     """
     if group is None or problem.ranks == 1 or problem.device not in MEASURED or problem.options.strategy != "auto":
         return problem

@@ -18,11 +18,11 @@ from .strategies import STRATEGIES
 
 
 def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, total: State | None = None) -> State:
-    """Attend from this rank's queries to all visible keys. Return out [b s h e] in q's dtype, lse and rest [b s h].
+    """Attend from this rank's queries to all visible keys. Return out [b s h e] in q's dtype, lse and its rounding error [b s h].
 
-    lse and rest, the rounding error of lse, are float32, or float64 for float64; rest is None for 16-bit q. ``q`` [b s h d],
-    ``keys`` [b t g d+e]: this rank's shards. ``total``: the state over other keys and the sinks, from which to continue; its out
-    is in lse's dtype. None: start from the sinks alone.
+    lse and its rounding error are float32, or float64 for float64 q; the error is None for 16-bit q. ``q`` [b s h d],
+    ``keys`` [b t g d+e]: this rank's shards. ``total``: the state from which to continue, over other keys and the sinks, with
+    its out in lse's dtype. None: start from the sinks alone.
     """
     with RingPass(ring, "forward") as this:
         strategy = STRATEGIES[ring.strategy]
@@ -41,8 +41,8 @@ def backward(
     """Return dq [b s h d], dkv [b t g d+e] or (dk, dv), and the gradient of the sinks [h].
 
     ``total``: the state after the forward pass. ``dtotal``: the gradients of out and lse. dq and dkv are the gradients of this
-    rank's own shards: in q's dtype if no other rank adds to them, else in float32 (float64 for float64). The sinks' gradient
-    is this rank's contribution, from its own queries; None without sinks.
+    rank's own shards. They are in q's dtype if no other rank contributes to them, else in float32 (float64 if q is). The sinks'
+    gradient is this rank's contribution to the sum over the ranks; None without sinks.
     """
     with RingPass(ring, "backward") as this:
         strategy = STRATEGIES[ring.strategy]

@@ -1,9 +1,9 @@
-"""Memory that the GPUs of all ranks can reach, and the flags by which ranks signal each other in the order of their streams.
+"""Memory that the GPUs of all ranks can reach, and the flags by which the streams of different ranks wait for each other.
 
 Symmetric memory of torch maps one buffer of each rank into all ranks of a group. A rank copies from and to another rank's buffer
 by the copy engine, without a kernel. A flag is a 32-bit number in a rank's buffer. Another rank's stream writes it, and the
-rank's own stream waits for it (``write_value``, ``wait_value`` of ``driver.py``), so the host does not wait. The values of a flag
-grow from write to write.
+rank's own stream waits for it (``write_value``, ``wait_value`` of ``driver.py``), so the host does not wait. Each write gives a
+flag a larger value than before.
 
     buffer of a rank    flags | inbox: slots of gradients | slots of keys
 """
@@ -60,11 +60,11 @@ LAST_WORDS = 10.0
 
 
 class Peers:
-    """The buffers of all ranks of a ring for one strategy. All ranks make, use and replace them together.
+    """The buffers of all ranks of a ring for one strategy. All ranks construct, use and replace them in the same calls.
 
-    ``keys``, ``gradients``: bytes of a slot. ``key_slots``: slots of keys in each buffer. ``number``: number of passes begun,
-    equal on all ranks. ``running``: True if a pass has begun and not ended. The main stream is the caller's current stream; a
-    second stream runs the copies to and from other ranks.
+    ``keys``, ``gradients``: bytes of a slot for keys or gradients. ``key_slots``: slots for keys in a buffer. ``number``: number
+    of passes (forward or backward) begun, equal on all ranks. ``running``: True if a pass has begun and not ended. The main
+    stream is the caller's current stream; a second stream runs the copies to and from other ranks.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, keys: int, gradients: int, key_slots: int) -> None:
@@ -79,7 +79,7 @@ class Peers:
         exchange("the memory of peers", None, group)  # no rank may write a flag before its owner has set it to 0
 
     def allocate(self, group: dist.ProcessGroup, size: int) -> None:
-        """Allocate this rank's buffer, map the other ranks' buffers, set the flags to 0, and make a second stream, for copies."""
+        """Allocate this rank's buffer, map the other ranks' buffers, set this rank's flags to 0, and make the second stream."""
         from torch.distributed import _symmetric_memory as symmetric
 
         self._buffer = symmetric.empty(size, dtype=torch.uint8, device=self.device)
@@ -93,9 +93,9 @@ class Peers:
         weakref.finalize(self, watch.add, None)
 
     def begin(self) -> None:
-        """Begin a pass on the current stream, after the previous pass, which may have run on another stream.
+        """Begin a pass. Let the current stream wait for the previous pass, which may have run on another stream.
 
-        Raise RuntimeError if the previous pass failed: ranks could then wait forever for flags that it did not set.
+        Raise RuntimeError if the previous pass failed: ranks could then wait forever for flags that the failed pass did not set.
         """
         if self.running:
             raise RuntimeError(
@@ -110,7 +110,7 @@ class Peers:
             torch.cuda.current_stream(self.device).wait_event(self._ended)
 
     def end(self, what: str) -> None:
-        """End a pass. If the main stream's work so far takes longer than the group's timeout, end this process with a message.
+        """Record the end of a pass. If the GPU does not reach it within the group's timeout, end this process with a message.
 
         ``what``: the name of the pass in the message.
         """
@@ -123,25 +123,25 @@ class Peers:
         return self._handle.get_buffer(rank, (count,), torch.uint8, begin)
 
     def raise_flag(self, rank: int, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Set a flag of ``rank`` to ``value`` once the earlier work of the main stream is done.
+        """Set a flag of ``rank`` to ``value`` once the main stream, or the second stream if ``side``, has done its earlier work.
 
-        ``kind``: such as BEGUN. ``of``: the rank or slot to which the flag belongs. ``side``: use the second stream instead.
+        ``kind``: such as BEGUN. ``of``: the rank that sets the flag; for the kinds GRADIENTS and KEYS the slot.
         """
         address = self._flags_at[rank] + 4 * self._flag(kind, of)
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Let the main stream wait until a flag of this rank is at least ``value``. Arguments: as in ``raise_flag``."""
+        """Let the main stream wait until a flag of this rank is at least ``value``. For the arguments see ``raise_flag``."""
         address = self._flags_at[self.rank] + 4 * self._flag(kind, of)
         driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def on_side(self) -> AbstractContextManager[Any]:
-        """Return a context in which copies run on the second stream, after all work that the main stream has so far."""
+        """Return a context that queues copies on the second stream, after all work queued so far on the main stream."""
         self.side.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.side)
 
     def mark(self) -> Any:
-        """Record a CUDA event after the second stream's work so far, and return it."""
+        """Record a CUDA event after all work queued so far on the second stream, and return the event."""
         return self.side.record_event()
 
     def await_mark(self, mark: Any) -> None:
@@ -149,7 +149,7 @@ class Peers:
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def keep_alive(self, x: Tensor) -> None:
-        """Delay the reuse of ``x``'s memory, once freed, until the second stream has done all work queued before the freeing."""
+        """Let no other tensor use ``x``'s memory until ``x`` is freed and the second stream has done all work queued by then."""
         x.record_stream(self.side)
 
     def read_flags(self) -> list[int]:
@@ -160,16 +160,16 @@ class Peers:
         return flags.tolist()
 
     def late(self, number: int) -> list[int]:
-        """Return the neighbours that have not begun pass ``number``."""
+        """Return those of the ``neighbours`` that have not begun pass ``number``, according to their BEGUN flags."""
         flags = self.read_flags()
         return [rank for rank in self.neighbours if flags[self._flag(BEGUN, rank)] < number]
 
     def inbox(self, rank: int, slot: int, like: Tensor) -> Tensor:
-        """Return a slot for gradients in a rank's buffer, shaped like ``like``."""
+        """Return a slot for gradients in the buffer of ``rank``, with the shape and dtype of ``like``."""
         return self._view(rank, FLAG_BYTES + slot * self.gradients, like)
 
     def key_slot(self, rank: int, slot: int, like: Keys) -> Keys:
-        """Return a slot for keys in a rank's buffer, shaped like ``like``."""
+        """Return a slot for keys in the buffer of ``rank``, as arrays with the shapes and dtypes of ``like``."""
         begin, arrays = FLAG_BYTES + GRADIENT_SLOTS * self.gradients + slot * self.keys, []
         for x in like:
             arrays.append(None if x is None else self._view(rank, begin, x))
@@ -177,9 +177,9 @@ class Peers:
         return Keys(*arrays)
 
     def _view(self, rank: int, begin: int, like: Tensor) -> Tensor:
-        """Return the bytes of a rank's buffer from ``begin`` on as an array like ``like``, cached.
+        """Return the buffer of ``rank`` from byte ``begin`` on as a cached tensor with the shape and dtype of ``like``.
 
-        Calls inside and outside of inference mode can write to the array.
+        Calls inside and outside of inference mode can write to the tensor.
         """
         key = rank, begin, like.shape, like.dtype
         found = self._views.get(key)
@@ -192,7 +192,7 @@ class Peers:
         return found
 
     def _flag(self, kind: int, of: int) -> int:
-        """Return the index of the flag (``kind``, ``of``) in a buffer. ``of``: a rank or a slot."""
+        """Return the index of a flag among the flags of a buffer. For ``kind`` and ``of`` see ``raise_flag``."""
         return kind * self.ranks + of if kind <= GRADIENTS else GRADIENTS * self.ranks + GRADIENT_SLOTS + of
 
     def _stream(self, side: bool) -> int:
@@ -254,7 +254,7 @@ _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Peers]] = weakref.
 
 
 def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dtype) -> Peers:
-    """Return the group's buffers for a strategy: slots for arrays like ``keys``, and for their gradients in the dtype ``wide``.
+    """Return the group's buffers for a strategy. A slot fits ``keys``, or their gradients in the dtype ``wide``.
 
     The first call for a group and strategy, and a call with larger keys, is a collective: the ranks allocate and map buffers.
     Raise ValueError, the same on every rank, if the GPUs cannot read each other's memory. Raise NotImplementedError during CUDA
@@ -281,7 +281,7 @@ def peers_of(group: dist.ProcessGroup, strategy: str, keys: Keys, wide: torch.dt
 
 
 def free(group: dist.ProcessGroup, strategy: str) -> None:
-    """Drop the group's buffers for a strategy, if it has any, once no rank uses them. All ranks of the group call this."""
+    """Wait until no rank uses the group's buffers for a strategy, and drop them, if there are any. All ranks call this."""
     if (found := _made.get(group, {}).pop(strategy, None)) is not None:
         if found.device.type == "cuda":
             torch.cuda.synchronize(found.device)

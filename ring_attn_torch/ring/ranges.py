@@ -1,4 +1,4 @@
-"""Names of the ring's steps: ranges for torch.profiler, and the step in the message of a LostRank error."""
+"""Names of the ring's steps, for the ranges of torch.profiler and for ``LostRank``, the error of a transfer that failed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_PROFILED = nullcontext()
 
 
 class RingPass:
-    """One pass over a ring, ``name`` "forward" or "backward". As a context manager it adds the step to a LostRank error."""
+    """A pass over a ring. As a context manager it adds ``name``, "forward" or "backward", and the step to a LostRank message."""
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0
@@ -32,9 +32,9 @@ class RingPass:
             error.args = (f"{place_name(self._ring.plan, self._number)}, {self._name}: {error}",)
 
     def steps(self, steps: Iterable[Step]) -> Iterator[Step]:
-        """Yield the ``steps`` and count them from 1. Ranges (``named``) and LostRank errors name a step by this count.
+        """Yield the ``steps`` and count them from 1. Profiler ranges (``named``) and LostRank errors name a step by this count.
 
-        A rank that is lost during the wait for a step's keys is reported at that step.
+        If a rank is lost while this rank waits for the keys of a step, the error names that step.
         """
         self._number = 1
         for step in steps:

@@ -17,10 +17,10 @@ from .agreement import exchange
 
 
 class Reach(NamedTuple):
-    """The GPU of a rank and its access to other GPUs, by their UUIDs.
+    """The host and the GPU of a rank, and the other GPUs whose memory this GPU can copy. GPUs are given by their UUIDs.
 
-    ``index``: the number of the GPU among the visible GPUs, which the rank's process sees. ``reached``: the visible GPUs whose
-    memory this GPU can copy, itself included. ``cut_off``: the visible GPUs whose memory it cannot copy.
+    ``index``: the number of the rank's GPU among the visible GPUs: those that the rank's process sees. ``reached``: the visible
+    GPUs whose memory the rank's GPU can copy, itself included. ``cut_off``: the visible GPUs whose memory it cannot copy.
     """
 
     host: str
@@ -41,14 +41,14 @@ def reach(device: torch.device) -> Reach:
 
 
 def shared(ranks: Sequence[Reach]) -> bool:
-    """Return True if all ranks are on one host, no two have the same GPU or ``index``, and each GPU can copy others' memory."""
+    """Return True if all ranks are on one host, each with its own GPU and ``index``, and each GPU can copy the others' memory."""
     gpus = {each.gpu for each in ranks}
     apart = len(gpus) == len({each.index for each in ranks}) == len(ranks)
     return apart and not cut_off(ranks) and all(gpus <= {*each.reached} for each in ranks)
 
 
 def cut_off(ranks: Sequence[Reach]) -> str:
-    """Return why a rank's GPU cannot copy the memory of other ranks' GPUs, or "" if nothing is known to prevent it."""
+    """Return why the GPU of some rank cannot copy the memory of other ranks' GPUs, or "" if no reason is known."""
     gpus = {each.gpu for each in ranks}
     for rank, each in enumerate(ranks):
         if each.host != ranks[0].host:

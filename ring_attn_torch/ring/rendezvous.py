@@ -1,9 +1,9 @@
 """The rendezvous by which the ranks of a group map each other's symmetric memory.
 
-PyTorch numbers the exchanges of a rendezvous by a counter of the process, not of the group (``StoreExchange`` in its
-CUDASymmetricMemoryUtils.hpp, 2.11 to 2.13). If some ranks of a group have met in a smaller group before, their numbers are ahead,
-and every rank waits for keys that no rank writes. So each rendezvous here has a store that renames the keys: it numbers the
-exchanges from 0.
+PyTorch numbers the exchanges of a rendezvous by a counter of the process, not of the group (``StoreExchange`` in PyTorch's
+CUDASymmetricMemoryUtils.hpp, 2.11 to 2.13). If only some ranks of a group have had a rendezvous in a smaller group before, their
+counters are ahead, and every rank waits for keys that no rank writes. So each rendezvous here has a store that renames the keys,
+and thereby numbers the exchanges from 0.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def rendezvous(buffer: Tensor, group: dist.ProcessGroup, patience: timedelta) ->
 
 
 class Renumbered(dist.Store):  # type: ignore[attr-defined]
-    """The group's store for one rendezvous: the key "CUDASymmetricMemory/7/2" becomes ``name``/n/2, n counted from 0.
+    """The group's store for one rendezvous. It renames a key "CUDASymmetricMemory/7/2" to ``name``/n/2.
 
-    All ranks construct one in the same call. The ranks' next exchange deletes its keys.
+    Here 7 is PyTorch's number of the exchange, n the number of the exchange within the rendezvous, from 0, and 2 the rank. All
+    ranks construct a Renumbered in the same call. The keys are deleted in the next exchange of the ranks (``agreement.py``).
     """
 
     def __init__(self, group: dist.ProcessGroup, patience: timedelta) -> None:

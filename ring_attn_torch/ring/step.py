@@ -3,15 +3,15 @@
 ``loop.py`` calls them in this order, in the forward and in the backward:
 
     spread               before the first step: move queries, keys and score, or return them unchanged
-    circulate            yield the steps, the one on this rank's own keys first, while the next keys are in transfer
-    Step.arrived         in the backward: return the gradients that came with the keys
-    Step.settle          return the state; the next step must not begin before the state is computed
+    circulate            yield the steps, first the step on this rank's own keys; during a step the next keys are in transfer
+    Step.arrived         in the backward: return the gradients that came with the keys, or None
+    Step.settle          return the results so far; the next step must not begin before they are computed
     Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
     Step.home            after the last step of the backward: return the gradients of this rank's own keys
-    collect              after the last step of the forward: the inverse of ``spread`` for out, lse and lse's rounding error
-    collect_gradients    after the last step of the backward: the inverse of ``spread`` for the gradients
+    collect              after the last step of the forward: move out, lse and lse's rounding error to the ranks that own q
+    collect_gradients    after the last step of the backward: move the gradients to the ranks that own q and the keys
 
-In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` they move arrays.
+In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` both move arrays.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 class Ring(NamedTuple):
-    """A ring of ranks: its plan, its process group and the strategy by which keys travel."""
+    """A ring of ranks: its plan (layout, mask, sizes and steps), its process group, and the strategy that moves the keys."""
 
     plan: RingPlan
     group: Group
@@ -59,18 +59,18 @@ class Step(Protocol):
         ...
 
     def arrived(self) -> Tensor | None:
-        """Return the gradients of ``keys`` that arrive with the keys, summed over the ranks visited so far.
+        """Return the gradients that came with ``keys``, summed over the ranks that ``keys`` have visited so far.
 
-        Return None if no gradients came with the keys: at the first step, or at every step if each rank sends its gradients
-        straight to the rank that owns ``keys``.
+        Return None if no gradients came with ``keys``: at the first step of a ring, of a direction or of an inner ring, or at
+        every step if each rank sends its gradients straight to the rank that owns ``keys``.
         """
         ...
 
     def send_home(self, dkv: Gradients) -> None:
         """Send ``dkv`` to the rank that gets ``keys`` next. After the last step, send ``dkv`` to the rank that owns ``keys``.
 
-        Some strategies, such as "direct", send it to the owner after every step. ``dkv``: the gradients of ``keys`` that
-        ``arrived`` returned, plus this rank's contribution.
+        ``dkv``: the gradients of ``keys`` that ``arrived`` returned, if any, plus this rank's contribution. Some strategies,
+        such as "direct", send this rank's contribution to the owner after every step.
         """
         ...
 
@@ -83,14 +83,14 @@ class Strategy(Protocol):
     """A way to move keys between ranks. It may also move queries before the first step, and results after the last step."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return the queries, keys and score that this rank computes on in the steps of ``ring.plan``.
+        """Return the queries, keys and score with which this rank computes its steps, moved between ranks if necessary.
 
-        ``queries``: q and other arrays [b s h ...] of the queries, such as out and lse.
+        ``queries``: q and other arrays [b s h ...] with a value for each query, such as out and lse.
         """
         ...
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield this rank's steps, the one on its own keys first. This rank may see none of the keys of a step."""
+        """Yield this rank's steps, first the step on its own keys. A step may have no key that this rank sees."""
         ...
 
     def collect(self, results: tuple[Tensor, ...], ring: Ring) -> tuple[Tensor, ...]:

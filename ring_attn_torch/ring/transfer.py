@@ -15,9 +15,9 @@ Arrays = tuple[Any, ...]
 
 
 class Transfer:
-    """A transfer in flight. ``wait`` returns the arriving arrays; after it the memory of the sent arrays may be reused.
+    """A transfer in flight. ``wait`` returns the arriving arrays. After ``wait`` the memory of the sent arrays may be reused.
 
-    ``works``: the pending operations. ``awaited``: a function that returns the names of the awaited ranks for an error message.
+    ``works``: the pending operations. ``awaited``: a function that names the awaited ranks for an error message.
     """
 
     def __init__(self, arriving: Arrays, sent: Arrays, awaited: Callable[[], str] = str, group: Group = None) -> None:
@@ -56,7 +56,7 @@ def lost(error: RuntimeError, awaited: str, group: Group) -> LostRank:
 
 
 def _neighbours(to: int, from_: int, group: Group) -> str:
-    """Return a phrase that names the ranks that a hop waits for: the sender and the receiver."""
+    """Return a phrase that names the ranks that this rank waits for in a hop: ``from_``, which sends to it, and ``to``."""
     return f"{_named(from_, group)}, which sends to it" + (
         ", and takes what it sends" if to == from_ else f", and {_named(to, group)}, which takes what it sends"
     )
@@ -68,13 +68,13 @@ def _others(ranks: Sequence[int], group: Group) -> str:
 
 
 def _named(rank: int, group: Group) -> str:
-    """Return the name of a rank of the ring, with the rank in torch.distributed if the two numbers differ."""
+    """Return the name of a rank of the ring, such as "rank 1". Add the global rank of torch.distributed if it differs."""
     everywhere = rank if group is None else dist.get_global_rank(group, rank)
     return f"rank {rank}" if everywhere == rank else f"rank {rank} (process {everywhere} of torch.distributed)"
 
 
 def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
-    """Send ``arrays`` to the rank ``hop`` after this rank, and receive the arrays of the rank ``hop`` before it.
+    """Send ``arrays`` to the rank ``hop`` ranks after this rank, and receive from the rank ``hop`` ranks before this rank.
 
     All arrays that are not None travel in one batch. A hop of 0 sends nothing.
     """
@@ -82,7 +82,7 @@ def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
 
 
 def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
-    """Send ``arrays`` as ``send`` does, but around a ring of ``ranks`` consecutive ranks of the group."""
+    """Send ``arrays`` as ``send`` does, but each ``ranks`` consecutive ranks form a ring."""
     if hop == 0:
         return Transfer(arrays, arrays)
     sent = _contiguous(arrays)
@@ -90,10 +90,10 @@ def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
 
 
 def swap(sent: Arrays, arriving: Arrays, hop: int, group: Group, ranks: int | None = None) -> Transfer:
-    """Send ``sent`` to the rank ``hop`` after this rank, and receive ``arriving`` from the rank ``hop`` before it.
+    """Send ``sent`` to the rank ``hop`` ranks after this rank. Receive ``arriving`` from the rank ``hop`` ranks before this rank.
 
-    All arrays are contiguous. ``arriving``: receive buffers with the shapes of the sender's arrays. ``ranks``: the size of each
-    ring if the group is divided into rings of consecutive ranks. None: one ring.
+    All arrays are contiguous. ``arriving``: receive buffers with the shapes of the sender's arrays. ``ranks``: the number of
+    consecutive ranks that form a ring, if the group is divided into several rings. None: the whole group is one ring.
     """
     ranks = ranks_of(group) if ranks is None else ranks
     rank = rank_in(group)
@@ -120,9 +120,9 @@ def connect(group: Group, device: torch.device) -> None:
 
 
 def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
-    """Exchange ``x[i]`` of each array ``x`` [n ...] with rank ``first + i``. The result's index i holds the data from that rank.
+    """Send ``x[i]`` of each array ``x`` [n ...] to rank ``first + i``, and receive index i of the result from that rank.
 
-    This is an all-to-all of the n ranks from ``first`` on. All of them must make the same call. A rank's own slice is copied.
+    This is an all-to-all of the n ranks from ``first`` on. All of them must make the same call. A rank copies its own slice.
     """
     rank, sent = rank_in(group), _contiguous(arrays)
     arriving = _alike(sent)
@@ -140,9 +140,10 @@ def exchange(arrays: Arrays, first: int, group: Group) -> Transfer:
 
 
 def send_parts(sent: Arrays, counts: Sequence[int], arriving: Arrays, sizes: Sequence[int], group: Group) -> Transfer:
-    """Send the first ``counts[0]`` rows of each array to rank 0, the next ``counts[1]`` to rank 1, and so on.
+    """Send the first ``counts[0]`` rows of each array to rank 0, the next ``counts[1]`` rows to rank 1, and so on.
 
-    ``arriving``: receive buffers, whose first ``sizes[0]`` rows come from rank 0, and so on. This rank's count and size are 0.
+    ``arriving``: receive buffers. The first ``sizes[0]`` rows come from rank 0, the next ``sizes[1]`` rows from rank 1, and so
+    on. ``counts`` and ``sizes`` are 0 at the index of this rank.
     """
     meets = [peer for peer in range(len(counts)) if counts[peer] or sizes[peer]]
     transfer = Transfer(arriving, sent, lambda: _others(meets, group), group)
@@ -157,7 +158,7 @@ def send_parts(sent: Arrays, counts: Sequence[int], arriving: Arrays, sizes: Seq
 
 
 def all_gather(arrays: Arrays, group: Group) -> Transfer:
-    """Gather each array from all ranks by one all-gather, as [ranks ...] in rank order."""
+    """Gather each array from all ranks, with one all-gather for each array. Each result is [ranks ...], in rank order."""
     ranks = ranks_of(group)
     sent = _contiguous(arrays)
     arriving: Arrays = tuple([x if x is None else x.new_empty(ranks, *x.shape) for x in sent])
@@ -177,7 +178,7 @@ def _contiguous(arrays: Arrays) -> Arrays:
 
 
 def _alike(arrays: Arrays) -> Arrays:
-    """Return receive buffers for arrays of the same shapes. None stays None."""
+    """Return uninitialized receive buffers with the shapes and dtypes of ``arrays``. None stays None."""
     return tuple([x if x is None else torch.empty_like(x) for x in arrays])
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run, written in the background if possible. Each is complete or ignored. The newest few are kept.
+"""Checkpoints of a training run, written in the background if possible. Incomplete ones are ignored. The newest few are kept.
 
 A save writes to a temporary folder, renames it, and writes ``run.json`` last: see ``model/checkpoint_folder.py`` of the core.
 """
@@ -48,7 +48,7 @@ class Checkpoints:
     """The newest checkpoints of a training run: weights, optimizer, random generators, and the position in the data.
 
         checkpoints = Checkpoints("run/checkpoints", keep=3)
-        progress = checkpoints.resume(model, optimizer)  # None at the first start
+        progress = checkpoints.resume(model, optimizer)  # None without a checkpoint
         ...
         checkpoints.save(step, model, optimizer, data=dataset.state())
         ...
@@ -56,15 +56,15 @@ class Checkpoints:
 
     ``folder``: the folder of all checkpoints. ``keep``: the number of checkpoints to keep. ``group``: all ranks that train
     together; None is the default group. Each of these ranks makes the same calls and sees ``folder``. If the group has several
-    ranks, but not all of the default group, ``save`` returns when everything is written: a save in the background needs a second
-    group, which torch cannot create without the other ranks. Parameters and optimizer states may be DTensors (FSDP2, tensor
-    parallelism): each rank writes its shards through torch.distributed.checkpoint, and a run may be resumed on another number of
-    ranks.
+    ranks, but not all ranks of the default group, ``save`` returns only when everything is written. It cannot then write in the
+    background: that needs a second group, which torch cannot create without the other ranks. Parameters and optimizer states may
+    be DTensors (FSDP2, tensor parallelism). Each rank writes its own shards through torch.distributed.checkpoint. A run may be
+    resumed on another number of ranks.
 
-    A checkpoint is a folder ``step-000000100`` of safetensors files and JSON; no pickle is written or read. It has a temporary
-    name until its files are on the disk. ``run.json`` is written last, with a digest of each file. So a kill or a full disk at
-    any moment leaves the earlier checkpoints complete. Only one run can write to a folder: the first ``save`` locks it until
-    ``close``.
+    A checkpoint is a folder ``step-000000100`` of safetensors files and JSON; no pickle is written or read. The folder has a
+    temporary name until its files are on the disk. ``run.json`` is written last, with a digest of each file. So a kill or a full
+    disk at any moment leaves the earlier checkpoints complete. Only one run can write to a folder: the first ``save`` locks it
+    until ``close``.
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
@@ -94,15 +94,15 @@ class Checkpoints:
         """Copy the training state after ``step`` steps to host memory, and write it to the disk in the background.
 
         ``data``: the return value of ``SequenceShardedDataset.state()``. ``more``: a dict of other JSON values, such as a
-        scheduler's ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The state of each rank's random
-        generators, of the CPU and the current GPU, is saved too. The call first waits for the previous save. If ``group`` has
-        several ranks, but not all of the default group, the call writes, and returns when everything is written.
+        scheduler's ``state_dict()``. Only the first rank's ``data`` and ``more`` are saved. The states of each rank's random
+        generators (CPU and current GPU) are saved too. The call first waits for the previous save. If ``group`` has several
+        ranks, but not all ranks of the default group, the call returns only when everything is written.
 
-        Raise ValueError if ``step`` is not after the newest checkpoint, or if ``data`` is not a str or ``more`` not a dict of
-        JSON values. Raise it too if another run saves in the folder, or if some ranks do not see the first rank's folder. Names,
-        shapes and dtypes of the model must be equal on all ranks, else ValueError is raised; values are not compared (see
-        ``check_ranks``). Raise OSError if the previous save has failed, or if this call fails to write. The error is the same on
-        every rank.
+        Raise ValueError if ``step`` is not after the step of the newest checkpoint, ``data`` is neither a str nor None, or
+        ``more`` is not a dict of JSON values. Raise it too if another run saves in the folder, if some ranks do not see the
+        folder that the first rank has made, or if names, shapes or dtypes of the model's tensors differ between ranks. Values are
+        not compared (see ``check_ranks``). Raise OSError if the previous save has failed, or if this call fails to write. The
+        error is the same on every rank.
         """
         self.wait()
         optimizer = innermost(optimizer)
@@ -149,13 +149,14 @@ class Checkpoints:
     def resume(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> ResumePoint | None:
         """Load the newest checkpoint into weights, optimizer and random generators. Return its ``step``, ``data`` and ``more``.
 
-        Return None and change nothing if no checkpoint exists. ``step``, ``data`` and ``more`` are those passed to ``save``
-        (no ``more``: {}); pass ``data`` to ``dataset.resume``. A rank that was not in the saved run keeps its generators' states.
+        Return None and change nothing if no checkpoint exists. ``step``, ``data`` and ``more`` are those passed to ``save``;
+        ``more`` is {} if none was passed. Pass ``data`` to ``dataset.resume``. A rank that was not in the saved run keeps the
+        states of its generators.
 
-        Raise ValueError, naming the difference, if the checkpoint is of another model or optimizer, or if ranks see different
-        checkpoints. Raise it too if the checkpoint is damaged: delete its folder to resume from the one before. Raise OSError if
-        its tensors cannot be read. The error is the same on every rank, and nothing changes, because everything is first read
-        into host memory.
+        Raise ValueError if the checkpoint is of another model or optimizer; the message names what differs. Raise it too if ranks
+        see different checkpoints, or if the checkpoint is damaged: delete its folder to resume from the previous checkpoint.
+        Raise OSError if its tensors cannot be read, or if the previous save has failed. The error is the same on every rank, and
+        nothing changes, because everything is first read into host memory.
         """
         self.wait()
         optimizer = innermost(optimizer)

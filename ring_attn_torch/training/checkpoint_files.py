@@ -25,9 +25,9 @@ SHARDS = "DCP_SHARDING_INFO"
 
 
 def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
-    """Return the model's tensors, not copied, as ``model.NAME``, and this rank's generator states as ``rng.RANK.DEVICE``.
+    """Return the model's tensors as ``model.NAME``, and this rank's random generator states as ``rng.RANK.DEVICE``.
 
-    DEVICE: ``cpu``, and ``cuda`` for the current GPU.
+    The model's tensors are not copied. DEVICE: ``cpu``, and ``cuda`` for the current GPU.
     """
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
 
@@ -40,12 +40,12 @@ def tensors_of(model: nn.Module, rank: int) -> dict[str, Any]:
 
 
 def config_of(model: nn.Module) -> TransformerConfig | None:
-    """Return the config of the RingTransformer in ``model``, which may be wrapped, or None for other models."""
+    """Return the config of ``model``, a RingTransformer or a module that contains one. Return None for other models."""
     return next((module.config for module in model.modules() if isinstance(module, RingTransformer)), None)
 
 
 def kinds_of(tensors: dict[str, Any]) -> Kinds:
-    """Return (dtype, global shape) of each tensor or DTensor by name."""
+    """Map the name of each tensor or DTensor to (dtype, global shape)."""
     return {name: (str(x.dtype).removeprefix("torch."), tuple(x.shape)) for name, x in tensors.items()}
 
 
@@ -63,8 +63,8 @@ def copied(tensors: dict[str, Tensor]) -> dict[str, Any]:
 def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any]], None], group: Group) -> None:
     """Write this rank's shards of ``tensors`` into ``folder``.
 
-    The first rank then passes the size and digest of each file to ``commit``. Every rank of ``group`` must call it. If one fails,
-    all raise the same error.
+    The first rank then calls ``commit`` with the size and digest of each file. Every rank of ``group`` must call ``write``. If a
+    rank fails, all ranks raise the same error.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -90,10 +90,10 @@ def write(folder: Path, tensors: dict[str, Any], commit: Callable[[dict[str, Any
 
 
 def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kinds:
-    """Return (dtype, shape) of each tensor in the checkpoint folder ``where``. Raise ValueError if a file is damaged.
+    """Map the name of each tensor in the folder ``where`` to (dtype, shape). Raise ValueError if a file is damaged.
 
-    ``run``: the content of ``run.json``, whose digests are compared with the files. Each of the ``ranks`` ranks compares a part
-    of the files.
+    ``run``: the content of the checkpoint's ``run.json``. Each rank compares all file sizes with it, and the digests of some of
+    the files; together the ``ranks`` ranks compare all digests.
     """
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
@@ -109,7 +109,7 @@ def stored_kinds(where: Path, run: dict[str, Any], rank: int, ranks: int) -> Kin
 
 
 def read(where: Path, places: dict[str, Any], group: Group) -> None:
-    """Read tensors of the checkpoint folder ``where`` into the tensors ``places``, by name, on all ranks of ``group``.
+    """Read tensors of the folder ``where`` into the tensors of the same names in ``places``, on all ranks of ``group``.
 
     If reading fails on any rank, raise OSError on all ranks. A KeyboardInterrupt or SystemExit is raised unchanged.
     """
@@ -126,9 +126,9 @@ def read(where: Path, places: dict[str, Any], group: Group) -> None:
 
 
 def failed(step: int, error: BaseException) -> BaseException:
-    """Return the error to raise for a save that failed with ``error``.
+    """Return the error to raise because the save of step ``step`` failed with ``error``.
 
-    It is an OSError with the reason of the lowest failed rank. KeyboardInterrupt and SystemExit are returned unchanged.
+    It is an OSError that quotes the error of the lowest failed rank. KeyboardInterrupt and SystemExit are returned unchanged.
     """
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return error
@@ -139,14 +139,14 @@ def failed(step: int, error: BaseException) -> BaseException:
 
 
 def reason(error: BaseException) -> tuple[int, BaseException]:
-    """Return the lowest failed rank and its error, from an exception of torch.distributed.checkpoint."""
+    """Return (lowest failed rank, its error) from an exception of torch.distributed.checkpoint."""
     failures = getattr(error, "failures", None) or {0: (error, None)}
     rank, (first, _) = min(failures.items())
     return rank, first
 
 
 def _check_header(file: Path) -> None:
-    """Raise ValueError if a file is truncated, or if its header has shard offsets that are invalid or lack a tensor."""
+    """Raise ValueError if a file is truncated, or if its header lists shard offsets that are invalid or missing for a tensor."""
     with opened(file) as tensors:  # checks the file's length against its header
         text = (tensors.metadata() or {}).get(SHARDS)
         if text is None:

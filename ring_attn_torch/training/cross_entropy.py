@@ -1,14 +1,14 @@
-"""The summed cross-entropy of one rank's labels, chunk by chunk, from logits, or from hidden states without storing logits.
+"""The sum of one rank's cross-entropies, computed chunk by chunk from logits, or from hidden states without storing all logits.
 
     total = sum_i w_i (log sum_v exp(logits_iv) - logits_il)       l: the label of token i, w_i: its weight, 1 by default
-    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])
+    dlogits_iv = w_i (softmax(logits_i)_v - [v = l])               [v = l]: 1 if v is the label, else 0
     dhidden = dlogits head,  dhead = dlogits^T hidden              if logits = hidden head^T
 
-A label outside the vocabulary makes three results NaN: the total, and the gradients of its token and of the head. Nothing is
-raised: an error on one rank would leave the others waiting.
+A label outside the vocabulary makes three results NaN: the total, the gradient of that label's token, and the gradient of the
+head. The label raises no error, because an error on one rank would leave the others waiting.
 
-Arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits passed by the caller holds all tokens, in the logits'
-dtype. Logits and softmax are computed in at least float32.
+Temporary arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits that the caller passed holds all tokens,
+in the logits' dtype. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ring_attn_core.model.chunks import even_chunk
 class Labels(NamedTuple):
     """The int64 ``labels`` [n] of tokens, the ``ignored`` label, and the maximum number of tokens in a ``chunk``.
 
-    ``weights`` [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None: 1.
+    ``weights`` [n], in at least float32: the factor of each token's cross-entropy, 0 at ignored labels. None means 1 for all.
     """
 
     labels: Tensor
@@ -36,7 +36,7 @@ class Labels(NamedTuple):
     weights: Tensor | None = None
 
     def weighted(self, x: Tensor, rows: slice) -> Tensor:
-        """Multiply ``x`` [rows, ...] in place by the weights of the tokens ``rows``."""
+        """Multiply ``x`` [tokens, ...] of the slice ``rows`` in place by the tokens' weights, if there are any. Return ``x``."""
         return x if self.weights is None else x.mul_(self.weights[rows].view(-1, *[1] * (x.ndim - 1)))
 
     @property
@@ -48,17 +48,17 @@ class Labels(NamedTuple):
 
 
 def sum_of_logits(logits: Tensor, labels: Labels) -> Tensor:
-    """Return the sum of the cross-entropies of ``logits`` [n vocab] as a 0-d tensor, in at least float32."""
+    """Return the weighted sum of the cross-entropies of ``logits`` [n vocab] as a 0-d tensor, in at least float32."""
     if torch.is_grad_enabled() and logits.requires_grad:
         return _SumOfLogits.apply(logits, *labels)[0]  # type: ignore[index]
     return _of_logits(logits, labels)[0]
 
 
 def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
-    """Return the sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
+    """Return the weighted sum of the cross-entropies of the logits ``hidden head^T``, from hidden [n dim] and head [vocab dim].
 
-    The factors of products are in hidden's dtype; under autocast float32 hidden states are first cast to autocast's dtype. The
-    softmax, and sums over tokens such as the head's gradient, are in at least float32.
+    Matrix products take inputs in hidden's dtype. Under autocast, float32 hidden states are first cast to autocast's dtype. The
+    softmax and all sums over tokens, such as the head's gradient, are in at least float32.
     """
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype == torch.float32:
@@ -73,8 +73,8 @@ def sum_of_hidden(hidden: Tensor, head: Tensor, labels: Labels) -> Tensor:
 def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """Decorate the backward of an autograd Function, so that a second derivative raises RuntimeError.
 
-    PyTorch's ``once_differentiable`` raises only if a cotangent requires a gradient. If none does, it returns gradients that are
-    constants for autograd, so that a gradient penalty would silently have no effect.
+    PyTorch's ``once_differentiable`` raises only if an incoming gradient requires a gradient. Otherwise it returns gradients that
+    autograd takes for constants, and a gradient penalty silently has no effect.
     """
 
     @wraps(backward)
@@ -90,9 +90,9 @@ def one_derivative(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
 
 
 class _Last(torch.autograd.Function):
-    """The identity on a gradient ``x``, which makes autograd record that ``x`` depends on ``inputs``.
+    """The identity on a gradient ``x``. Autograd records the result as a function of ``x`` and ``inputs``.
 
-    Its backward, the second derivative, raises RuntimeError.
+    A second derivative runs the backward of this function, which raises RuntimeError.
     """
 
     @staticmethod
@@ -137,8 +137,8 @@ class _SumOfLogits(torch.autograd.Function):
 class _SumOfHidden(torch.autograd.Function):
     """The autograd function of ``sum_of_hidden``. The forward computes the gradients per chunk, and the backward scales them.
 
-    ``rest``: the labels' weights or None, then empty slices of hidden and of head. ``one_derivative`` needs saved tensors that
-    depend on hidden and head; empty slices suffice, while hidden itself would stay in memory until the backward.
+    ``rest``: the labels' weights or None, an empty slice of hidden, and an empty slice of head. ``one_derivative`` needs saved
+    tensors that depend on hidden and head. Empty slices are enough; saving hidden would keep it in memory until the backward.
     """
 
     @staticmethod
@@ -159,7 +159,7 @@ class _SumOfHidden(torch.autograd.Function):
 
 
 def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
-    """Return the sum of the cross-entropies, and the log-sum-exp [n] of each token."""
+    """Return the summed cross-entropy of ``logits`` [n vocab] with the labels ``of``, and each token's log-sum-exp [n]."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     total, lse = logits.new_zeros((), dtype=dtype), logits.new_empty(logits.shape[0], dtype=dtype)
     for rows in of.slices:
@@ -175,7 +175,7 @@ def _of_logits(logits: Tensor, of: Labels) -> tuple[Tensor, Tensor]:
 def _of_hidden(
     hidden: Tensor, head: Tensor, of: Labels, wanted: tuple[bool, bool]
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return (summed cross-entropy, dhidden in hidden's dtype, dhead in at least float32), None for gradients not ``wanted``."""
+    """Return (summed cross-entropy, dhidden in hidden's dtype, dhead in at least float32); a gradient not ``wanted`` is None."""
     dtype, weight = torch.promote_types(hidden.dtype, torch.float32), head.to(hidden.dtype)
     total = hidden.new_zeros((), dtype=dtype)
     dhidden = torch.empty_like(hidden) if wanted[0] else None
@@ -219,7 +219,7 @@ def _minus_one_hot(p: Tensor, labels: Tensor, ignored: int) -> Tensor:
 
 
 def _product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the matrix product ``a b`` in ``dtype``. The inputs are converted to ``dtype`` first, but not on CUDA."""
+    """Return the matrix product ``a b`` in ``dtype``. Devices other than CUDA first convert ``a`` and ``b`` to ``dtype``."""
     if a.is_cuda and a.dtype != dtype:
         return torch.mm(a, b, out_dtype=dtype)
     return a.to(dtype) @ b.to(dtype)

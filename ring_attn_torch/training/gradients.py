@@ -19,18 +19,18 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 
     ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. The sum is computed in
     at least float32. A parameter without a gradient counts as zero, so that ranks whose tokens do not use it take part. The
-    result is the gradient of one device, also in these three cases:
+    result is the gradient that one device would compute from all tokens, also in these three cases:
 
-    - DistributedDataParallel has replaced all gradients of a group by their mean. The sum of the means over its ranks is
-      the sum of the gradients.
-    - FSDP2 (``fully_shard``) has already computed its own sum, divided by the number of its ranks or by
-      ``set_gradient_divide_factor``. Gradients are multiplied by this divisor, and then summed over ``group`` unless FSDP has
-      already summed over all of it.
-    - Tensor parallel weights (``parallelize_module``) keep their shards. The ranks of a weight's shards hold the same tokens, so
-      ``group`` is one of the other axes of the mesh.
+    - DistributedDataParallel has already averaged each gradient over its ranks. The sum of these equal means over the same ranks
+      is the sum of the gradients.
+    - FSDP2 (``fully_shard``) has already summed each gradient over FSDP's ranks, and divided the sum by the number of these ranks
+      or by ``set_gradient_divide_factor``. This function multiplies the result by that divisor. It then sums over ``group``,
+      unless FSDP has already summed over all ranks of ``group``.
+    - Tensor parallel weights (``parallelize_module``) stay sharded. The ranks that hold the shards of one weight hold the same
+      tokens, so ``group`` must be another axis of the mesh.
 
-    Raise ValueError if ``group`` and the mesh of a parameter overlap in any other way, such as FSDP over a part of ``group``. The
-    error names the parameter, and is raised before anything is sent.
+    Raise ValueError if ``group`` and the mesh of a parameter overlap in any other way, for example if FSDP shards over only a
+    part of ``group``. The error names the parameter, and is raised before anything is sent.
     """
     ring = ring_of(group)
     parameters = {name: p for name, p in named_parameters(module).items() if p.requires_grad}
@@ -50,7 +50,7 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
 def _placed(gradient: Tensor, p: nn.Parameter) -> Tensor:
     """Return the gradient redistributed to the placements of its parameter.
 
-    For example, the weight of a norm of tensor parallel heads is replicated, but its gradient is a partial sum on each rank.
+    For example, under tensor parallelism each rank holds the whole weight of a norm of heads, but a partial sum of its gradient.
     """
     if is_dtensor(p) and is_dtensor(gradient) and gradient.placements != p.placements:
         return gradient.redistribute(placements=p.placements)
@@ -69,9 +69,9 @@ def _all_reduce(gradients: list[Tensor], ring: Group) -> None:
 def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ring: Group) -> bool:
     """Return True if the gradient of ``p`` needs no sum over the ring: FSDP has summed it, or the ring has one rank.
 
-    ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over only a part of
-    the ring, or over several of its ranks and others. Raise it too if p's mesh places copies or shards of p on ranks of the ring
-    that hold the same tokens.
+    ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over several ranks
+    of the ring but not all, or over several ranks of the ring and also ranks outside. Raise it too if several ranks of the ring
+    hold copies or shards of ``p`` for the same tokens, as in tensor parallelism.
     """
     if ranks_of(ring) == 1:
         return True

@@ -26,17 +26,17 @@ def load_llama(
 
     ``folder``: as ``save_pretrained`` writes it, with ``config.json`` and one safetensors file, or several with an index. Logits
     equal those of transformers up to rounding. Tied heads, sliding windows and the rotary scalings "linear", "llama3" and "yarn"
-    are supported, and recorded in ``model.config``. A window of ``w`` tokens in Hugging Face is ``w - 1`` here, because ``w``
-    counts the query's own token.
+    are supported, and recorded in ``model.config``. A window of ``w`` tokens in Hugging Face is ``w - 1`` here, because Hugging
+    Face counts the query's own token.
 
-    ``dtype``: the dtype of the weights; None: that of config.json, or float32 without one. ``compute_dtype``: the dtype of the
-    computation; None: that of the weights. ``ring``: the arguments of ``RingTransformer.from_config``, such as ``group`` and
-    ``layout``. Every rank of the group must call it. Each rank reads the files itself, one weight at a time.
+    ``dtype``: the dtype of the weights; None: the dtype in config.json, or float32 if config.json has none. ``compute_dtype``:
+    the dtype of the computation; None: the dtype of the weights. ``ring``: arguments of ``RingTransformer.from_config``, such as
+    ``group`` and ``layout``. Every rank of the group must make this call. Each rank reads the files itself, one weight at a time.
 
-    Raise ValueError if the architecture is another one, or needs a feature that our layers lack (quantised weights, "dynamic"
-    rotary scaling). Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the config. The error
-    names such files or weights. The error is the same on every rank, and is raised before any weight is read, unless a file is
-    overwritten during the load.
+    Raise ValueError if the architecture is none of these four, or needs a feature that RingTransformer lacks, such as quantised
+    weights or "dynamic" rotary scaling. Raise it too if a file is missing, truncated or a pickle, or if weights do not fit the
+    config; the error names these files or weights. The error is the same on every rank, and is raised before any weight is read,
+    unless a file is overwritten during the load.
     """
     return load_folder(folder, THEIRS, (dtype, compute_dtype), ring)
 
@@ -49,16 +49,17 @@ def save_llama(
     source: str | Path | None = None,
     group: dist.ProcessGroup | DeviceMesh | None = None,
 ) -> None:
-    """Save a RingTransformer so that transformers loads it: as Llama, Mistral (windows), Qwen2 (qkv_bias) or Qwen3 (qk_norm).
+    """Save a RingTransformer as a Llama, Mistral, Qwen2 or Qwen3 model that transformers loads.
 
-    ``length``: the maximum tokens of a sequence, written as ``max_position_embeddings``. None: the value in
-    ``model.config.published``, where ``load_llama`` stores it, or else 131072. ``source``: the Hugging Face folder that the model
-    came from. Its tokenizer is copied. If its config.json names the architecture of the saved model, the keys of that config.json
-    that do not follow from the model are copied too. None: no tokenizer is written. ``group``, gathering and replacement of
-    ``folder``: as in :func:`save_weights`.
+    The architecture is Qwen3 if the model has ``qk_norm``, Qwen2 if its only biases are ``qkv_bias``, Mistral if it has windows,
+    else Llama. ``length``: the maximum number of tokens in a sequence, written as ``max_position_embeddings``. None: the value in
+    ``model.config.published``, which ``load_llama`` sets, or else 131072. ``source``: the Hugging Face folder from which the
+    model was loaded. Its tokenizer is copied; if it has the same architecture, the keys of its config.json that the model does
+    not determine are copied too. None: no tokenizer is written. ``group``, shards and ``folder``: as in :func:`save_weights`.
 
-    Raise ValueError if none of the four architectures supports the model. Each needs causal masks, windows of one size,
-    and the same rotary embedding (but not NTK's) in all layers. None has softcap, sinks or ALiBi. The model must have the biases
-    of one of the four. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
+    Raise ValueError if none of the four architectures supports the model. All four need causal masks, windows of one size, and
+    the same rotary embedding (but not NTK's) in all layers. No architecture has softcap, sinks or ALiBi. The model's biases must
+    be those of one architecture. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
+    :func:`save_weights` has further errors.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name, ring_of(group))

@@ -1,12 +1,12 @@
-"""The log-probability of each token's label, and the entropy, chunk by chunk, from logits or from hidden states.
+"""Each label's log-probability and each token's entropy, computed chunk by chunk from logits or from hidden states.
 
     logp_i = logits_il - log sum_v exp(logits_iv)                        l: the label of token i
     H_i    = - sum_v p_iv log p_iv                                       p_i = softmax(logits_i)
-    dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)
+    dlogits_iv = dlogp_i ([v = l] - p_iv) - dH_i p_iv (log p_iv + H_i)   [v = l]: 1 if v is the label, else 0
 
-The backward recomputes logits from hidden states. The arrays [tokens, vocab] made here hold one chunk of tokens. The one
-exception is the gradient of logits that the caller passed: it holds all tokens, in the logits' dtype. Logits and softmax are
-computed in at least float32.
+Here dx is the gradient of the caller's loss with respect to x. The backward recomputes logits from hidden states. Temporary
+arrays [tokens, vocab] hold one chunk of tokens. Only the gradient of logits that the caller passed holds all tokens, in the
+logits' dtype. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ def token_log_probs(
     entropy: bool = False,
     ignore_index: int = -100,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return each label's log-probability [b s], or with ``entropy`` (log-probability, entropy), in at least float32.
+    """Return each label's log-probability [b s] in at least float32, or with ``entropy=True`` (log-probability, entropy).
 
     ``logits`` [b s vocab]. ``labels`` int [b s]: each token's next token, as ``pack_rollouts`` and ``shard_batch`` return them.
-    Log-probability and entropy are 0 if the label is ``ignore_index``. They are NaN if the label is outside the vocabulary:
-    nothing is raised, because an error on one rank would leave the others waiting.
+    Log-probability and entropy are 0 if the label is ``ignore_index``. They are NaN if the label is outside the vocabulary.
+    Such a label raises no error, because an error on one rank would leave the others waiting.
 
-    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for at
-    most ``chunk`` tokens at a time. The backward recomputes them. Products are in hidden's dtype; under autocast float32 hidden
-    states are first cast to autocast's dtype. Softmax and sums over tokens, such as the head's gradient, are in at least
-    float32. Second derivatives are not supported.
+    ``head`` [vocab, dim]: if passed, the first argument must be hidden states [b s dim] instead of logits. The logits
+    ``hidden head^T`` then exist for at most ``chunk`` tokens at a time, and the backward recomputes them. Matrix products take
+    inputs in hidden's dtype. Under autocast, float32 hidden states are first cast to autocast's dtype. Logits, softmax and sums
+    over tokens, such as the head's gradient, are in at least float32. Second derivatives are not supported.
 
     Each rank computes its own tokens; nothing is sent. Raise ValueError if shapes or dtypes do not fit.
     """
@@ -123,9 +123,9 @@ def _values(x: Tensor, head: Tensor | None, of: Labels, entropy: bool) -> tuple[
 
 
 def _logits(x: Tensor, weight: Tensor | None, labels: Tensor, ignored: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return (``x`` with 0 in the rows of ignored labels, the logits [n vocab] in ``dtype`` computed from that).
+    """Return (copy of ``x`` with 0 in the rows of ignored labels, the logits [n vocab] of that copy in ``dtype``).
 
-    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]. Rows of ignored labels may be NaN.
+    ``x``: hidden states [n dim] if ``weight`` [vocab dim] is passed, else logits [n vocab]. Ignored labels' rows may be NaN.
     """
     x = x.masked_fill((labels == ignored)[:, None], 0)
     return x, x.to(dtype) if weight is None else _product(x, weight.t(), dtype)

@@ -24,7 +24,7 @@ from .weights import _placed
 
 
 class Adapter(nn.Module):
-    """``scale (x a^T) b^T``, in x's dtype or autocast's: [..., in] -> [..., out], for ``a`` [rank, in] and ``b`` [out, rank]."""
+    """The map of x [..., in] to ``scale (x a^T) b^T`` [..., out], in x's or autocast's dtype; a [rank, in], b [out, rank]."""
 
     def __init__(self, a: Tensor, b: Tensor, scale: float) -> None:
         super().__init__()
@@ -38,8 +38,8 @@ def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[A
     """Freeze the weights of ``model``, and add an adapter to each linear map that is named in ``first``.
 
     ``first``: the initial NumPy arrays (a [rank, in], b [out, rank]) by the name of the linear map, such as
-    ``blocks.0.attention.q``. Adapters are in at least float32, whatever the dtype of the weights. Call it before FSDP shards the
-    model.
+    ``blocks.0.attention.q``. Adapters are in at least float32, whatever the dtype of the weights. Call this function before FSDP
+    shards the model.
     """
     model.requires_grad_(False)
     for name, arrays in first.items():
@@ -63,7 +63,7 @@ def merge_adapters(model: nn.Module) -> None:
 def save_adapters(model: nn.Module, lora: LoRA, folder: str | Path, base: str | None, group: Group) -> None:
     """Save the adapters in ``folder`` in the format of peft. Each rank of ``group`` must call it; rank 0 writes.
 
-    ``base``: the folder or name of the model that was adapted. Raise ValueError if ``folder`` holds files other than adapters
+    ``base``: the folder or name of the base model, or None. Raise ValueError if ``folder`` holds files other than adapters
     or weights, and OSError if it cannot be written. The error is the same on every rank.
     """
     from safetensors.torch import save_file

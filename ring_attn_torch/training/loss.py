@@ -32,7 +32,7 @@ def loss(
     group: dist.ProcessGroup | DeviceMesh | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the mean cross-entropy, in at least float32, over all ranks' labels except ``ignore_index``, equal on all ranks.
+    """Return the mean cross-entropy over all ranks' labels except ``ignore_index``, in at least float32, equal on all ranks.
 
         sum_ranks sum_tokens w (log sum_v exp(logits_v) - logits_label) / sum_ranks sum_tokens w            0 without any label
 
@@ -40,19 +40,20 @@ def loss(
     all ranks that hold different tokens, data-parallel ranks included; None is the default group.
 
     ``label_weights`` [b s]: the weight w of each label, as ``pack_rollouts`` returns them; None: 1. Weights get no gradient, and
-    weights of ignored labels have no effect. The mean divides by their sum over all ranks, however small, and is 0 if the sum is
-    0. For a mean they must be finite and at least 0; weights of any sign need ``reduction="sum"``.
+    weights of ignored labels have no effect. The mean divides by the sum of all ranks' weights, however small; if that sum is 0,
+    the mean is 0. A mean needs finite weights of at least 0; weights of any sign need ``reduction="sum"``.
 
-    ``head`` [vocab, dim]: the first argument is then the hidden states [b s dim], and the logits ``hidden head^T`` exist for at
-    most ``chunk`` tokens of a rank at a time: ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Up
-    to rounding, gradients equal those of the full logits. The forward computes them, a chunk at a time, and stores them until
-    the backward: hidden's gradient in hidden's dtype, the head's in at least float32, like logits and softmax. The factors
-    of products are in hidden's dtype. Under autocast float32 hidden states are first cast to autocast's dtype.
+    ``head`` [vocab, dim]: if passed, the first argument must be hidden states [b s dim] instead of logits. The logits
+    ``hidden head^T`` then exist for at most ``chunk`` tokens of a rank at a time:
+    ``loss(model(ids, ..., return_hidden=True), labels, head=model.head_weight)``. Up to rounding, gradients equal those of the
+    full logits. The forward computes the gradients chunk by chunk, and stores them until the backward: that of hidden in
+    hidden's dtype, that of the head in at least float32. Logits and softmax are in at least float32 too. Matrix products take
+    inputs in hidden's dtype. Under autocast, float32 hidden states are first cast to autocast's dtype.
 
     ``reduction="sum"`` skips the division. For gradient accumulation, divide by the number of labels in all microbatches
     (:func:`count_labels`), or by the sum of all weights: a mean of the microbatches' means is not the mean over all labels.
 
-    A rank's gradient is partial: the *sum* over the ranks (:func:`sum_gradients`) is the gradient of one device.
+    Each rank's gradient is partial: the *sum* over the ranks (:func:`sum_gradients`) is the gradient of one device.
     DistributedDataParallel and FSDP take the mean over ranks. If you use them, multiply the loss by the number of ranks. Second
     derivatives are not supported.
 
@@ -89,12 +90,12 @@ def labels_of(labels: Tensor, ignore_index: int, chunk: int, weights: Tensor | N
 def over_ranks(part: Tensor, labels: Labels, ring: Group, reduction: str, vocab: int | None = None) -> Tensor:
     """Return the weighted mean (or sum) of the cross-entropies over the labels of all ranks of ``ring``.
 
-    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None: labels are not checked.
+    ``part``: the sum over this rank's labels, 0-d, with a gradient. ``vocab``: the number of ids; None leaves labels unchecked.
 
     An invalid label is outside the vocabulary; an invalid weight of a mean is negative or not finite. One all-reduce sums the
-    loss and the counts of invalid labels and weights. On CPUs with ``vocab``, every rank raises ValueError if any is invalid.
-    Without ``vocab``, under torch.compile, and on GPUs, where reading the counts would synchronize, the loss and its gradient
-    become NaN instead.
+    loss and the counts of invalid labels and weights. If a count is not 0, every rank raises ValueError on CPUs with ``vocab``.
+    The loss and its gradient become NaN instead in three cases: without ``vocab``, under torch.compile, and on GPUs, where
+    reading the counts would synchronize.
     """
     strange = part.new_zeros(()) if vocab is None else strange_labels(labels.labels, labels.ignored, vocab).sum()
     wrong = _wrong_weights(labels, reduction).sum()
@@ -144,10 +145,9 @@ def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueErro
 def count_labels(labels: Tensor, *, group: dist.ProcessGroup | DeviceMesh | None = None, ignore_index: int = -100) -> Tensor:
     """Return the number of all ranks' labels other than ``ignore_index``, as a 0-d tensor.
 
-    It is the divisor of :func:`loss` without weights.
-    ``labels``: int, any shape. For gradient accumulation, backpropagate ``loss(..., reduction="sum") / total`` of each
-    microbatch, where total is the sum of the microbatches' counts, at least 1. ``group``: as in :func:`loss`. Raise ValueError if
-    labels are a DTensor or not a tensor.
+    :func:`loss` without weights divides by this number. ``labels``: int, any shape. ``group``: as in :func:`loss`. For gradient
+    accumulation, let ``total`` be the sum of the counts of all microbatches, at least 1. Then backpropagate
+    ``loss(..., reduction="sum") / total`` of each microbatch. Raise ValueError if labels are a DTensor or not a tensor.
     """
     ring = ring_of(group)
     call = AgreedCall("count_labels", _device(labels), (("ignore_index", ignore_index),))

@@ -33,7 +33,7 @@ def innermost(optimizer: torch.optim.Optimizer | None) -> Any:
 
 
 def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the model's parameters that the optimizer has, by name, without the prefixes of wrappers such as DDP."""
+    """Return, by name, the model's parameters that the optimizer holds. Names lack the prefixes of wrappers such as DDP."""
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
     stepped = {p for group in optimizer.param_groups for p in group["params"]}
@@ -50,7 +50,7 @@ def parameters_by_name(model: nn.Module, optimizer: torch.optim.Optimizer) -> di
 
 
 def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
-    """Return the optimizer's states. Raise ValueError if a state is not a tensor or if its parameter is not in the model."""
+    """Return the optimizer's states. Raise ValueError if a state is not a tensor, or belongs to a parameter outside the model."""
     named = parameters_by_name(model, optimizer)
     strange = sum(1 for p in optimizer.state if p not in set(named.values()))
     if strange:
@@ -64,7 +64,7 @@ def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> States:
 
 
 def flat(states: States) -> dict[str, Tensor]:
-    """Return the states in one dict, under their names in a checkpoint."""
+    """Return the states in one flat dict, named as in a checkpoint: ``optimizer.state.<parameter>.<state>``."""
     return {f"{STATE}{name}.{key}": x for name, each in states.items() for key, x in each.items()}
 
 
@@ -95,25 +95,25 @@ def kinds(states: States) -> StateKinds:
 
 
 def absent(everybody: Iterable[StateKinds]) -> dict[str, list[str]]:
-    """Return, by rank as str, the parameters whose states exist only on other ranks. ``everybody``: each rank's ``kinds``."""
+    """Return, by rank as str, the parameters that have states on other ranks only. ``everybody``: each rank's ``kinds``."""
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
 
 def union(everybody: list[StateKinds]) -> StateKinds:
-    """Return, for each parameter that has states on any rank, the kinds of its states on the lowest such rank.
+    """Return the kinds of each parameter's states, taken from the lowest rank on which the parameter has states.
 
-    ``everybody``: each rank's ``kinds``, in rank order. States that the parameter has only on higher ranks are left out.
+    ``everybody``: each rank's ``kinds``, in rank order. Further states of the parameter on higher ranks are left out.
     """
     return {name: states for each in reversed(everybody) for name, states in each.items()}
 
 
 def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, wanted: StateKinds) -> States:
-    """Return this rank's states, with zeros added for each DTensor parameter whose states exist only on other ranks.
+    """Return this rank's states, with zeros added for each DTensor parameter that has states on other ranks only.
 
-    ``wanted``: the result of ``union``. A checkpoint needs the shards of all ranks to assemble a state. The states that are
+    A checkpoint needs the shards of all ranks to assemble a state, so zeros take the place of missing shards. States that are
     plain tensors, such as the count ``step`` or NAdam's ``mu_product``, need no zeros: they are replicas, and one rank's replica
-    is enough.
+    is enough. ``wanted``: the result of ``union``.
     """
     named = parameters_by_name(model, optimizer)
     added = {}
@@ -127,9 +127,9 @@ def with_shards(model: nn.Module, optimizer: torch.optim.Optimizer, states: Stat
 def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[str, set[str]]) -> States:
     """Return tensors into which a checkpoint's states can be loaded: the optimizer's own, or new tensors outside the optimizer.
 
-    ``held``: the names of each parameter's states in the checkpoint. If the optimizer's states of a parameter have other names, a
-    copy of the optimizer creates states by a step on a copy of the parameter. Parameters that the optimizer does not have are
-    skipped. Model, optimizer and torch's random generators stay unchanged.
+    ``held``: the names of each parameter's states in the checkpoint. If the parameter's states in the optimizer do not have these
+    names, a copy of the optimizer creates new states by a step on a copy of the parameter. Parameters that the optimizer does not
+    have are skipped. Model, optimizer and torch's random generators stay unchanged.
     """
     named = parameters_by_name(model, optimizer)
     groups = {p: group for group in optimizer.param_groups for p in group["params"]}
@@ -147,7 +147,7 @@ def places_for(model: nn.Module, optimizer: torch.optim.Optimizer, held: dict[st
 
 
 def set_states(model: nn.Module, optimizer: torch.optim.Optimizer, states: States, without: list[str]) -> None:
-    """Replace the states of the model's parameters with ``states``. Those named in ``without`` get no states on this rank."""
+    """Replace the optimizer's states on this rank. Parameters missing in ``states`` or listed in ``without`` get none."""
     for name, p in parameters_by_name(model, optimizer).items():
         if name in states and name not in without:
             optimizer.state[p] = states[name]
@@ -177,7 +177,7 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
     """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``.
 
     The check compares the class, the parameters of each group, and the type of each setting in ``run``, such as lr. It does not
-    compare the settings' values. Checkpoints of earlier versions hold no class, and of the parameters only their number.
+    compare the settings' values. Checkpoints of earlier versions lack the class, and hold only the number of parameters.
     """
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:
@@ -233,9 +233,10 @@ def _plain(name: str, x: Any) -> Any:
 
 
 def _restored(own: Any, x: Any) -> Any:
-    """Return a checkpoint's value ``x`` of a setting whose value in the optimizer is ``own``.
+    """Return the new value of an optimizer's setting, from its value ``own`` in the optimizer and ``x`` in the checkpoint.
 
-    If ``own`` is a tensor, fill it with ``x`` in place. A JSON list, such as betas, becomes a tuple unless ``own`` is a list.
+    If ``own`` is a tensor, fill it with ``x`` in place, and return it. A JSON list, such as betas, becomes a tuple
+    unless ``own`` is a list.
     """
     if isinstance(own, Tensor):
         return own.fill_(x)
@@ -245,11 +246,11 @@ def _restored(own: Any, x: Any) -> Any:
 
 
 def _alike(mine: Any, theirs: Any) -> bool:
-    """Return True if a checkpoint's value ``theirs`` of a setting has the type of the optimizer's value ``mine``.
+    """Return True if a setting has a value of the same type in a checkpoint (``theirs``) and in the optimizer (``mine``).
 
     The types are number, bool, text and list. Two lists are alike if they have equal lengths, and each element of ``theirs`` is
-    None or like the element of ``mine`` at its place. If ``theirs`` is None, ``mine`` may also be a bool. If ``mine`` is None or
-    of another type, ``theirs`` may be anything.
+    None or of the type of the element of ``mine`` with the same index. If ``mine`` is a bool, ``theirs`` may also be None. If
+    ``mine`` is None or of another type, ``theirs`` may be anything.
     """
     if isinstance(mine, list | tuple):
         same = isinstance(theirs, list) and len(theirs) == len(mine)

@@ -1,4 +1,4 @@
-"""Checks between ranks, through the group's store: equal weights, seeds and arguments (by digests), and errors on any rank."""
+"""Checks, through the group's store, that all ranks have equal weights, seeds and arguments, and that no rank has failed."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ SHOWN = (torch.int64, torch.int32, torch.float32, torch.float64)
 
 
 def check_ranks(what: Any, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
-    """Compare ``what`` between the ranks of ``group`` at the start of training, and raise ValueError on each if it differs.
+    """Compare ``what`` between the ranks of ``group`` at the start of training. Raise ValueError on every rank if it differs.
 
-    ``what``: an nn.Module (its parameters and buffers), a tensor, a number (numpy's too), str, bool, None, mask or Run. Dicts,
+    ``what``: an nn.Module (its parameters and buffers), a tensor, a number (also numpy's), str, bool, None, mask or Run. Dicts,
     lists and tuples of these are compared entry by entry: ``{"model": model, "dropout_seed": seed, "mask": mask}``. ``group``:
-    the ranks to compare, a ring or all ranks; None is the default group. Every rank must call it, at the same place among its
-    calls of ``ring_attention``. In a group of one rank it only checks the types.
+    the ranks to compare, a ring or all ranks; None is the default group. Every rank must call this function after the same number
+    of ``ring_attention`` calls. In a group of one rank it only checks the types.
 
-    Values are compared bit for bit, arrays by digests of 64 bits: NaN equals NaN of the same bits, 0.0 is not -0.0. Types,
-    dtypes, shapes and whether a parameter is frozen are compared too; devices and the order of names are not. A weight that a
+    Values are compared bit for bit, arrays by 64-bit digests: NaN equals NaN of the same bits, but 0.0 differs from -0.0. Types,
+    dtypes, shapes and parameters' ``requires_grad`` are compared too; devices and the order of names are not. A weight that a
     module holds under two names is compared once.
 
     For a DTensor (FSDP2, tensor parallelism), dtype, global shape, mesh shape and placements are compared between all ranks.
-    Local shards are compared between the ranks that hold replicas of one shard: the ranks with equal coordinates on every mesh
-    dim over which the DTensor is not replicated. Shards that are plain tensors, such as FSDP1's, are compared as if they were
+    A local shard is compared only between the ranks that hold replicas of it: these ranks have equal coordinates on all mesh
+    dims except those that replicate the DTensor. Shards that are plain tensors, such as FSDP1's, are compared as if they were
     replicas, so they are reported as different.
 
-    Raise ValueError, the same on every rank, if an entry cannot be compared or entries differ. The error names up to 8 of them,
-    and shows values or digests. Raise RuntimeError after the group's timeout if a rank does not call this function. Every tensor
-    is copied to the host, and ranks exchange one digest through the group's store. If the digests differ, or if DTensors are
-    sharded, ranks exchange one line for every entry too.
+    Raise ValueError, the same on every rank, if an entry cannot be compared or entries differ. The error names up to 8 entries,
+    and shows their values or digests. Raise RuntimeError after the group's timeout if a rank does not call this function. Each
+    rank copies every tensor to the host, and sends one digest of all entries through the group's store. If the digests differ,
+    or if DTensors are sharded, each rank also sends one line for every entry.
     """
     ring = ring_of(group)
     with same_error(ring):
@@ -105,7 +105,7 @@ def _check(name: str, x: Any) -> None:
 
 
 def _replica(owner: tuple[str, int], x: Any) -> Replica:
-    """Return the ``Replica`` of this rank's ``x``: its kind, and its digest or, for a plain value, the value as text.
+    """Return the record of this rank's ``x``: its kind, and its value as text or, if it is a tensor, a digest of its bytes.
 
     ``owner``: this rank, as ("rank", index). A DTensor's digest is that of its local shard.
     """
@@ -128,9 +128,9 @@ def _kind(kind: str, x: Tensor) -> str:
 
 
 def _part(x: DTensor) -> str:
-    """Return in words this rank's coordinates on the mesh dims over which ``x`` is not replicated.
+    """Return a text with this rank's coordinate on each mesh dim that does not replicate ``x``.
 
-    Ranks with equal coordinates hold replicas.
+    Ranks with equal texts hold replicas of the same shard.
     """
     mesh, place = x.device_mesh, x.device_mesh.get_coordinate()
     if place is None:
@@ -141,14 +141,14 @@ def _part(x: DTensor) -> str:
 
 @contextmanager
 def together(call: str, ring: Group) -> Iterator[list[str]]:
-    """Run the ``with`` block. If it raises on some ranks, raise on every rank of ``ring`` the error of the lowest such rank.
+    """Run the ``with`` block. If it fails on any rank, every rank of ``ring`` raises the error of the lowest failing rank.
 
-    An OSError stays an OSError. Any other error becomes a ValueError, or a RankDifference if only some ranks had an error. The
-    block may append texts to the yielded list. If no rank had an error and the texts differ between ranks, raise RankDifference.
-    In a ring of one rank an error stays as it is.
+    An OSError stays an OSError. Any other error becomes a ValueError if all ranks failed, else a RankDifference. The block may
+    append texts to the yielded list. If no rank failed but the texts differ between ranks, raise RankDifference. In a ring of
+    one rank an error stays as it is.
 
-    Every rank of ``ring`` must enter with the same ``call``, a name. A rank with an error waits 5 seconds for the others, then
-    raises its own.
+    Every rank of ``ring`` must enter the block with the same name ``call``. A failing rank waits 5 seconds for the other ranks,
+    and raises its own error if one of them does not arrive.
     """
     error, alike = None, list[str]()
     try:
@@ -190,10 +190,10 @@ def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
 def agreed(call: str, function: Callable[[], Any], ring: Group, **alike: int | str | None) -> list[Any]:
     """Call ``function`` on every rank, and return a list of all ranks' return values, which must be JSON values.
 
-    Every rank of ``ring`` must call it with the same ``call``. If the function raises on any rank, every rank raises the error of
-    the lowest such rank: an OSError stays an OSError, any other error becomes a ValueError. On one rank an error stays as it is.
-    A rank with an error waits 5 seconds for the others, then raises its own. Raise ValueError if ``alike`` (values by name)
-    differs between ranks.
+    Every rank of ``ring`` must pass the same name ``call``. If ``function`` fails on any rank, every rank raises the error of the
+    lowest failing rank: an OSError stays an OSError, any other error becomes a ValueError. In a ring of one rank an error stays
+    as it is. A failing rank waits 5 seconds for the other ranks, and raises its own error if one of them does not arrive.
+    ``alike``: values by name that must be equal on all ranks. Raise ValueError if a value differs.
     """
     error, value = None, None
     try:

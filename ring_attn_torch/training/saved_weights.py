@@ -42,18 +42,18 @@ PAUSES = 0.5, 1.5, 3.0, 5.0
 def save_weights(model: nn.Module, folder: str | Path, *, group: dist.ProcessGroup | DeviceMesh | None = None) -> None:
     """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing save.
 
-    The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors``, beyond 5 GB several
-    files and an index. Weights have the names and orientation of ``to_numpy`` and their own dtypes. ``load_weights`` of the JAX
-    and of the PyTorch package reads the folder. A temporary folder is written beside ``folder`` and renamed, so after an error or
-    a kill the previous save is complete.
+    The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and the weights: up to 5 GB in
+    ``model.safetensors``, above 5 GB in several files with an index. Weights have the names and orientation of ``to_numpy``, and
+    keep their dtypes. ``load_weights`` of the JAX or the PyTorch package reads the folder. A temporary folder is written beside
+    ``folder`` and then renamed, so after an error or a kill the previous save is complete.
 
     ``model``: a RingTransformer, or one inside torch.compile, DDP, FSDP2 or tensor parallelism, whose shards are gathered.
-    ``group``: all ranks that hold shards or replicas of the model; None is the default group. Each rank must call it; rank 0
-    writes, and all calls return after that.
+    ``group``: all ranks that hold shards or replicas of the model; None is the default group. Each rank must call this
+    function; rank 0 writes the folder, and all calls return after that.
 
-    Raise ValueError if the model is not a RingTransformer, if a weight cannot be saved, or if the folder holds other files. Raise
-    it too if names, shapes or dtypes of weights differ between ranks. Raise OSError if the folder cannot be written. The error is
-    the same on every rank.
+    Raise ValueError if the model is not a RingTransformer, if a weight cannot be saved, or if the folder holds files other than a
+    save's. Raise it too if names, shapes or dtypes of weights differ between ranks. Raise OSError if the folder cannot be
+    written. The error is the same on every rank.
     """
     save_folder(model, folder, lambda config: {CONFIG: config.to_json().encode()}, OWN.renamed, ring_of(group))
 
@@ -63,24 +63,24 @@ def load_weights(
 ) -> RingTransformer:
     """Load a RingTransformer from a folder that ``save_weights`` of the JAX or the PyTorch package wrote, on the default device.
 
-    ``dtype``, ``compute_dtype``: the dtypes of the weights and of the computation; None: that of the config. ``ring``: the
-    arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group must call it. Each
-    rank reads the files itself, one weight at a time.
+    ``dtype``, ``compute_dtype``: the dtypes of the weights and of the computation; None keeps the config's dtype. ``ring``:
+    arguments of ``RingTransformer.from_config``, such as ``group`` and ``layout``. Every rank of the group must call this
+    function. Each rank reads the files itself, one weight at a time.
 
     Raise ValueError if the folder does not exist, if the config cannot be read, or if a file is missing or truncated. Raise it
-    too if weights are missing, unexpected or of another shape than in the config; the error names them. The error is the same on
+    too if weights are missing or unexpected, or do not have the config's shapes; the error names them. The error is the same on
     every rank, and is raised before any weight is read, unless a file is overwritten during the load.
     """
     return load_folder(folder, OWN, (dtype, compute_dtype), ring)
 
 
 def load_folder(folder: str | Path, naming: Naming, dtypes: tuple[Any, Any], ring: dict[str, Any]) -> RingTransformer:
-    """Return a RingTransformer with the config and the weights in ``folder``.
+    """Load a RingTransformer from a folder that ``save_weights``, ``save_llama`` or Hugging Face wrote.
 
-    ``naming``: the format of the folder, ours or Hugging Face's. ``dtypes``: (dtype of the weights, dtype of the computation),
-    each None for the config's. ``ring``: the arguments of ``RingTransformer.from_config``. If only some ranks find the folder, or
-    ranks find different weights, a save may not be visible to all ranks yet. All ranks then retry for 10 seconds before they
-    raise ValueError.
+    ``naming``: the names of config and weights in the folder. ``dtypes``: (dtype of the weights, dtype of the computation);
+    None keeps the config's dtype. ``ring``: arguments of ``RingTransformer.from_config``. If only some ranks find the folder, or
+    ranks find different weights, a new save may not be visible to all ranks yet. All ranks then retry for 10 seconds, and raise
+    ValueError if they still differ.
     """
     group = ring_of(ring.get("group"))
     for pause in (*PAUSES, None):
@@ -110,9 +110,9 @@ def with_dtypes(config: TransformerConfig, kept: Any, computed: Any) -> Transfor
 
 
 class Empty(NamedTuple):
-    """A model without weights, and the weights to read.
+    """A model without weights, on the meta device, and the names of the weights to read.
 
-    ``files``: for each file, a dict from a weight's name in the model to its name in the file.
+    ``files``: for the path of each file, a dict from a weight's name in the model to the weight's name in the file.
     """
 
     model: RingTransformer
@@ -149,8 +149,8 @@ def save_folder(
 ) -> None:
     """Save in ``folder`` the weights of the RingTransformer in ``model``, and the other files, such as config.json.
 
-    ``files(config)`` returns the content of each other file by name. ``renamed``: maps a weight's name in the model to its name
-    in the folder. Every rank of ``ring`` must call it; an error is the same on every rank.
+    ``files(config)`` returns the contents of the other files by file name. ``renamed(name)`` maps a weight's name in the model to
+    its name in the file. Every rank of ``ring`` must call it; an error is the same on every rank.
     """
     from safetensors.torch import save_file
 

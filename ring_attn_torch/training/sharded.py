@@ -13,14 +13,14 @@ from ..ring.groups import is_dtensor
 
 
 class GradientReduction(NamedTuple):
-    """FSDP's reduction of a gradient: the ranks over which it sums, one tuple for each dim of FSDP's mesh, and the divisor."""
+    """FSDP's sum of a gradient over ``ranks``, a tuple of ranks for each dim of FSDP's mesh, and its division by ``divisor``."""
 
     ranks: list[tuple[int, ...]]
     divisor: float
 
 
 def dim_ranks(p: nn.Parameter) -> list[tuple[int, ...]]:
-    """Return, for each dim of a DTensor's mesh, the ranks of this rank's group in that dim; [] for a plain tensor."""
+    """Return, for each dim of a DTensor's mesh, the ranks of this rank's process group along that dim; [] for a plain tensor."""
     if not is_dtensor(p):
         return []
     return [ranks_in(p.device_mesh.get_group(dim)) for dim in range(p.device_mesh.ndim)]

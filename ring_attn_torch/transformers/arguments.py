@@ -1,7 +1,8 @@
 """The argument checks of a model call inside ``sequence_parallel``: on each rank, then between ranks, before the model runs.
 
-If one rank refuses a call, every rank raises. At every call ranks exchange the names, shapes and plain values of their arguments,
-and digests of label_weights, tree and tensors that are not floating point. If these differ, the error names the argument.
+If one rank refuses a call, every rank raises. At every call ranks exchange the names of their arguments, dtypes and shapes of
+tensors, and plain values (numbers, bools, text). They also exchange digests of label_weights, of the tree and of tensors that are
+not floating point. If any of these differ, the error names the argument.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ UNSPLIT = ("deepstack_features", "per_layer_inputs")
 
 
 class CheckedArguments(NamedTuple):
-    """A call's checked arguments. ``by_name``: those that are not None. ``tokens``: ids or inputs_embeds. ``seed``: dropout's."""
+    """A call's checked arguments: all but None ``by_name``, the ``tokens`` (ids or inputs_embeds), and the dropout ``seed``."""
 
     by_name: dict[str, Any]
     tokens: Tensor
@@ -63,7 +64,7 @@ class CheckedArguments(NamedTuple):
 def checked_arguments(
     model: PreTrainedModel, ring: CallRing, args: tuple[object, ...], kwargs: dict[str, Any]
 ) -> CheckedArguments:
-    """Return the checked arguments of a call. Raise ValueError on all ranks if one is unsupported or differs between ranks."""
+    """Return a call's checked arguments. Raise ValueError on all ranks if an argument is unsupported or differs between ranks."""
     with same_error(ring.group):
         _check_attends(model)
         call_arguments = with_cache_renamed(model, _by_name(args, kwargs))
@@ -117,7 +118,7 @@ def _tokens(call_arguments: dict[str, Any]) -> Tensor:
 
 
 def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cache: RingCache | None) -> None:
-    """Raise ValueError if arguments cannot be sharded, do not match ``shape`` [batch, length], or ask for an unknown loss."""
+    """Raise ValueError if arguments cannot be sharded, do not match ``shape`` [batch, length], or need an unsupported loss."""
     name, length = type(model).__name__, shape[1]
     if {"labels", "shift_labels"} & call_arguments.keys() and model.loss_function not in (*SHIFTED, *IN_PLACE):
         raise ValueError(
@@ -161,7 +162,7 @@ def _check(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[
 
 
 def _check_positions(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raise ValueError if the model takes no position_ids, if it needs them but the call has none, or if they do not fit."""
+    """Raise ValueError if the model takes no position_ids, if required position_ids are missing, or if their shape is wrong."""
     name, (batch, length), x = type(model).__name__, shape, call_arguments.get("position_ids")
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise ValueError(
@@ -226,7 +227,7 @@ def _compare(exchanged: list[list[Any]]) -> None:
 
 
 def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel | None:
-    """Return the last (if nested, innermost) of ``model.modules()`` whose forward takes any argument in ``names``, or None."""
+    """Return the last PreTrainedModel in ``model.modules()`` with an argument in ``names``, innermost if nested, or None."""
     found = None
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not {*names}.isdisjoint(inspect.signature(module.forward).parameters):
@@ -235,7 +236,7 @@ def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel
 
 
 def _check_visual(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if inputs_embeds lack image features that the model adds to its layers, or if such features do not fit."""
+    """Raise ValueError if inputs_embeds lack image features that the layers add, or if features are unsupported or misshapen."""
     name, passed = type(model).__name__, [argument for argument in VISUAL if argument in call_arguments]
     if "inputs_embeds" not in call_arguments and not passed:
         return

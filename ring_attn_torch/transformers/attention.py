@@ -70,11 +70,11 @@ def ring_attention_forward(
     sinks: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer: query [batch, heads, tokens, head_dim] -> (out [batch, tokens, heads, v_dim], None).
+    """Compute the attention of one layer, and return (out [batch, tokens, heads, v_dim], None).
 
-    ``key``, ``value``: [batch, kv_heads, tokens, dim]. ``attention_mask``: the return value of ``ring_mask`` for this kind of
-    layer. ``s_aux`` or ``sinks``: [heads], as sinks of :func:`ring_attention`. ``sliding_window`` and ``is_causal`` determine the
-    mask if none is passed; else they are ignored.
+    ``query``: [batch, heads, tokens, head_dim]. ``key``, ``value``: [batch, kv_heads, tokens, dim]. ``attention_mask``: the
+    return value of ``ring_mask`` for this kind of layer. If ``attention_mask`` is None, ``sliding_window`` and ``is_causal``
+    determine the mask; else they are ignored. ``s_aux`` or ``sinks`` [heads]: the sinks of :func:`ring_attention`.
 
     Under autocast, query, key and value are cast as in transformers' own attention. Raise ValueError if an argument is not
     supported; the error names it.
@@ -151,10 +151,11 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def _without_mask(name: str, causes: bool, window: int | None, tokens: int) -> LayerMask:
-    """Return the mask of a layer that gets no mask from its model. Raise ValueError on several ranks, or if ``window`` < 1.
+    """Return the mask of a layer that gets no mask from its model.
 
-    ``causes``: True for a causal mask, False for a full one. ``window``: the number of tokens that a causal mask shows, the
-    query's own included, or None for all. ``name``: the layer's class, for an error.
+    ``causes``: True for a causal mask, False for a full one. ``window``: the number of tokens that a query sees under a causal
+    mask, including its own, or None for all. ``name``: the layer's class, for an error. Raise ValueError if the default group
+    has several ranks, or if ``window`` < 1.
     """
     try:
         check_alone()
@@ -176,10 +177,10 @@ def _no_window(name: str, size: int) -> ValueError:
 
 
 def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
-    """Scale the queries of a Llama 4 layer without rotary embedding according to their positions in the document.
+    """Rescale the queries of a Llama 4 layer without rotary embedding according to their positions in the document.
 
-    Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, and counts p within the
-    shard. This function replaces that factor by the one for the position in the document. Other layers keep their queries.
+    Llama 4 multiplies the query at position p by log(1 + floor((p + 1) / floor_scale)) attn_scale + 1, but counts p from the
+    start of the shard. This function replaces that factor by the factor for p in the document. Other layers keep their queries.
     """
     if mask.offsets is None or not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
@@ -194,8 +195,8 @@ def _tuned(module: nn.Module, query: Tensor, mask: LayerMask) -> Tensor:
 def ring_configs(model: nn.Module) -> Iterator[None]:
     """Make the text part of ``model`` attend over the ring inside this ``with``.
 
-    Meanwhile the model's modules hold copies of their configs. At the end, attributes that were set in a copy are set in the
-    original config.
+    Inside, the model's modules hold copies of their configs. At the end, the modules get their original configs back, and each
+    attribute that was set or deleted in a copy is set or deleted in the original.
     """
     pairs = _copies(hugging_face_model(model).config)
     before = [dict(vars(mine)) for _, mine in pairs]
@@ -258,7 +259,7 @@ def _merge(config: PreTrainedConfig, now: dict[str, Any], before: dict[str, Any]
 
 
 class Checkpointing:
-    """The layers of a model that support checkpointing, and their checkpoint functions before ``keep_attention``.
+    """The layers of a model that support checkpointing, and the checkpoint functions that ``keep_attention`` has replaced.
 
     After ``activation_checkpointing_enable(offload=True)``, each checkpointed layer's input hidden states and attention's
     (out, lse) are offloaded to host memory. Inputs that layers share stay on the device.
@@ -294,5 +295,5 @@ class Checkpointing:
 
 
 def _offloads(function: Any) -> bool:
-    """Return True if a layer's checkpoint function is not torch's own, and so is taken for transformers' offloading one."""
+    """Return True if a layer's checkpoint function is not torch's own, so it must be transformers' offloading one."""
     return getattr(function, "func", function) is not checkpoint

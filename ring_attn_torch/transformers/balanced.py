@@ -1,4 +1,4 @@
-"""The balanced layout inside ``sequence_parallel``: each call assigns its documents to the ranks."""
+"""The balanced layout inside ``sequence_parallel``: each call assigns its documents to the ranks, to balance their work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .models import text_config
 
 
 def check_layout_name(layout: str) -> None:
-    """Raise ValueError if ``layout`` is not the name of a layout; "balanced" is one."""
+    """Raise ValueError if ``layout`` is neither "balanced" nor the name of another layout."""
     if layout != BALANCED:
         named(layout)
 
@@ -37,9 +37,9 @@ def check_balanced(ring: CallRing, checked: CheckedArguments) -> None:
 
 
 def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, length: int) -> CallRing:
-    """Return ``ring`` with its layout "balanced" replaced by the BalancedLayout of a batch. Other rings are returned as they are.
+    """Replace the layout "balanced" of ``ring`` by the BalancedLayout of a batch. Return a ring of another layout unchanged.
 
-    ``extents`` int [batch, length, 2]: the interval of each token's document, empty for padding; None: a row is one document.
+    ``extents`` int [batch, length, 2]: the interval of each token's document, empty for padding. None: each row is one document.
     """
     if ring.layout != BALANCED:
         return ring
@@ -53,10 +53,10 @@ def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, 
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
-    """Return the weight of each mask, causal or a window: the number of layers that have the mask.
+    """Return the weight of each mask, causal or a window, in the work of all layers, which the balanced layout balances.
 
-    If the config has no window, the result is {causal: 1.0}. If it has a window but no ``layer_types``, the result is {the
-    window: 1.0}. The balanced layout balances the work of all layers together.
+    The weight is the number of layers that have the mask. If the config has no window, the result is {causal: 1.0}. If it has a
+    window but no ``layer_types``, the result is {the window: 1.0}.
     """
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or window < 1:

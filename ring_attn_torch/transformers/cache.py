@@ -1,9 +1,9 @@
 """The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that uses it.
 
-Each rank holds the keys and values of a part of the tokens. The first call shards its tokens like a batch without a cache. So
-does a later call that has more than ``FEW`` tokens and keeps the logits of one token. In these calls ``prefill`` attends over the
-ring, and the ranks sum the hidden states whose logits are kept. In other calls every rank computes all new tokens: each layer
-appends their keys and values to the cache, and ``tree_attention_decode`` merges the ranks' attention to their parts.
+Each rank holds the keys and values of a part of the tokens. The first call shards its tokens like a batch without a cache. A
+later call shards its tokens if it has more than ``FEW`` and keeps the logits of one token. In a sharded call ``prefill`` attends
+over the ring, and a sum over the ranks collects the hidden states of the kept logits. In other calls every rank computes all new
+tokens: each layer appends their keys and values to the cache, and ``tree_attention_decode`` merges the ranks' partial attention.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def with_cache_renamed(model: PreTrainedModel, call_arguments: dict[str, Any]) -
 
 
 class RingCache(Cache):
-    """The cache of ``model.generate()`` inside ``sequence_parallel``: a :class:`KVCache`, created by the first call of a layer.
+    """The cache of ``model.generate()`` inside ``sequence_parallel``. The first layer's attention creates its :class:`KVCache`.
 
     A call with ``use_cache=True``, or with the empty DynamicCache of ``generate``, returns a RingCache as ``cache``
-    (``past_key_values`` before transformers 5.24). The next call continues it. ``tokens``: the number of tokens of a row,
-    padding on the left included, as in transformers; the KVCache holds no padding.
+    (``past_key_values`` before transformers 5.24). Pass it to the next call, which appends to it. ``tokens``: the number of
+    tokens of a row, padding on the left included, as in transformers; the KVCache holds no padding.
     """
 
     def __init__(self, ring: CallRing, layers: int) -> None:
@@ -83,8 +83,8 @@ class RingCache(Cache):
     def holding(self, k: Tensor, v: Tensor, tokens: int, local: int | None) -> KVCache:
         """Return the KVCache with room for ``tokens`` more tokens per row.
 
-        The first call creates it, with the sizes and dtype of k and v. ``local``: the largest number of these tokens that a rank
-        stores. None: the ranks share them evenly.
+        The first call creates the KVCache, with the sizes and dtype of k and v. ``local``: the maximum number of new tokens per
+        row that one rank stores, or None if the new tokens are distributed evenly over the ranks.
         """
         if self.kv is None:
             sizes = CacheSizes(self.depth, k.shape[2], k.shape[3], v.shape[3])
@@ -123,18 +123,18 @@ class RingCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """False for each layer: none is linear attention, so generate() counts the cached tokens."""
+        """Return False for each layer: no layer is linear attention, so generate() counts the cached tokens."""
         return [False] * self.depth
 
     @property
     def is_croppable(self) -> bool:
-        """True: tokens can be removed from the end."""
+        """Return True: tokens can be removed from the end of each row."""
         return True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove tokens from the end of each row, such as those rejected in speculative decoding.
 
-        A negative argument ``-n`` removes n tokens. A positive one is how many to keep, as in transformers 5.13 and 5.14.
+        A negative argument ``-n`` removes n tokens. A positive argument n keeps the first n, as in transformers 5.13 and 5.14.
         """
         removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, self.tokens - tokens_to_remove)
         if removed and self.kv is not None:
@@ -163,10 +163,10 @@ class RingCache(Cache):
 class CachedCall(RunningCall):
     """A running call that fills or continues a cache, with the lengths, padding and cache placement of its tokens.
 
-    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of them that this rank computes, the
-    layout's padding included, or None if each rank computes all. ``lengths``: the number of new tokens of each row without
-    padding. ``valid``: bool [batch, tokens], False for padding, or None without padding. ``keep``: the number of last tokens
-    whose logits are requested. ``step``: the placement of the new tokens in the cache; None until the first layer has made it.
+    ``tokens``: the number of new tokens of each row, padding included. ``local``: the number of tokens in this rank's shard of
+    a row, the layout's padding included, or None if each rank computes all. ``lengths``: the number of new tokens of each row
+    without padding. ``valid``: bool [batch, tokens], False for padding, or None without padding. ``keep``: logits of the last
+    ``keep`` tokens are requested. ``step``: the placement of the new tokens in the cache; None until the first layer sets it.
     """
 
     cache: RingCache
@@ -210,7 +210,7 @@ class CachedCall(RunningCall):
         return tree_attention_decode(q, q_positions=step.positions, window=window, group=ring.group, **part, **score)
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Allow updates of the cache during the call. If tokens are sharded, add a hook that gathers the last hidden states."""
+        """Allow cache updates during the call. If tokens are sharded, add a hook that sums ``last_tokens`` over the ranks."""
         self.cache.inside = True
         self.scope.callback(setattr, self.cache, "inside", False)
         if self.local is None:
@@ -234,7 +234,7 @@ class CachedCall(RunningCall):
 
 
 def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[str, Any], tokens: Tensor) -> CachedCall:
-    """Return the CachedCall of checked arguments with this rank's shard of ``tokens`` (ids or embeddings), or all if few."""
+    """Return the CachedCall of checked arguments. It computes ``tokens`` (ids or embeddings) or this rank's shard of them."""
     (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
     keep = max(1, int(call_arguments.get("logits_to_keep", 1)))
     position_ids, mask = call_arguments.get("position_ids"), call_arguments.get("attention_mask")
@@ -276,7 +276,8 @@ def last_tokens(hidden: Tensor, positions: Tensor, lengths: Tensor, keep: int) -
 def cache_of(model: PreTrainedModel, ring: CallRing, call_arguments: dict[str, Any]) -> RingCache | None:
     """Return the cache of a call with arguments ``call_arguments``: new in the first call, None if the call uses no cache.
 
-    Raise ValueError if the model does not support a cache here, if the cache is of another kind or ring, or if labels are passed.
+    Raise ValueError if the model does not support a cache over a ring, if labels are passed, or if the passed cache is neither a
+    RingCache of ``ring`` nor an empty DynamicCache without offloading.
     """
     name = cache_name(model)
     kept = call_arguments.get(name)

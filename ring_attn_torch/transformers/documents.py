@@ -13,7 +13,7 @@ from ..data.extents import document_extents, integers
 
 
 class DocumentBounds(NamedTuple):
-    """The documents and padding of global sequences. An array that is not needed is None."""
+    """The documents and padding of global sequences. Unneeded arrays are None. ``packed``: rows may have several documents."""
 
     extents: Tensor | None = None
     """``int32`` [batch, length, 2], the interval of each token's document. If key_mask is None, padding has [0, 0) and
@@ -26,10 +26,11 @@ class DocumentBounds(NamedTuple):
 
 
 def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if the documents of a call of ``shape`` [batch, length] are not defined by its arguments.
+    """Raise ValueError if the arguments of a call of ``shape`` [batch, length] do not define its documents.
 
-    They are not if cu_seq_lens_q disagrees with cu_seq_lens_k or with position_ids that begin again, ends before the length,
-    comes with several rows or a cache, or if cu_seq_lens_k or seq_idx comes alone. ``name``: that of the model's class.
+    The argument cu_seq_lens_q must equal cu_seq_lens_k, agree with position_ids that begin again, and end at ``length``. It must
+    not come with several rows or a cache. cu_seq_lens_k needs cu_seq_lens_q; seq_idx needs cu_seq_lens_q or position_ids.
+    ``name``: the name of the model's class, for the error. ``cached``: True if the call has a cache.
     """
     batch, length = shape
     if "seq_idx" in call_arguments and not {"position_ids", "cu_seq_lens_q"} & call_arguments.keys():
@@ -74,14 +75,14 @@ def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int,
 
 
 def text_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
-    """Return the positions in the text, [batch, length], or None if ``position_ids`` lack them, as the three rows of Qwen-VL."""
+    """Return the text positions [batch, length], or None if ``position_ids`` has none, such as [3, batch, length] of Qwen-VL."""
     if position_ids is not None and position_ids.ndim == 3:
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     return None if position_ids is None else position_ids.expand(batch, -1)
 
 
 def _starts(position_ids: Tensor, present: Tensor | None) -> Tensor:
-    """Return bool [batch, length - 1]: whether each token but the first begins a document, as ``documents_of`` says."""
+    """Return bool [batch, length - 1]: True for each token after the first that begins a document, as in ``documents_of``."""
     step = position_ids[:, 1:] - position_ids[:, :-1]
     return step != 1 if present is None else (step <= 0) & present[:, 1:] & present[:, :-1]
 
@@ -89,10 +90,11 @@ def _starts(position_ids: Tensor, present: Tensor | None) -> Tensor:
 def documents_of(position_ids: Tensor | None, present: Tensor | None, cu_seqlens: Tensor | None, length: int) -> DocumentBounds:
     """Return the document bounds of a batch.
 
-    ``position_ids`` int [batch, length]. Without ``present``, a document begins wherever position_ids do not increase by exactly
-    one, as in transformers. With ``present``, it begins only where position_ids of two neighbours do not increase and neither is
-    padding. ``present`` bool [batch, length]: False for padding. ``cu_seqlens`` int [documents + 1], instead of position_ids, for
-    a batch of one row: 0, then the end of each document; ``check_documents`` has compared the two.
+    ``position_ids`` int [batch, length]; ``present`` bool [batch, length], False for padding. Without ``present``, a document
+    begins wherever position_ids do not increase by exactly one, as in transformers. With ``present``, a document begins only
+    where position_ids do not increase from one token to the next and neither token is padding. ``cu_seqlens`` int
+    [documents + 1], for a batch of one row: 0, then the end of each document. If it is passed, position_ids are not read, because
+    ``check_documents`` has checked that both agree.
     """
     if cu_seqlens is not None:
         extents = document_extents(cu_seqlens=cu_seqlens, length=length)

@@ -83,9 +83,10 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
 def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
     """Return the output of trl's head with the loss over all ranks' labels, and each ``PER_TOKEN`` field gathered from all ranks.
 
-    A gathered field is in natural order. As on one device, it has ``length - 1`` tokens if the call passed labels, and ``length``
-    if the call passed shift_labels. Its gradient, summed over the ranks, is that of one device times the number of ranks, as for
-    global logits. ``factor``: the backward multiplies the gradient of the loss by it.
+    ``PER_TOKEN`` fields have one number per token. A gathered field is in natural order. As on one device, it has ``length - 1``
+    tokens if the call passed labels, and ``length`` if the call passed shift_labels. If a loss is computed from a gathered field,
+    the sum of the ranks' gradients is the gradient on one device times the number of ranks, as for global logits.
+    ``factor``: the backward multiplies the gradient of the loss by it.
     """
     assert batch.labels is not None
     ring, end = batch.ring, batch.length - 1 if batch.shifted else batch.length
@@ -121,7 +122,7 @@ class ChunkedHead:
 
     @contextmanager
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
-        """Inside this ``with`` the head returns the summed loss of ``labels`` as a tensor [1, 1, 1].
+        """Make the head return the summed loss of ``labels``, a tensor [1, 1, 1], inside this ``with``.
 
         The model's forward raises ValueError if the model changes the head's output, for example by a softcap. It also raises
         ValueError if the head gets the hidden states of only some tokens, or if the head's weight is a DTensor.

@@ -30,7 +30,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Pattern(NamedTuple):
-    """A mask pattern: a band, restricted to the query's chunk of ``chunk`` tokens if ``chunk`` is not 0."""
+    """A mask pattern: a band of keys. If ``chunk`` is not 0, a query sees only keys in its own chunk of ``chunk`` tokens."""
 
     band: Band
     chunk: int = 0
@@ -45,7 +45,7 @@ class Pattern(NamedTuple):
 
 
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """Return the patterns of masks with ``local_size=size``, likeliest first. ``both_sides``: tokens also see later tokens."""
+    """Return the patterns of a mask with window or chunk ``size``, likeliest first. ``both_sides``: tokens see later ones too."""
     if size is None:
         return [Pattern(full() if both_sides else causal())]
     if both_sides:
@@ -55,7 +55,7 @@ def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> li
 
 
 def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int, device: torch.device, rows: int = 1) -> bool:
-    """Return True if ``function`` equals ``pattern`` on a sample of position pairs below ``tokens``, in the first ``rows`` rows.
+    """Return True if ``function`` equals ``pattern`` on sampled pairs of positions < ``tokens``, in the first ``rows`` sequences.
 
     The sample pairs each query with its neighbours, the first token and the tokens at the edge of a window of ``size``, to
     detect documents, blocks and prefixes. It pairs each query with ``_spread`` keys, to detect holes. It also has all pairs among
@@ -74,15 +74,15 @@ def fits(pattern: Pattern, function: MaskFunction, size: int | None, tokens: int
 
 
 def _spread(q: Tensor, tokens: int) -> list[Tensor]:
-    """Return 8 keys for each query ``q``, spread evenly, so that a hole of an eighth of the tokens or more contains one."""
+    """Return 8 keys for each query ``q``, spread evenly: any run of an eighth of the tokens or more contains one of the 8."""
     return [(q + i * tokens // 8) % tokens for i in range(8)]
 
 
 def intervals(function: MaskFunction, batch: int, tokens: int, device: torch.device) -> Tensor | None:
-    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if the check fails for some query.
+    """Return each query's interval of visible keys, int32 [batch, tokens, 2], or None if some query has no such interval.
 
-    An interval must contain its query. Bisection finds the interval's ends. Then some keys are checked: the two just outside, the
-    middles between the query and both ends, and ``_spread`` keys. So a hole of less than an eighth of the tokens may not be
+    An interval must contain its query. Bisection finds its ends. Then a sample of keys is checked: the key just outside each end,
+    the key halfway between the query and each end, and ``_spread`` keys. A hole of less than an eighth of the tokens may not be
     found. The mask is evaluated for every token of the global sequence, so this function is called on rings of one rank only.
     """
     b = torch.arange(batch, device=device)[:, None].expand(batch, tokens)

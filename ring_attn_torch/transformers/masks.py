@@ -55,7 +55,7 @@ class CallRing(NamedTuple):
 
 
 class LayerMask(NamedTuple):
-    """The mask that layers share, such as all with a window, for this rank's tokens. The model passes it as attention_mask."""
+    """The mask of one kind of layer, such as those with a window, for this rank's tokens. The layers get it as attention_mask."""
 
     ring: CallRing
     band: Band
@@ -96,7 +96,7 @@ class RunningCall(ABC):
 
     @abstractmethod
     def begin(self, model: PreTrainedModel) -> None:
-        """Prepare ``model`` and its cache for the call. ``scope`` undoes this when the call ends."""
+        """Prepare ``model`` and its cache for the call. Add callbacks to ``scope`` that undo the changes when the call ends."""
 
     @abstractmethod
     def mask_of(self, pattern: Pattern) -> LayerMask:
@@ -135,11 +135,12 @@ def ring_mask(
     local_size: int | None = None,
     **others: Any,
 ) -> LayerMask | NoWindow:
-    """Return the mask of one kind of layer, NoWindow if ``local_size`` < 1. Functions like create_causal_mask call it.
+    """Return the mask of one kind of layer, or NoWindow if ``local_size`` < 1, for functions like create_causal_mask.
 
     Raise ValueError if the layer is cross-attention, if a cache other than a RingCache holds tokens, or if the mask fits no
-    pattern of ``mask_functions.py``. Under torch.compile only masks that need vmap are refused. Outside of ``sequence_parallel``
-    any mask with one interval of keys for each query is accepted, but only on one rank.
+    pattern of ``mask_functions.py``. Under torch.compile, inside ``sequence_parallel``, the likeliest pattern is taken
+    unchecked, and only a mask that needs vmap is refused. Outside of ``sequence_parallel`` any mask with one interval of keys for
+    each query is accepted, but only on one rank.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
@@ -215,7 +216,7 @@ class AccelerateHooks:
                     self.removed.append((module, key, module._forward_pre_hooks.pop(key)))
 
     def restore(self) -> None:
-        """Reinsert the removed hooks at the front of their modules' forward pre-hooks, where they were."""
+        """Reinsert each removed hook at its old place, in front of the other forward pre-hooks of its module."""
         for module, key, hook in self.removed:
             hooks = module._forward_pre_hooks
             hooks.update({key: hook} | {other: hooks.pop(other) for other in list(hooks)})

@@ -1,13 +1,13 @@
 """The models that a ring does not support, and the reasons.
 
-Refused before the first call, by class or config: layers that are not softmax attention over a band of keys (Mamba, linear
-attention, convolutions, Fourier transforms), and attention in a model's own code. Also refused then: encoders with a decoder,
-sequence classification heads, prompt tuning, and a GPU backend for a model on a CPU.
+Before the first call, checks of classes, config and device refuse layers that are not softmax attention over a band of keys
+(Mamba, linear attention, convolutions, Fourier transforms), and attention in a model's own code. They also refuse encoders with
+a decoder, heads with one result per row (sequence classification), prompt tuning, and a GPU backend for a model on a CPU.
 
-Refused after the first forward, on several ranks: a decoder or encoder layer, not compiled, that mixes tokens without calling
-ring attention (``MixingLayers``). A layer without attention, such as a plain MLP layer, is correct on a shard. To distinguish
-the two, the layer runs once more on hidden states in which two tokens are NaN: in a layer that mixes tokens, NaN spreads to
-other tokens.
+After the first forward on several ranks, ``MixingLayers`` refuses a model that is not compiled if a decoder or encoder layer
+mixes tokens without calling ring attention. A layer that does not mix tokens, such as a plain MLP layer, is correct on a shard.
+To distinguish the two kinds, each layer that did not call ring attention runs once more on hidden states in which two tokens are
+NaN: if the layer mixes tokens, NaN spreads to other tokens.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROW_HEADS = re.compile("For(Sequence|Image|Video|Audio)Classification|ForMultipl
 
 
 def hugging_face_model(model: nn.Module) -> PreTrainedModel:
-    """Return ``model`` or the outermost transformers model in it, as inside PEFT or DDP. Raise ValueError if it has none."""
+    """Return ``model``, or the outermost transformers model inside a wrapper (PEFT, DDP). Raise ValueError if none exists."""
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
             return module
@@ -151,7 +151,7 @@ def own_positions(model: PreTrainedModel) -> bool:
 
 
 def uses_all_weights(model: PreTrainedModel) -> bool:
-    """Return True if each weight is known to get a gradient in every backward."""
+    """Return True if the model's type is in ``DENSE``, so that each weight gets a gradient in every backward."""
     return model.config.model_type in DENSE
 
 
@@ -212,8 +212,8 @@ def check_backend_name(backend: str) -> None:
 def layers_of(model: PreTrainedModel) -> dict[str, nn.Module]:
     """Return the decoder and encoder layers of ``model`` by name, without layers nested in layers.
 
-    They are transformers' checkpointable layers or, in models of other authors, the modules of a list as long as
-    ``num_hidden_layers``.
+    In transformers' models, layers are the GradientCheckpointingLayer modules. In models of other authors, they are the modules
+    of a ModuleList with ``num_hidden_layers`` elements.
     """
     depth = getattr(text_config(model.config), "num_hidden_layers", None)
     found: dict[str, nn.Module] = {}

@@ -66,8 +66,8 @@ def sequence_parallel(
 ) -> Iterator[nn.Module]:
     """Make ``model(...)`` take global sequences, the same on every rank, and compute one shard per rank, inside this ``with``.
 
-    ``model``: a model of transformers, or one inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring. ``layout``: a
-    name, or "balanced", which assigns each call's documents to ranks. None: as ``enable`` set, else default group and "zigzag".
+    ``model``: a model of transformers, also inside PEFT (LoRA), FSDP2, DDP or torch.compile. ``group``: the ring. ``layout``: a
+    name; "balanced" assigns each call's documents to ranks. None: as set by ``enable``, else the default group and "zigzag".
 
     The call takes, by name:
         input_ids [batch, length] or inputs_embeds [batch, length, dim]. Any length: sequences are padded here if necessary.
@@ -77,8 +77,8 @@ def sequence_parallel(
         position_ids [1 or batch, length], [3, batch, length] of Qwen-VL, or [4, batch, length] with positions in the text first.
             None: 0, 1, 2, ... (rotary models only). A document begins where text positions restart and, without an
             attention_mask, where they skip, as in transformers. Documents do not see each other. One row may pass cu_seq_lens_q.
-        visual_pos_masks [batch, length] and deepstack_visual_embeds beside inputs_embeds, of Qwen3-VL: the mask of image tokens,
-            and features [tokens of images, dim] for each of the first layers.
+        visual_pos_masks [batch, length] and deepstack_visual_embeds, which Qwen3-VL takes with inputs_embeds: the mask of image
+            tokens, and for each of the first layers a tensor [image tokens, dim] of their features.
         token_type_ids [batch, length]; for Gemma 3 they mark an image's tokens, which also see the image's later tokens.
         tree (parents, lengths), from :func:`pack_rollouts`: the prefix trees of the rows. It sets position_ids, and needs
             shift_labels in place of labels; ``label_weights`` [batch, length] are factors of these labels' losses.
@@ -90,22 +90,22 @@ def sequence_parallel(
             multiply the loss by the number of those ranks. Divide a term of your own that every rank computes alike, such as a
             weight penalty, by the ring's number of ranks. With ``output_router_logits`` the loss includes ``aux_loss``.
         logits (or last_hidden_state of a model without them): this rank's shard in layout order, including the padding at the end
-            of the sequence; with ``gather_logits`` global, in natural order. Hidden states are shards.
+            of the sequence. With ``gather_logits``: the global tensor in natural order. Other hidden states are shards.
 
     ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of at most ``loss_chunk`` tokens
     of a rank at a time: ``loss(hidden, labels, head=weight, chunk=loss_chunk)``. The model's logits must be its head's output,
     and the head a matrix without a bias.
 
     ``model.generate(...)`` prefills the prompts over the ring, and stores their keys and values in a cache distributed over the
-    ranks. All ranks then compute the same new tokens, so give them the same seed if they sample. A loop of your own does the same
-    with ``use_cache=True`` and the returned ``cache`` (``past_key_values`` before transformers 5.24; either name is accepted),
-    under torch.no_grad(). Such a call returns the logits of the last ``logits_to_keep`` tokens (default 1) of a prompt, which
-    may be padded on the left. In other calls the cache is off.
+    ranks. All ranks then compute the same new tokens, so give them the same seed if they sample. In a loop of your own, under
+    torch.no_grad(), pass ``use_cache=True`` to the first call, and the returned ``cache`` to each later call (``past_key_values``
+    before transformers 5.24; either name is accepted). Such a call returns the logits of the last ``logits_to_keep`` tokens
+    (default 1) of a prompt, which may be padded on the left. Calls without these arguments use no cache.
 
     Layers under activation checkpointing save attention's (out, lse), so that the ring's forward runs once. After
-    ``activation_checkpointing_enable(offload=True)`` they save these and their inputs in host memory. accelerate's hooks for
-    context parallelism, which remove masks, are removed meanwhile. Attention's dropout is the same for any number of ranks. Other
-    dropout uses each rank's own generator; seed the ranks differently. Leaving restores the model.
+    ``activation_checkpointing_enable(offload=True)`` they save (out, lse) and the layers' inputs in host memory. Inside this
+    ``with`` accelerate's hooks for context parallelism, which remove masks, are off. Attention's dropout is the same for any
+    number of ranks. Other dropout uses each rank's own generator; seed the ranks differently. Leaving restores the model.
 
     Raise ValueError, the same on every rank, before anything is sent round the ring: if a model or an argument cannot be sharded,
     such as a head with one result per row; if a GPU backend is set for a model on a CPU; if torchrun started processes without a
@@ -125,7 +125,7 @@ def sequence_parallel(
 def on_shards(
     model: nn.Module, ring: CallRing, gather_logits: bool = False, loss_chunk: int | None = None, averaged: bool = False
 ) -> Iterator[None]:
-    """Enter ``sequence_parallel`` without its checks of the model and the ranks' weights: the caller has made them.
+    """Enter ``sequence_parallel`` without checking the model or comparing the ranks' weights: the caller has done both.
 
     ``averaged``: multiply the gradient of each loss by the number of ranks, for DDP or FSDP, which average gradients.
     """
@@ -177,7 +177,7 @@ class ModelHooks:
             self.gather_logits = before
 
     def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Replace a call's arguments by this rank's shards; a call with a cache may keep all tokens. Skip nested calls."""
+        """Replace an outermost call's arguments by this rank's shards, or by all tokens in some calls with a cache."""
         outer = running()
         if outer is not None and outer.model is self.model:
             return None
@@ -227,8 +227,8 @@ def enable(
     and audio parts keep their own attention.
 
     Raise ValueError, with the reason, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
-    attention, convolutions), encoder-decoders, models with attention code of their own. Raise it too if an option is unknown,
-    or if the backend has no CPU kernels and the host no GPUs. The first call checks all else that a backend needs.
+    attention, convolutions), encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
+    unknown, or if a model's backend has no CPU kernels and the host no GPU. The first call checks all other requirements.
     """
     check_layout_name(layout)
     Options(strategy=strategy, backend=backend)
@@ -251,7 +251,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> CallRing:
-    """Return the ring of ``enable``, else of the default group. If not None, ``group`` and ``layout`` replace the ring's own."""
+    """Return the ring set by ``enable``, else a ring of the default group, with ``group`` and ``layout`` replaced if not None."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
     if group is not None:
@@ -284,7 +284,7 @@ def _check_launched() -> None:
 
 
 def check_weights(model: nn.Module, ring: CallRing, prefix: str = "", ranks: str = "the ring") -> None:
-    """Raise ValueError if ranks hold different weights, compared by the sums of their bytes. Sharded weights are not compared."""
+    """Raise ValueError if ranks hold different unsharded weights, by sums of bytes. ``prefix``, ``ranks``: words of the error."""
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
         return

@@ -140,8 +140,8 @@ def coefficient(model: PreTrainedModel) -> float:
 def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached: bool) -> None:
     """Raise ValueError if a call requests the routers' auxiliary loss, and the loss cannot be computed.
 
-    Reasons are an unknown formula, a model without a factor for the loss, and arguments that exclude it, such as ``tree``.
-    ``cached``: True if the call has a cache.
+    The reason is a formula other than this module's, a model without a factor for the loss, or another argument with which the
+    model or the ring computes no such loss, such as ``tree``. ``cached``: True if the call has a cache.
     """
     config, asked = model.config, call_arguments.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))
@@ -164,7 +164,7 @@ def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached
 
 
 def _unknown(model: PreTrainedModel) -> ValueError:
-    """Return the error for a model whose auxiliary loss is missing or not the module's formula."""
+    """Return the error for a model without an auxiliary loss or its factor, or with a formula other than this module's."""
     return ValueError(
         f"{type(model).__name__} got output_router_logits=True, in its config or its call, and computes no auxiliary loss of "
         f"routers that sequence_parallel knows: it knows that of transformers' {FUNCTION}. Set output_router_logits=False"

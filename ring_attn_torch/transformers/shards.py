@@ -1,13 +1,13 @@
-"""The shards of a call: the steps from global input_ids, labels, positions and images to this rank's tokens.
+"""The shards of a call: the conversion of global input_ids, labels, positions and images to this rank's tokens.
 
 ``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each argument the
-tokens at this rank's positions in the layout, padded with copies of the last token (labels with ignore_index). The result is a
+tokens at this rank's positions in the layout. Padding repeats the last token; its labels are ignore_index. The result is a
 ``GlobalBatch``: the shards, and the documents, padding and image blocks of the global sequences, from which ``ring_mask`` makes
 masks. A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length get
 the largest position of all shards (``with_largest_position``).
 
-Positions count the tokens of the global sequence from 0, padding included. ``position_ids`` differ: a model computes rotary
-angles from them, and they restart at each document of a packed row.
+Positions count the tokens of the global sequence from 0, padding included. They are not the argument ``position_ids``, which
+restarts at each document of a packed row, and from which a model computes rotary angles.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _global_batch(model: PreTrainedModel, ring: CallRing, checked: CheckedArgume
 
 
 def _features(global_batch: GlobalBatch, call_arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return this rank's visual_pos_masks [batch, local] and deepstack_visual_embeds: the features of its image tokens."""
+    """Return this rank's visual_pos_masks [batch, local] and deepstack_visual_embeds, the features of its image tokens."""
     mask = call_arguments[VISUAL[0]].to(global_batch.device).bool()
     number = (mask.flatten().long().cumsum(0) - 1).view(mask.shape)
     mine = global_batch.filled(mask, 0)
@@ -153,7 +153,7 @@ class GlobalBatch(RunningCall):
         self.index, self.outside = own.clamp(max=self.length - 1), own >= self.length
 
     def begin(self, model: PreTrainedModel) -> None:
-        """Pass image features to the submodel that reads them during the call; the outer models do not pass them."""
+        """Add a hook that passes image features to the submodel that reads them, because the outer models do not pass them on."""
         if self.features is not None:
             reader, features = self.features
             hook = reader.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | features), with_kwargs=True)

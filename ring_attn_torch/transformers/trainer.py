@@ -1,11 +1,12 @@
-"""RingTrainer, a transformers Trainer whose ring shards every row of a batch over its ranks.
+"""RingTrainer, a transformers Trainer that shards every row of a batch over the ranks of a ring.
 
 ``RingTraining`` enters ``sequence_parallel`` for training and evaluation, gives all ranks of a ring the same rows, and counts
 rows and labels once per ring. It multiplies the gradient of the model's loss by the ring's number of ranks, because DDP and FSDP
 average gradients over the ranks.
 
-accelerate sees a device mesh in which the ranks of a ring are one axis, so it deals rows to rings, not to ranks. Its own context
-parallelism, which would shard the rows again, is switched off. ``AccelerateHooks`` in masks.py removes its hooks.
+accelerate sees a device mesh in which the ranks of a ring are one axis, so it deals rows to rings, not to ranks. Context
+parallelism by accelerate itself would shard the rows again, so ``RingTraining`` switches it off. ``AccelerateHooks`` in masks.py
+removes the hooks of this context parallelism.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ class RingTraining(Base):
 
     Put it before the Trainer, as in ``class Mine(RingTraining, SFTTrainer): pass``.
 
-    It takes the Trainer's arguments, and ``group``, ``layout``, ``loss_chunk`` of :func:`sequence_parallel`. Without ``group``
-    the ring is the cp axis of ``TrainingArguments(parallelism_config=...)`` if that has one, else the ring of ``enable``, else
-    all ranks. A ring of fewer ranks must consist of consecutive ranks; each ring then gets its own rows, like a data
-    parallel rank.
+    The arguments are the Trainer's, and ``group``, ``layout``, ``loss_chunk`` of :func:`sequence_parallel`. Without ``group``
+    the ring is the cp axis of ``TrainingArguments(parallelism_config=...)``. Without a cp axis, it is the ring of
+    ``enable``, else all ranks. If a ring has only some of the ranks, they must be consecutive, and all rings equally large. Each
+    ring then gets its own rows, like a data parallel rank.
 
-    Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own, and all ranks of a
-    ring get the same rows, as many as the batch size of one device. Losses, gradients and the gradient norm are those of a
+    Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own. All ranks of a ring
+    get the same rows; their number is the batch size per device. Losses, gradients and the gradient norm are those of a
     Trainer with one data parallel process in place of each ring: the loss is divided by the number of labels of all rings and all
     accumulated batches. DDP and FSDP average gradients over the ranks. To compensate, the gradient of the model's own loss is
     multiplied by the ring's number of ranks. A penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts
-    once. In ``predict``, and in ``compute_metrics``, logits and labels are global and in natural order, on every rank. trl's
-    SFTTrainer trains with the model's plain loss, and omits its metrics of entropy and accuracy, which need logits.
+    once. On every rank, ``predict`` returns and ``compute_metrics`` gets global logits and labels in natural order. trl's
+    SFTTrainer trains with the model's plain loss, and omits its metrics of entropy and accuracy, because these need logits.
 
-    Raise ValueError, naming the argument, if an argument is not supported, or if ranks hold different reference models, or
-    evaluate different weights. Raise it also at the definition of a class whose bases name a Trainer before RingTraining.
+    Raise ValueError, naming the argument, if an argument is not supported. Raise it also if ranks hold different weights of the
+    reference model or of the evaluated model, or if the bases of a new class name a Trainer before RingTraining.
     """
 
     ring: CallRing
@@ -85,7 +86,7 @@ class RingTraining(Base):
             check_weights(reference, self.ring._replace(group=group_of(group_name(None))), "ref_model.", "all ranks")
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, set to give all ranks of a ring the same rows."""
+        """Check the arguments, choose the ring, and create an accelerator that gives all ranks of the ring the same rows."""
         warn_if_untried("accelerate", self.args.process_index == 0)
         check_kind(self)
         check_arguments(self.args)
@@ -113,7 +114,7 @@ class RingTraining(Base):
 
     @contextmanager
     def _on_the_ring(self) -> Iterator[None]:
-        """Enter ``sequence_parallel`` for the models. A nested entry, such as an evaluation during training, does nothing."""
+        """Enter ``sequence_parallel`` for all models, unless it is entered already, as in an evaluation during training."""
         if self._scope is not None:
             yield
             return
@@ -127,12 +128,12 @@ class RingTraining(Base):
                 self._scope = None
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Train as the Trainer does, on the ring."""
+        """Run the Trainer's ``train`` inside ``sequence_parallel``."""
         with self._on_the_ring():
             return super().train(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate or predict as the Trainer does, on the ring, and count each row once."""
+        """Run the Trainer's evaluation or prediction inside ``sequence_parallel``, and count each row once."""
         if self._scope is None and not self.state.global_step:  # no DDP has copied rank 0's weights
             check_weights(self.model, self.ring)
         with self._on_the_ring():
@@ -141,7 +142,7 @@ class RingTraining(Base):
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
-        """Enter the Trainer's own contexts. On several ranks, add advice to most errors in a user-defined loss."""
+        """Enter the Trainer's contexts. On several ranks, add a note on labels and logits to most errors of a user's own loss."""
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not RingTraining)
         self._in_loss = True
         try:
@@ -159,19 +160,19 @@ class RingTraining(Base):
             self._in_loss = False
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss of the next class in the MRO. trl's SFTTrainer is skipped, because its loss needs trl's own head."""
+        """Return the loss that the next class in the MRO computes. Skip trl's SFTTrainer, whose loss needs trl's own head."""
         return self._next("compute_loss")(*args, **kwargs)
 
     def _next(self, name: str) -> Callable[..., Any]:
-        """Return the method ``name`` of the next class in the MRO that has it. If that is SFTTrainer, return Trainer's method."""
+        """Return the first method ``name`` after RingTraining in the MRO. In place of SFTTrainer's method return Trainer's."""
         order = type(self).__mro__
         owner = next(kind for kind in order[order.index(RingTraining) + 1 :] if name in vars(kind))
         return getattr(Trainer if is_sft(owner) else owner, name).__get__(self)
 
     def get_tp_size(self) -> int:
-        """Return the tensor parallel size. During ``compute_loss``, multiply it by the ring's number of ranks.
+        """Return the tensor parallel size, multiplied by the ring's number of ranks during ``compute_loss``.
 
-        The Trainer then counts a ring as one process.
+        The Trainer multiplies the loss by its number of processes divided by this size, and so counts a ring as one process.
         """
         size = super().get_tp_size()
         return size * self.ring.ranks if self._in_loss else size
@@ -181,7 +182,7 @@ class RingTraining(Base):
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss and, unless ``prediction_loss_only``, global logits and labels.
 
-        ``ignore_keys``: outputs to leave out. None: ``keys_to_ignore_at_inference`` of the config, aux_loss and router_logits.
+        ``ignore_keys``: outputs to leave out. Default: the config's ``keys_to_ignore_at_inference``, aux_loss and router_logits.
         """
         if ignore_keys is None:
             ignore_keys = [*getattr(self.model.config, "keys_to_ignore_at_inference", ()), "aux_loss", "router_logits"]
@@ -189,7 +190,7 @@ class RingTraining(Base):
             return self._next("prediction_step")(model, inputs, prediction_loss_only, ignore_keys)
 
     def _gather_rows(self, data: Any) -> Any:
-        """Gather arrays [rows, ...] of all rings, each row once, without the rows that only fill up the last batch."""
+        """Return arrays [rows, ...] gathered from all rings, each row once, without the rows that only pad the last batch."""
         from accelerate.utils import recursively_apply  # type: ignore[import-not-found]
 
         rings, state = self.args.world_size // self.ring.ranks, self.accelerator.gradient_state
@@ -202,17 +203,17 @@ class RingTraining(Base):
         return self.ring.ranks
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """Return this rank's share of the floating point operations for global rows."""
+        """Return the floating point operations of a batch of global rows, divided by the ring's number of ranks."""
         return super().floating_point_ops(inputs) / self.ring.ranks
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        """Count the tokens of each ring once."""
+        """Add a batch's tokens to ``state.num_input_tokens_seen``: the rows of a ring count once, not once per rank."""
         before = self.state.num_input_tokens_seen
         super()._track_num_input_tokens(inputs)
         self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self.ring.ranks
 
     def _prepare_context_parallel_inputs(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Return (nullcontext, inputs) with unsharded rows: accelerate's own context parallelism is off."""
+        """Return (nullcontext, inputs) with unchanged inputs, because accelerate's own context parallelism is off."""
         return nullcontext, inputs
 
 

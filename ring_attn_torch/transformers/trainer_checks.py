@@ -16,7 +16,7 @@ OLDEST = Version("5.20")
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Raise ValueError if TrainingArguments are not supported, or if transformers is older than ``OLDEST``."""
+    """Raise ValueError if TrainingArguments are not supported, or if transformers is older than release ``OLDEST``."""
     if Version(transformers.__version__) < OLDEST:
         raise ValueError(
             f"RingTrainer needs transformers {OLDEST} or newer, whose Trainer counts the labels of a row that ranks share once, "

@@ -1,11 +1,12 @@
 """Prefix trees inside ``sequence_parallel``: the checks of a call's ``tree`` argument, and its arrays.
 
-In a call with ``tree=(parents, lengths)`` each row holds prefix trees, as ``pack_rollouts`` makes them. A token sees its
-ancestors in the tree, by causal attention with key extents. ``position_ids`` count along the path from the root.
+In a call with ``tree=(parents, lengths)`` each row holds prefix trees, as ``pack_rollouts`` makes them. ``tree`` gives the parent
+and the length of each segment. A token sees its ancestors in the tree: attention is causal, and the *key extent* of a key is the
+interval of the queries that may see it. ``position_ids`` count tokens along the path from the root.
 
-A layer's own window would count positions of the row, across other branches: after a prompt of 2 tokens and completions of 100
-and 1, a window of 102 would hide token 0 from the last token. A window at least as long as the longest path hides no ancestor
-along a path, so it is dropped. A shorter window is refused.
+A layer's own window would count positions in the row, so it would count other branches too: after a prompt of 2 tokens and
+completions of 100 and 1, a window of 102 would hide token 0 from the last token. If a window is at least as long as the longest
+path, it hides no ancestor when counted along a path, so it is dropped. A shorter window is refused.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class RowTrees(NamedTuple):
     """The number of tokens on the longest path."""
 
     def band(self, pattern: Pattern) -> Band:
-        """Return the band of a layer, ``causal()``. Raise ValueError if ``pattern`` may hide ancestors or show later tokens."""
+        """Return ``causal()``, the band for a layer. Raise ValueError if ``pattern`` may hide ancestors or show later tokens."""
         if pattern.band.lo != 0:
             raise ValueError("tree goes with causal layers, and this model has layers that see later tokens: leave tree out")
         if pattern.chunk:
@@ -62,7 +63,7 @@ class RowTrees(NamedTuple):
 
 
 def row_trees(tree: Any, shape: tuple[int, int], device: torch.device) -> RowTrees:
-    """Return the trees of a call. ``tree``: (parents, lengths). Raise ValueError if they do not fit ``shape`` [batch, length]."""
+    """Return the trees of ``tree``, a pair (parents, lengths). Raise ValueError if they do not fit ``shape`` [batch, length]."""
     key_extents, positions, _ = (torch.from_numpy(x).to(device) for x in trees.batch_of_trees(tree, *shape))
     return RowTrees(key_extents, positions.long(), trees.longest_path(trees.trees_of(*tree)))
 
@@ -91,8 +92,8 @@ def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tu
 def _check_label_weights(call_arguments: dict[str, Any]) -> None:
     """Raise ValueError if label_weights come without shift_labels.
 
-    For a mean loss (no ``num_items_in_batch``) raise it also if the weight of a label other than ``ignore_index`` is negative or
-    not finite.
+    Without ``num_items_in_batch`` the loss is divided by the sum of the weights. Raise ValueError then also if a weight is
+    negative or not finite, unless its label is ``ignore_index``.
     """
     weights, labels = call_arguments.get("label_weights"), call_arguments.get("shift_labels")
     if weights is None:

@@ -1,8 +1,8 @@
 """Checks of trl's Trainers on a ring, and of calls with trl's own head.
 
 trl's ``add_fused_lm_head`` replaces a model's forward. A call with ``fused_lm_head=True`` then returns the log-probability of
-each label in place of logits. On a ring each rank computes those of its own labels, and ``with_log_probs`` of ``loss.py`` gathers
-them.
+each label in place of logits. On a ring each rank computes the log-probabilities of its own labels, and ``with_log_probs`` of
+``loss.py`` gathers those of all ranks.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def is_sft(kind: type) -> bool:
 
 
 def check_kind(trainer: Any) -> None:
-    """Raise ValueError if a Trainer is or extends a trl Trainer outside ``TRAINERS`` that defines a loss, such as GRPOTrainer."""
+    """Raise ValueError if a Trainer is or extends a trl Trainer with its own loss, such as GRPOTrainer; ``TRAINERS`` may run."""
     for kind in type(trainer).__mro__:
         if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(

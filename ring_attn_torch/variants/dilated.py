@@ -1,4 +1,4 @@
-"""Dilated attention: one ring attention per pattern (segment length, dilation), and the merge of their results."""
+"""Dilated attention: one ring attention per pattern (a segment length and a dilation), and a weighted average of the results."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ def dilated_attention(
 ) -> Any:
     """Compute dilated attention of LongNet (Ding et al., arXiv:2307.02486) over a ring, forward and backward.
 
-    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens, the last of which may be short. In each segment,
-    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. These attend to each other:
+    Pattern i splits the sequence into segments of ``w = segments[i]`` tokens; the last segment may be shorter. In each segment,
+    with ``r = dilations[i]``, head h keeps the tokens at offsets ``h % r``, ``h % r + r``, and so on. Kept tokens of a segment
+    attend to each other:
 
         Z_i = sum_j exp(s_j),    out_i = sum_j exp(s_j) v_j / Z_i        over the keys j that pattern i lets the query see
         out = sum_i Z_i out_i / sum_i Z_i,    lse = log sum_i Z_i        over the patterns whose kept tokens include the query
 
-    A key that is visible in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
+    A key that a query sees in two patterns counts twice. Each pattern is one exact ring attention over the tokens that it keeps.
+    Under the strategy "ring", keys travel no farther than a segment reaches.
 
     Arguments (arrays are this rank's shards in contiguous layout: rank R holds tokens R s to (R + 1) s - 1):
         q: ``[batch, s, heads, head_dim]``; k: ``[batch, s, kv_heads, head_dim]``; v: ``[batch, s, kv_heads, v_dim]``; dtypes and
@@ -68,24 +70,23 @@ def dilated_attention(
         segments: lengths in tokens, strictly increasing. They need not divide the sequence, and may be longer than it.
         dilations: one for each segment; it divides the segment's length.
         group: the ring: a ProcessGroup or a 1-D DeviceMesh; None is the default group, or a ring of one.
-        mixing: "softmax": every head uses all patterns, as above. "heads": with n patterns, head h uses pattern ``h n // heads``
-            alone.
-        mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions, within the segments.
+        mixing: "softmax": every head uses all patterns, as above. "heads": of the n patterns, head h uses only pattern
+            ``h n // heads``.
+        mask: ``causal()``, ``full()`` or ``sliding_window(before, after)`` in global positions; it applies inside each segment.
         key_mask: bool ``[batch, s]``, True where a key may be attended.
         scale, softcap, strategy, backend, deterministic: as in ``ring_attention``. The backends "flash", "cudnn" and "flash4" are
-            refused: they give no gradient of lse, which the weights of the patterns need.
-        length: global number of tokens without padding; padding is hidden and has out 0. None: all tokens of the shards.
+            refused, because they give no gradient of lse, and the weights of the patterns need this gradient.
+        length: global number of tokens without padding. Padding keys are masked; padding queries have out 0. None: no padding.
         return_lse: also return lse.
 
     Returns ``out [batch, s, heads, v_dim]`` in q's dtype, and with ``return_lse`` also ``lse [batch, s, heads]`` in at least
-    float32, natural log, differentiable. A token that no pattern keeps, or that sees no key, has out 0, lse -inf, gradients 0.
-
+    float32, natural log, differentiable. A query that no pattern keeps, or that sees no key, has out 0, lse -inf, gradient 0.
     torch.compile(fullgraph=True) works from PyTorch 2.15 on; older versions raise NotImplementedError under it.
 
     Raise ValueError if segments and dilations differ in number, if segments do not increase, or if a dilation does not divide its
-    segment. Raise it too if with mixing "heads" there are more patterns than heads, if q and k differ in length, or if
-    ``ring_attention`` refuses an argument. Raise it also if arguments differ between ranks. Ranks compare them
-    only in a new call that is not compiled. The error is the same on every rank, and raised before anything is sent.
+    segment. Raise it too if mixing is "heads" and there are more patterns than heads, if q and k differ in length, or if
+    ``ring_attention`` would refuse an argument. Raise it also if arguments differ between ranks. Ranks compare arguments only at
+    their first call with them, and never under torch.compile. The error is the same on every rank, and raised before any sending.
     """
     if torch.compiler.is_compiling() and not COMPILES:
         raise NotImplementedError(
@@ -147,7 +148,7 @@ def attend(
     options: Options,
     group_name: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``dilated_attention`` from checked arguments; return (out, lse). ``batches``: folded batches of each pattern."""
+    """Compute ``dilated_attention`` from checked arguments, and return (out, lse). ``batches``: one FoldedBatches per pattern."""
     rank, _ = _place(group_name)
     queries, keys = (
         tuple((each, selection) for each, selection in zip(batches, parts, strict=True)) for parts in _parts(batches)
@@ -166,7 +167,7 @@ def _parts(batches: tuple[FoldedBatches, ...]) -> tuple[Any, Any]:
 
 
 def _arrays(batches: FoldedBatches, key_mask: Tensor | None, q: Tensor, rank: int) -> Arrays:
-    """Return extents [b * head_groups, slots, 2] and key mask [b * head_groups, slots] of a pattern, each None if not needed."""
+    """Return a pattern's extents [b * head_groups, slots, 2] and key mask [b * head_groups, slots], each None if not needed."""
     if not batches.needs_extents and key_mask is None:
         return Arrays()
     b, rows = q.shape[0], q.shape[0] * batches.head_groups
@@ -189,7 +190,7 @@ _known_batches = remembered(batches_of)
 
 
 def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, options: Options) -> Problem:
-    """Return the Problem of a call, like ``problem_of`` but without its cache, because torch.compile warns about caches."""
+    """Describe a call as a Problem, like ``problem_of`` but without its cache, because torch.compile warns about caches."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     names = [str(x.dtype).removeprefix("torch.") for x in (q, k, v)]
     optional = tuple(
@@ -212,7 +213,7 @@ def _problem(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, option
 
 @constant
 def _place(group_name: str) -> tuple[int, int]:
-    """Return (this rank's index in the ring, number of ranks of the ring)."""
+    """Return (this rank's index in the ring, the number of ranks of the ring)."""
     group = group_of(group_name)
     return rank_in(group), ranks_of(group)
 

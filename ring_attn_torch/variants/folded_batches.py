@@ -1,13 +1,13 @@
-"""Dilated attention: fold a rank's shard into the folded batches of each pattern, and unfold the results, with gradients.
+"""Folding of a shard into the folded batches of each pattern of dilated attention, and the reverse, with gradients.
 
-A pattern is a segment length and a dilation. The heads that keep the same tokens form a head group, and a folded batch holds the
-tokens of one head group; ``FoldedBatches`` in the core assigns each token its slot. ``folded`` copies an array into folded
-batches by padding and strided views, without gather or scatter. ``mixed`` puts the results (out_i, lse_i) of all patterns i back
-into the order of the shard, and sums them with softmax weights alpha_i:
+A pattern is a segment length and a dilation r. The heads with equal ``head % r`` keep the same tokens and form a head group. A
+folded batch holds the tokens of one head group, each in a *slot*, which ``FoldedBatches`` in the core assigns. ``folded`` copies
+an array into folded batches by padding and strided views, without gather or scatter. ``mixed`` puts the results (out_i, lse_i) of
+all patterns i back into the token order of the shard, and sums the out_i with softmax weights alpha_i:
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-Both the outs and the gradients of an array are summed in at least float32, in the order of the patterns.
+Sums over the patterns, of outs and of the gradients of an array, are in at least float32 and in the order of the patterns.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Places = tuple[Place, ...]
 
 
 def folded(x: Tensor, places: Places, rank: int) -> tuple[Tensor, ...]:
-    """Return the folded batches [b * head_groups, slots, heads, d] of a shard [b s h d], an array per pattern. Differentiable.
+    """Fold a shard ``x`` [b s h d] into one array [b * head_groups, slots, heads, d] of folded batches per pattern.
 
-    ``places``: for each pattern, its FoldedBatches and the selection of the array's heads that it uses. ``heads`` is the number
-    of heads in a head group.
+    ``places``: for each pattern, its FoldedBatches, and a HeadSelection of the heads of ``x`` that it uses. ``heads`` is the
+    number of heads in a head group. The function is differentiable.
     """
     return Fold.apply(x, places, rank)
 
 
 def mixed(outs: list[Tensor], lses: list[Tensor], batches: tuple[FoldedBatches, ...], rank: int) -> tuple[Tensor, Tensor]:
-    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse). Differentiable.
+    """Unfold the patterns' results and sum them, weighted by exp(lse_i - lse). The function is differentiable.
 
     Return out [b s h e], in the outs' dtype, and lse [b s h]. A token that sees no key in any pattern has out 0, lse -inf and
     zero gradients.
@@ -87,7 +87,7 @@ class Mix(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> tuple[Any, ...]:
-        """Return the gradients dout_i and dlse_i of each pattern, 0 for fully masked queries.
+        """Return the gradients dout_i and dlse_i of each pattern i, 0 for queries that see no key in pattern i.
 
         With the module's alpha_i: dout_i = alpha_i dout and dlse_i = alpha_i (<dout, out_i> - <dout, out> + dlse), where <,> sums
         over the features.
@@ -119,7 +119,7 @@ def _raise(spots: Tensor, folded: Tensor) -> None:
 
 
 def _weighted(alpha: Tensor) -> Callable[[Tensor, Tensor], object]:
-    """Return the function ``combine(spots, folded)`` for ``put`` that adds ``alpha * folded`` to ``spots`` in place."""
+    """Return a function ``combine(spots, folded)`` for ``put``. It adds ``alpha * folded`` to ``spots`` in place."""
     return lambda spots, folded: spots.addcmul_(alpha.reshape(*spots.shape[:-1], 1), folded)
 
 
@@ -130,18 +130,18 @@ def _exp(lse_i: Tensor, top: Tensor) -> Tensor:
 def _weight(lse_i: Tensor, sums: Tensor) -> Tensor:
     """Return alpha_i = exp(lse_i - lse), or 0 for queries that see no key in pattern i.
 
-    ``sums``: [..., 2], the maximum of lse_i over the patterns, and the sum of exp(lse_i - maximum). lse itself is not used,
-    because its rounding would change the weights for huge scores.
+    ``sums``: [..., 2], the maximum of lse_i over the patterns, and the sum of exp(lse_i - maximum). The weight is computed from
+    these instead of lse, because for huge scores the rounding of lse would change the weight.
     """
     top, total = sums.split(1, -1)
     return _exp(lse_i[..., None], top) / torch.where(total > 0, total, 1)
 
 
 def fold(x: Tensor, place: Place, rank: int) -> Tensor:
-    """Return one pattern's folded batches [b * head_groups, slots, heads, d] of a shard [b s h d].
+    """Fold a shard ``x`` [b s h d] into one pattern's folded batches [b * head_groups, slots, heads, d].
 
-    ``place``: the pattern's FoldedBatches, and the selection of the array's heads that it uses. Empty slots and padded heads are
-    0.
+    ``place``: the pattern's FoldedBatches, and a HeadSelection of the heads of ``x`` that it uses. Empty slots and padded heads
+    are 0.
     """
     batches, selection = place
     spots = _spots(_padded(_chosen(x, selection), batches, selection, rank), batches, selection)
@@ -151,8 +151,8 @@ def fold(x: Tensor, place: Place, rank: int) -> Tensor:
 def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callable[[Tensor, Tensor], object]) -> None:
     """Update the shard ``total`` [b s h d] in place by ``combine(spots, folded)``, at the tokens that the folded batches hold.
 
-    ``spots`` is a view of these tokens of ``total`` in the order of ``folded``. If ``fold`` repeats a head of ``total``, then
-    ``spots`` is zeros instead, and the results of all repeats are added to ``total``.
+    ``spots`` holds these tokens of ``total`` in the order of ``folded``, and ``combine`` changes it in place. But if ``fold``
+    repeats a head, ``spots`` starts as zeros, and then the sum of its values over the head's copies is added to ``total``.
     """
     batches, selection = place
     if selection.repeat > 1:
@@ -171,7 +171,7 @@ def put(total: Tensor, folded: Tensor, place: Place, rank: int, combine: Callabl
 
 
 def _chosen(x: Tensor, selection: HeadSelection) -> Tensor:
-    """Return the heads of ``x`` [b s h d] that ``selection`` selects, repeated where it says so: [b s selected d]."""
+    """Return the heads of ``x`` [b s h d] that ``selection`` selects, with its repeats, as an array [b s selected d]."""
     x = x[:, :, selection.first : selection.end]
     if selection.repeat == 1:
         return x
@@ -195,8 +195,8 @@ def _padded(x: Tensor, batches: FoldedBatches, selection: HeadSelection, rank: i
 def _spots(padded: Tensor, batches: FoldedBatches, selection: HeadSelection) -> Tensor:
     """Return a strided view [b, spread, together, slots, heads, d] of the tokens of ``padded`` that the folded batches hold.
 
-    ``padded``: [b, tokens, heads, d]. ``HeadSelection`` explains ``spread`` and ``together``, whose product is the number of head
-    groups.
+    ``padded``: [b, tokens, h, d]. ``HeadSelection`` explains ``spread`` and ``together``; their product is the number of head
+    groups. ``heads`` is the number of heads in a head group.
     """
     tokens = padded.unflatten(1, (batches.slots, batches.dilation))[:, :, : batches.head_groups]
     spots = tokens.unflatten(2, (selection.spread, selection.together)).unflatten(4, (-1, selection.spread))

@@ -1,9 +1,10 @@
 """Summary attention over a ring, an approximation: exact within a window, with a few summaries of each block before it.
 
-:func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents: a window that starts at the start
-of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by ``attend_block``, with the learned
-vectors ``pool`` as queries, or zeros for the mean. One all-gather sends these partial summaries, (out, lse) pairs, to all ranks.
-Each rank merges the pairs of each block, weighted by exp(lse), and its own queries attend to the merged summaries.
+:func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents. Each extent is a window that
+begins at the first token of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by
+``attend_block``, whose queries are the learned vectors ``pool``, or zeros for the mean. One all-gather sends these partial
+summaries, as pairs (out, lse), to all ranks. Each rank merges the pairs of each block, weighted by exp(lse), and its own queries
+attend to the merged summaries.
 """
 
 from __future__ import annotations
@@ -57,12 +58,12 @@ def summary_attention(
         first(i) = block floor(max(i - window, 0) / block)      query i sees the keys first(i) <= j <= i exactly
         w_nut    = softmax over t in block n of (pool_u . k_t head_dim^-0.5)
         kbar_nu  = sum_t w_nut k_t,  vbar_nu = sum_t w_nut v_t      key and value of summary u of block n
-        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     a summary weighs as much as block / summaries tokens
+        s_i,nu   = scale q_i . kbar_nu + log(block / summaries)     a summary counts as block / summaries tokens
 
     Query i also sees the summaries of all blocks before first(i). Tokens and summaries share one softmax. Every earlier token
     counts exactly once, by itself or in a summary. ``window >= length - 1`` is exact attention, and so is ``pooling="mean"`` with
-    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here the summaries are all-gathered;
-    with ``strategy="ring"`` keys travel only as far as the window and one block reach.
+    ``summaries=block``. Several language models are trained with a window and pooled blocks. Here the summaries are all-gathered.
+    Under the strategy "ring", keys travel only as far as the window and one block reach.
 
     Arguments (arrays are this rank's shards in *contiguous* layout; positions and lengths count tokens of the global sequence):
         q, k, v: as in :func:`ring_attention`, of the same tokens.
@@ -70,20 +71,20 @@ def summary_attention(
             cast to k's dtype. Each rank's gradient of it is partial: sum it over the ranks with ``sum_gradients``.
         block: number of tokens summarized together; blocks need not end where shards do, and may be longer than shards.
         summaries: the number of summaries of a block.
-        window: the minimum number of previous tokens that a query sees exactly; the range begins where a block does.
-        pooling: "attention" (above), or "mean", without a pool: summary u is the mean of the u-th of ``summaries`` equal parts of
-            its block. ``block`` must then be a multiple of ``summaries``.
-        key_mask: bool ``[batch, seq_local]``, True where a key may be attended. Masked keys are left out of the
-            pooling. The logarithm above is then log(n / summaries), where n counts the unmasked keys of the block; for "mean" it
-            is log n, where n counts the unmasked keys of the summary's part. A summary with n = 0 is masked. To apply this
-            logarithm, a summary's values are multiplied by its fraction of unmasked tokens, and this fraction is one more column
-            of values: its out divides the other columns, and its logarithm is added to lse.
+        window: the minimum number of previous tokens that a query sees exactly; the first one is the first token of a block.
+        pooling: "attention" (above), or "mean" (without ``pool``): a block is cut into ``summaries`` equal parts, and summary u
+            is the mean of part u. ``block`` must then be a multiple of ``summaries``.
+        key_mask: bool ``[batch, seq_local]``, True if a key may be attended. Masked keys are left out of the pooling. The
+            logarithm above is then log(n / summaries), where n is the number of unmasked keys in the block. For "mean" it is
+            log n, where n is the number of unmasked keys in the summary's part. A summary with n = 0 is masked. To apply this
+            logarithm, each summary's values are multiplied by its fraction of unmasked tokens, and this fraction is appended as
+            one more column of values. The column's out divides the other columns, and the logarithm of its out is added to lse.
         group, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 
-    Returns out, and with ``return_lse`` (out, lse), in the shapes and dtypes of :func:`ring_attention`. One all-gather sends the
-    partial summaries in float32 (float64 for float64 inputs). From these the summaries of a block that spans several ranks are
-    merged, then rounded to k's dtype. ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
+    Returns out, and with ``return_lse`` (out, lse), as ring_attention does. One all-gather sends the partial summaries in float32
+    (float64 for float64 inputs). If a block spans several ranks, its partial summaries are merged. Merged summaries are rounded
+    to k's dtype. ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
 
     Raise ValueError if inputs do not fit, or if shapes or options differ between ranks. Ranks compare shapes and options only at
     their first call with them, and never under torch.compile. The error is the same on every rank, and raised before anything is
@@ -118,9 +119,9 @@ class SummaryInputs(NamedTuple):
 
 
 class Summaries(NamedTuple):
-    """The n summaries of all blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
+    """The n summaries of all summarized blocks, sorted by block: ``k`` [b n g d] and ``v`` [b n g e], in at least float32.
 
-    ``fraction`` [b n]: the fraction of each summary's tokens that are unmasked; None without a key mask. g: number of key heads.
+    ``fraction`` [b n]: the fraction of each summary's tokens that is unmasked, or None without a key mask. g: number of kv heads.
     """
 
     k: Tensor
@@ -129,7 +130,7 @@ class Summaries(NamedTuple):
 
 
 def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, group_name: str) -> tuple[Tensor, Tensor]:
-    """Compute ``summary_attention`` with its arrays and options as records; return (out [b s h e], lse [b s h])."""
+    """Compute ``summary_attention`` from records of its arrays and options, and return out [b s h e] and lse [b s h]."""
     ring = _ring(group_name)
     plan = _agreed(inputs, options, ring)
     q, k, v, pool, key_mask = inputs
@@ -144,9 +145,9 @@ def attention_with_summaries(inputs: SummaryInputs, options: SummaryOptions, gro
 
 
 def _visible_range(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Tensor]:
-    """Return (first, end) of the positions that each query sees directly, not by summaries: int32 [s] each, end exclusive.
+    """Return (first, end), int32 [s] each: each query sees the positions ``first .. end - 1`` exactly, not by summaries.
 
-    Both are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
+    Both numbers are 0 for padding queries. Summaries cover the tokens before ``first``, so padding queries see no summary.
     """
     positions = torch.arange(rank * plan.local, (rank + 1) * plan.local, dtype=torch.int32, device=q.device)
     true = positions < plan.length
@@ -154,7 +155,7 @@ def _visible_range(q: Tensor, plan: SummaryPlan, rank: int) -> tuple[Tensor, Ten
 
 
 def _over_summaries(q: Tensor, first: Tensor, summaries: Summaries, plan: SummaryPlan) -> tuple[Tensor, Tensor]:
-    """Return (out, lse) of this rank's queries over the summaries of all blocks before ``first``."""
+    """Return (out, lse) of this rank's queries. Each query attends to the summaries of all blocks before its ``first``."""
     options = plan.options
     end = first // options.block * options.summaries
     attend = partial(
@@ -177,7 +178,7 @@ def _over_summaries(q: Tensor, first: Tensor, summaries: Summaries, plan: Summar
 
 
 def _summaries(inputs: SummaryInputs, plan: SummaryPlan, ring: Group) -> Summaries:
-    """Return the summaries of all blocks, merged from all ranks' partial summaries."""
+    """Return the summaries of all blocks that some query sees as summaries, merged from all ranks' partial summaries."""
     _, k, v, pool, key_mask = inputs
     (b, _, g, d), e = k.shape, v.shape[-1]
     m, slots, ranks = plan.options.summaries, plan.slots, ranks_of(ring)

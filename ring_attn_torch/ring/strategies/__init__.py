@@ -1,8 +1,8 @@
-"""The strategies by which keys travel, by name.
+"""The table of the strategies, by name. A strategy moves the keys between ranks.
 
-To add a strategy, write the methods of ``Strategy`` and ``Step`` (``ring/step.py``) in a new file of this folder, and do the same
-in the other package. Enter its name in ``STRATEGIES`` of both packages and of ``problem/strategies.py`` in the core. The section
-"Add a strategy" of CONTRIBUTING.md has the other steps.
+To add a strategy, write the methods of ``Strategy`` and ``Step`` (``ring/step.py``) in a new file of this folder, and in another
+new file of the JAX package. Enter the name of the strategy in ``STRATEGIES`` of both packages and of ``problem/strategies.py`` in
+the core. The section "Add a strategy" of CONTRIBUTING.md has the other steps.
 """
 
 from ..step import Strategy

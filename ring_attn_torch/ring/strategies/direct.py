@@ -1,10 +1,10 @@
-"""The strategy "direct": each rank receives from each other rank only the keys that it sees, and returns their gradients.
+"""The strategy "direct": each rank receives from other ranks only the keys that its queries see, and returns their gradients.
 
-The plan (``plan/direct.py`` of the core) determines the slices of keys that each rank sends. A step places the received slices in
-a shard of zeros. ``Step.rows`` state what each run of queries sees of each run of keys. They are the same as in the strategy
-"ring", because no query sees the zeros, so any backend can compute the step. During a step the next step's slices are in
-transfer. In the backward the previous step's gradients are also in transfer, to the keys' owner. The owner adds the gradients in
-the order of the shifts. For a balanced layout see ``needed.py``.
+The plan (``plan/direct.py`` of the core) determines the slices of keys that each rank sends at shift s, to rank + s. The
+receiving rank places the slices in a shard of zeros. Its queries see no zeros, so ``Step.rows``, which describe the
+visible part of the shard, are the same as in the strategy "ring", and any backend can compute the step. During a step the slices
+of the next step are in transfer. In the backward the gradients of the previous step are also in transfer, to the keys' owner. The
+owner adds the gradients in the order of the shifts. For a balanced layout see ``needed.py``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class Direct(OneWay):
     """The strategy "direct": each rank sends its keys straight to the ranks that see them."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return the arguments unchanged. In a balanced layout (``NeededPlan``) add the keys that this rank receives."""
+        """Return the arguments. In a balanced layout (``NeededPlan``) first receive keys and merge them into ``keys``."""
         return queries, with_received(keys, ring.plan, ring.group) if isinstance(ring.plan, NeededPlan) else keys, score
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
-        """Yield a step on this rank's own keys, then one per further shift, on the keys of ``rank - shift`` that this rank sees.
+        """Yield a step on this rank's own keys, then for each further shift a step on the visible keys of ``rank - shift``.
 
-        In a balanced layout there is one step.
+        In a balanced layout yield only one step, on the merged keys that ``spread`` returned.
         """
         if not ring.plan.hops:
             yield from super().circulate(keys, ring)
@@ -53,9 +53,9 @@ class Direct(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return the gradients unchanged. In a balanced layout first send the gradients of received keys to the keys' owners.
+        """Return the gradients of this rank's own q, keys and sinks (None without sinks).
 
-        There the result has the gradients of this rank's own keys, summed over all ranks.
+        Only in a balanced layout ``dkv`` still has gradients of received keys: send them to the keys' owners, which add them.
         """
         if isinstance(ring.plan, NeededPlan):
             assert isinstance(dkv, Tensor), "what travels is packed"
@@ -64,7 +64,7 @@ class Direct(OneWay):
 
 
 class Slices:
-    """The slices of keys in transfer at a shift: sent to rank ``rank + shift``, received from rank ``rank - shift``."""
+    """The slices of keys that are in transfer at one shift: to rank ``rank + shift``, and from rank ``rank - shift``."""
 
     def __init__(self, own: Keys, ring: Ring, shift: int) -> None:
         self._own = own
@@ -74,15 +74,15 @@ class Slices:
         self._transfer = swap(sent, tuple(x for part in self._parts for x in part), shift, ring.group)
 
     def wait(self) -> Keys:
-        """Wait for the arriving slices, and return them at their places in a shard of zeros."""
+        """Wait for the received slices. Return a shard of zeros with each slice at the same indices as in the sender's shard."""
         self._transfer.wait()
         return placed([(first, part) for (first, _), part in zip(self._theirs, self._parts, strict=True)], self._own)
 
 
 class OwnerStep:
-    """A ``Step`` whose gradients go straight to the owner of the keys. The owner adds all ranks' gradients in step order.
+    """A ``Step`` whose gradients go straight to the owner of the keys. The owner adds the gradients in the order of its steps.
 
-    ``before``: the previous step; None: the keys are this rank's own.
+    ``before``: the previous step, or None if this is the first step, on this rank's own keys.
     """
 
     def __init__(self, keys: Keys, before: OwnerStep | None, ring: Ring, shift: int) -> None:
@@ -91,16 +91,16 @@ class OwnerStep:
         self._total: Tensor | None = None
 
     def settle(self, state: T) -> T:
-        """Return ``state`` unchanged: eager execution keeps the order of the steps."""
+        """Return ``state``, the results of this step, unchanged: eager execution keeps the order of the steps."""
         return state
 
     def arrived(self) -> None:
         """Return None: no sum travels with the keys, because each rank sends its gradients straight to the keys' owner."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Start to send ``dkv`` to the owner, and add the gradients that the previous step received.
+        """Start to send ``dkv`` to the keys' owner. Add the gradients received in the previous step to those of this rank's keys.
 
-        At the first step, on this rank's own keys, store ``dkv`` instead.
+        At the first step ``dkv`` has the gradients of this rank's own keys: keep it as the first summand, and send nothing.
         """
         assert isinstance(dkv, Tensor), "what travels is packed"
         if self._before is None:
@@ -126,7 +126,7 @@ class OwnerStep:
 
 
 class DirectStep(OwnerStep):
-    """A ``Step`` on the visible keys of rank ``rank - shift``."""
+    """A ``Step`` on the visible keys of rank ``rank - shift``. Only the gradients of the received slices travel."""
 
     def __init__(self, keys: Keys, before: DirectStep | None, ring: Ring, shift: int) -> None:
         super().__init__(keys, before, ring, shift)
@@ -134,7 +134,7 @@ class DirectStep(OwnerStep):
         self._returning: Transfer | None = None
 
     def deliver(self, dkv: Tensor) -> None:
-        """Start to send the slices' gradients to the keys' owner, and to receive the gradients of this rank's own slices."""
+        """Start to return the gradients of received slices to the keys' owner, and to receive those of this rank's own slices."""
         part = lambda first, tokens: dkv[:, first : first + tokens].contiguous()
         sent = tuple(part(*of) for of in visible(self._ring, self.shift, -self.shift))
         b, _, *rest = dkv.shape
@@ -142,14 +142,14 @@ class DirectStep(OwnerStep):
         self._returning = swap(sent, arriving, -self.shift, self._ring.group)
 
     def collect(self, total: Tensor) -> None:
-        """Wait for the gradients of this rank's slices, and add them to ``total``."""
+        """Wait for the gradients of the slices that this rank sent at ``shift``, and add them to ``total``."""
         assert self._returning is not None
         for part, (first, tokens) in zip(self._returning.wait(), visible(self._ring, self.shift, 0), strict=True):
             total[:, first : first + tokens] += part
 
 
 def visible(ring: Ring, shift: int, owner: int) -> list[tuple[int, int]]:
-    """Return (first token, length) of each slice sent at ``shift`` by the rank that is ``owner`` ranks after this rank."""
+    """Return (first token, length) of each nonempty slice that rank ``rank + owner`` sends at ``shift``; ``rank``: this rank."""
     plan, rank = ring.plan, (rank_in(ring.group) + owner) % ring.plan.ranks
     assert isinstance(plan, DirectPlan)
     return [(each.firsts[rank], each.lengths[rank]) for each in plan.slices(shift) if each.lengths[rank]]

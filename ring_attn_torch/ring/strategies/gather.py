@@ -1,8 +1,8 @@
 """The strategy "gather": one all-gather of each array fetches all keys, and one step computes on them.
 
 The backward gathers the keys again. Each rank receives the gradients of its own keys from all ranks, in at least float32, and
-adds them in rank order. In memory each rank holds the keys of all ranks; in the backward it also holds the gradients of all keys
-from its own queries.
+adds them in rank order. Each rank holds the keys of all ranks in memory. In the backward it also holds a gradient for each of
+these keys: the contribution of its own queries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Gather(OneWay):
     """The strategy "gather": each rank all-gathers the keys of all ranks and computes one step."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return ``queries`` and ``score`` unchanged, and all ranks' keys, which in a balanced layout are sorted by position."""
+        """Return ``queries``, the keys of all ranks, and ``score``. In a balanced layout sort the keys by position."""
         whole = joined(Keys(*all_gather(keys, ring.group).wait()), keys.kv.shape[1])
         return queries, keys_in_order(whole, ring), score
 
@@ -41,18 +41,18 @@ class Gather(OneWay):
 
 
 def keys_in_order(keys: Keys, ring: Ring) -> Keys:
-    """Sort the keys of joined shards by position in a balanced layout; return them unchanged in any other layout."""
+    """Sort ``keys``, the joined shards of several ranks, by position if the layout is balanced; else return them unchanged."""
     return along_tokens(lambda x: in_order(x, ring), keys) if isinstance(ring.plan.layout, BalancedLayout) else keys
 
 
 def in_order(x: Tensor, ring: Ring) -> Tensor:
-    """Sort the tokens of joined shards ``x`` [b shards*n ...] by position in a balanced layout; else return ``x`` unchanged."""
+    """Sort the tokens of ``x``, joined shards [b shards*n ...], by position if the layout is balanced; else return ``x``."""
     order = _order_of(x, ring)
     return x if order is None else x.index_select(1, order[0])
 
 
 def by_shard(x: Tensor, ring: Ring) -> Tensor:
-    """Undo ``in_order``: put the tokens of x [b shards*n ...] back into the order of the joined shards."""
+    """Undo ``in_order``: put the tokens of ``x`` [b shards*n ...] back into the order of the joined shards."""
     order = _order_of(x, ring)
     return x if order is None else x.index_select(1, order[1])
 
@@ -64,7 +64,7 @@ def _order_of(x: Tensor, ring: Ring) -> tuple[Tensor, Tensor] | None:
 
 @lru_cache(maxsize=8)  # an entry per batch of documents, of 16 bytes per token
 def _order(layout: BalancedLayout, shards: int, group: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the indices that sort the tokens of a group's joined shards by position, and the inverse permutation."""
+    """Return the indices that sort the ``shards`` joined shards of group ``group`` by position, and the inverse permutation."""
     order = torch.cat([torch.arange(first, first + length) for first, length in layout.stretches(shards)[group]])
     return order.to(device), order.argsort().to(device)
 
@@ -75,5 +75,5 @@ def by_rank(x: Tensor, ranks: int) -> Tensor:
 
 
 def summed(parts: Tensor) -> Tensor:
-    """Sum ``parts`` [n ...] over n, in place in ``parts[0]``, in index order: the order of additions determines the last bits."""
+    """Sum ``parts`` [n ...] over n in place, into ``parts[0]``, in index order, because the order determines the last bits."""
     return reduce(Tensor.add_, parts[1:], parts[0])

@@ -1,8 +1,8 @@
-"""The strategy "direct" in a balanced layout: one exchange brings a rank all keys that it needs from others, for its only step.
+"""The strategy "direct" in a balanced layout: each rank receives all keys that it needs in one exchange, then computes one step.
 
-The plan (``plan/needed.py`` of the core) determines which keys a rank needs. A rank's own and the received keys are sorted by
-position, as kernels need them, in a shard padded to one of few sizes. In the backward the keys travel again, and their gradients
-return to the owner, which adds the gradients from ranks ``rank + 1``, ``rank + 2``, ... in this order.
+The plan (``plan/needed.py`` of the core) determines which keys a rank needs. A rank's own and the received keys form the shard of
+the step. They are sorted by position, as kernels need them, and padded so that few sizes occur. In the backward the keys travel
+again, and their gradients return to the keys' owner, which adds those from ranks ``rank + 1``, ``rank + 2``, ... in this order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from ..transfer import Arrays, send_parts
 
 
 class Places(NamedTuple):
-    """The indices, int64 on the device, by which keys are sent and sorted, and their gradients returned.
+    """Indices, int64 on the device, to select keys to send, to sort keys into the step's shard, and to return their gradients.
 
     ``sent``: for each rank the indices, in this rank's shard, of the keys sent to that rank; empty for this rank. ``sizes``: the
-    number of keys that arrive from each rank. ``held``: the indices of the keys, without padding, in this rank's shard; a slice
-    if these keys come first. ``own``: for each of these keys its index in the shard of the step. ``received``: the same for each
-    key that arrives; keys arrive sorted by sending rank. ``capacity``: the number of tokens of the step's shard.
+    number of keys that arrive from each rank. ``held``: the indices of this rank's own keys, without padding, in its shard; a
+    slice if the padding comes last. ``own``: the index in the step's shard of each key of ``held``. ``received``: the index in
+    the step's shard of each key that arrives, in order of the sending rank. ``capacity``: tokens in the step's shard.
     """
 
     sent: tuple[Tensor, ...]
@@ -58,7 +58,7 @@ def _indices(stretches: Iterable[tuple[int, int]]) -> Tensor:
 
 
 def with_received(own: Keys, plan: NeededPlan, group: Group) -> Keys:
-    """Exchange keys. Return this rank's ``own`` and the received keys, sorted by position, in a padded shard."""
+    """Exchange keys with all ranks. Return this rank's ``own`` and the received keys in one padded shard, sorted by position."""
     if not plan.exchanges:
         return own
     places = _places(plan, rank_in(group), own.kv.device)
@@ -76,7 +76,7 @@ def with_received(own: Keys, plan: NeededPlan, group: Group) -> Keys:
 
 
 def _placed(own: Tensor, places: Places) -> Tensor:
-    """Return the shard of the step with ``own`` [b t ...] in its places, and 0 elsewhere."""
+    """Return a shard for the step with the keys ``own`` [b t ...] at the indices ``places.own``, and 0 elsewhere."""
     shard = own.new_zeros((len(own), places.capacity, *own.shape[2:]))
     return shard.index_copy_(1, places.own, own[:, places.held])
 
@@ -86,9 +86,10 @@ def _bytes(key_mask: Tensor | None) -> Tensor | None:
 
 
 def gradients_home(dkv: Tensor, plan: NeededPlan, group: Group) -> Tensor:
-    """Send the gradients ``dkv`` of the step's keys to their owners. Return those of this rank's own keys, summed over all ranks.
+    """Send gradients of received keys to the keys' owners. Return the gradients of this rank's own keys, summed over all ranks.
 
-    The sum begins with this rank's contribution. The contributions of rank + 1, rank + 2, ... follow in this order.
+    ``dkv``: the gradients of all keys of the step. The sum begins with this rank's contribution. The contributions of rank + 1,
+    rank + 2, ... follow in this order.
     """
     if not plan.exchanges:
         return dkv

@@ -1,17 +1,17 @@
-"""The strategy "pull": each rank copies keys straight from their owner's memory, by the copy engine of its GPU.
+"""The strategy "pull": each rank, with the copy engine of its GPU, copies keys straight from the memory of the keys' owner.
 
 A pass, forward or backward, has a number n, equal on all ranks. Its step i computes on the keys of rank - shifts[i]. M is the
-main stream of a rank, S its second one:
+main stream of a rank, S its second one. READ, BEGUN etc. are flags; to raise one is to write it on another rank (``peers.py``):
 
     1  M  waits until all readers of the last pass's keys have raised READ, copies its own keys into its buffer, raises BEGUN = n
     2  S  before step i: waits for the owner's BEGUN = n, copies the owner's keys into one of two local slots, raises its READ = n
     3  M  waits for the copy of step i and computes; when step i is computed, S starts the copy of step i + 2
     4  S  in the backward, after step i: copies the gradients into a slot of their owner's inbox, raises GRADIENTS = (n, i) there
     5  M  in the backward, after step i + 1: waits for GRADIENTS = (n, i), adds the slot to the rank's gradients, raises
-          GRADIENT_ROOM = (n, i) at the rank that fills the slot next, whose S waits for this flag before it copies
+          GRADIENT_ROOM = (n, i) at the rank that fills the slot next; before that rank copies, its S waits for this flag
 
 (n, i) is the number n * ranks + i. BEGUN = n also says that the inbox is empty: a rank begins a pass after it has added all
-gradients of the pass before. The owner adds the gradients of its keys in the order of the shifts, the same at every run.
+gradients of the previous pass. The owner adds the gradients of its keys in the order of the shifts, the same in each run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Pull(OneWay):
 
 
 class PullPass:
-    """A forward or backward pass of this rank. ``slots``: number of slots for the keys in transfer and in use."""
+    """A forward or backward pass of this rank. ``slots``: number of slots, each for the keys of a step in transfer or in use."""
 
     strategy, slots = "pull", 2
 
@@ -74,9 +74,9 @@ class PullPass:
             self.peers.raise_flag(rank, BEGUN, self.rank, self.number)
 
     def publish(self) -> None:
-        """Copy this rank's keys into its buffer, once all ranks have read the previous pass's keys.
+        """Copy this rank's keys into its buffer, once all ranks have read the keys of the previous pass from it.
 
-        Then allocate the buffers (slots) into which this rank copies other ranks' keys.
+        Then allocate the local slots, into which this rank copies other ranks' keys.
         """
         peers = self.peers
         for rank, number in enumerate(peers.read_in):
@@ -89,7 +89,7 @@ class PullPass:
         self._marks: dict[int, Any] = {}
 
     def fetch(self, i: int) -> None:
-        """Start to copy the keys of step ``i`` from their owner, if there is such a step."""
+        """Start to copy the keys of step ``i`` from their owner. Do nothing if the pass has no step ``i``."""
         if i >= len(self.shifts):
             return
         peers, owner = self.peers, self.owner(i)
@@ -105,7 +105,7 @@ class PullPass:
         return self._local[i % self.slots]
 
     def release(self, i: int) -> None:
-        """Do nothing: only this rank fills its slots. ``PushPass`` signals here that step ``i`` no longer needs its slot."""
+        """Do nothing: no other rank fills this rank's slots. ``PushPass.release`` signals that the slot of step ``i`` is free."""
 
     def deliver(self, dkv: Tensor, i: int) -> None:
         """Start to copy the gradients of step ``i`` into their owner's inbox."""
@@ -120,7 +120,7 @@ class PullPass:
         peers.keep_alive(dkv)
 
     def collect(self, total: Tensor, i: int) -> None:
-        """Add to ``total`` the gradients of this rank's keys that the reader of step ``i`` has computed."""
+        """Wait for the gradients of this rank's keys from the reader of step ``i``, and add them to ``total``."""
         peers, slot, following = self.peers, i % GRADIENT_SLOTS, i + GRADIENT_SLOTS
         peers.await_flag(GRADIENTS, slot, self.value(i))
         total += peers.inbox(self.rank, slot, total)
@@ -128,7 +128,7 @@ class PullPass:
             peers.raise_flag(self.reader(following), GRADIENT_ROOM, self.rank, self.value(i))
 
     def end(self) -> None:
-        """End the pass."""
+        """End the pass. If the main stream does not reach this end within the group's timeout, ``Peers`` ends the process."""
         self.peers.end(f'pass {self.number} of strategy="{self.strategy}"')
 
     def owner(self, i: int) -> int:
@@ -140,7 +140,7 @@ class PullPass:
         return (self.rank + self.shifts[i]) % self.ranks
 
     def value(self, i: int) -> int:
-        """Return (n, i) as one number, n * ranks + i: step ``i`` of pass n sets the flags GRADIENTS and GRADIENT_ROOM to it."""
+        """Return n * ranks + i, the value to which step ``i`` of pass n sets its flags, such as GRADIENTS and GRADIENT_ROOM."""
         return self.number * self.ranks + i
 
 
@@ -152,7 +152,7 @@ class PeerStep(OwnerStep):
         self._run, self._i = run, i
 
     def home(self) -> Tensor:
-        """Return the gradients of this rank's own keys, summed in step order. After the last step, end the pass."""
+        """Return the gradients of this rank's own keys, summed in step order up to this step. The last step ends the pass."""
         total = super().home()
         if self.last:
             self._run.end()
@@ -163,5 +163,5 @@ class PeerStep(OwnerStep):
         self._run.deliver(dkv.contiguous(), self._i)
 
     def collect(self, total: Tensor) -> None:
-        """Add the gradients in this rank's inbox to ``total``."""
+        """Add to ``total`` the gradients of this rank's own keys that arrive in its inbox for this step."""
         self._run.collect(total, self._i)

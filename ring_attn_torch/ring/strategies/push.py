@@ -1,13 +1,13 @@
-"""The strategy "push": each rank copies its keys into the memory of the ranks that read them, by the copy engine of its GPU.
+"""The strategy "push": each rank, with the copy engine of its GPU, copies its keys into the memory of the ranks that read them.
 
-A pass differs from that of "pull" in how the keys travel (the streams M and S, flags and numbers are those of ``pull.py``):
+A pass differs from a pass of "pull" in how the keys travel (``pull.py`` explains the streams M and S, the flags and the numbers):
 
-    1  M  raises BEGUN = n: its slots of keys and its inbox are empty
-    2  S  before step i: waits until the reader, rank + shifts[i], has raised BEGUN = n, or from step 4 on KEY_ROOM = (n, i - 3);
+    1  M  raises BEGUN = n: its slots for keys and its inbox are empty
+    2  S  before step i: waits for a flag of the reader, rank + shifts[i]: BEGUN = n if i <= 3, else KEY_ROOM = (n, i - 3);
           copies the keys into one of the reader's three slots, and raises KEYS = (n, i) there
     3  M  waits for KEYS = (n, i) and computes; then it raises KEY_ROOM = (n, i) at the rank that fills the slot next
 
-The reader copies no keys, and a transfer begins without a request, so "push" suits short shards.
+The reader neither requests nor copies keys, so "push" suits short shards.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class PushPass(PullPass):
         """Do nothing: ``fetch`` copies the keys from this rank's own arrays, not from its buffer."""
 
     def fetch(self, i: int) -> None:
-        """Start to copy this rank's keys to the rank that has them at step ``i``, if there is such a step."""
+        """Start to copy this rank's keys to the reader of step ``i``. Do nothing if the pass has no step ``i``."""
         if i >= len(self.shifts):
             return
         peers, reader, slot = self.peers, self.reader(i), i % self.slots
@@ -51,12 +51,12 @@ class PushPass(PullPass):
                 peers.keep_alive(x)
 
     def arrived(self, i: int) -> Keys:
-        """Let the main stream wait for the keys of step ``i``, and return them: a slot of this rank's buffer."""
+        """Let the main stream wait for the keys of step ``i``, and return the slot of this rank's buffer that holds them."""
         self.peers.await_flag(KEYS, i % self.slots, self.value(i))
         return self.peers.key_slot(self.rank, i % self.slots, self.own)
 
     def release(self, i: int) -> None:
-        """Signal that step ``i`` is computed, so that its slot may be filled again.
+        """Signal that step ``i`` is computed, so that the slot of its keys may be filled again.
 
         The signal goes to the rank that fills this slot next. If no later step uses the slot, nothing is sent.
         """

@@ -1,8 +1,8 @@
 """The strategy "ring": one batched send and receive per hop moves the keys, while the rank attends to its current keys.
 
 In the forward k, v, the key mask and the key extents travel (``attend/keys.py``). In the backward they travel again, together
-with the gradients of k and v. These gradients end at the rank that owns the keys. All arrays of the queries (q, out, lse, dout,
-dq) stay on their rank.
+with the gradients of k and v. At the end these gradients arrive at the rank that owns the keys. All arrays of the queries (q,
+out, lse, dout, dq) stay on their rank.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class LocalStep:
         self._dkv: Gradients | None = None
 
     def settle(self, state: T) -> T:
-        """Return ``state`` unchanged: no step follows."""
+        """Return ``state``, the results of this step, unchanged: no step follows."""
         return state
 
     def arrived(self) -> None:
-        """Return None: no step comes before."""
+        """Return None: no gradients arrive, because no keys travel."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Store the gradients for ``home``; nothing is sent."""
+        """Store ``dkv`` until ``home`` returns it. Send nothing, because ``keys`` are this rank's own."""
         self._dkv = dkv
 
     def home(self) -> Gradients:
@@ -77,7 +77,7 @@ class LocalStep:
 class RingStep:
     """A ``Step`` on the keys that started on rank ``rank - shift`` (modulo the number of ranks).
 
-    The constructor of every step but the last starts to send the keys to rank ``rank + hop``.
+    The constructor starts to send the keys to rank ``rank + hop``. If ``hop`` is 0, as at the last step, it sends nothing.
     """
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
@@ -95,15 +95,15 @@ class RingStep:
         return self.keys if self._next is None else Keys(*self._next.wait())
 
     def settle(self, state: T) -> T:
-        """Return ``state`` unchanged: eager execution keeps the order of the steps."""
+        """Return ``state``, the results of this step, unchanged: eager execution keeps the order of the steps."""
         return state
 
     def arrived(self) -> Tensor | None:
-        """Wait for the gradients of ``keys`` summed over the ranks visited so far, and return them; None at the first step."""
+        """Wait for the gradients of ``keys``, summed over the ranks visited so far, and return them; None at the first step."""
         return None if self.travelling is None else self.travelling.wait()[0]
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the rank that gets ``keys`` next. After the last step send it to the rank that owns ``keys``."""
+        """Send ``dkv`` to the rank that receives ``keys`` next, or in the last step to the rank that owns ``keys``."""
         self.travelling = send((dkv,), self._onward, self._group)
 
     def home(self) -> Gradients:
@@ -114,5 +114,5 @@ class RingStep:
 
 
 def rows(ring: Ring, shift: int) -> Rows:
-    """Return [q_runs][k_runs] of Row, one per pair of a query run of this rank and a key run of rank - ``shift``."""
+    """Return a ``Row`` for each pair of a query run of this rank and a key run of rank - ``shift``: tuples [q_runs][k_runs]."""
     return ring.plan.rows(rank_in(ring.group), shift)

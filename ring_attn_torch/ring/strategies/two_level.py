@@ -1,8 +1,8 @@
-"""The strategy "two_level": keys travel around an inner ring inside each host, while a copy goes to the next host that sees them.
+"""The strategy "two_level": keys travel around an inner ring in each host, while a copy travels to the next host that needs it.
 
 An inner ring sums the gradients of its keys, and returns the sum to the rank at which the keys entered the host. That rank adds
-the sum of the earlier hosts, and sends the new sum to the next host during the next inner ring. So a transfer between hosts may
-take as long as all steps of one host. Hosts' sums are added in the order in which the keys visit the hosts.
+the sum that arrived from the hosts visited before, and sends the total to the next host during the next inner ring. So a transfer
+between hosts may take as long as all steps of one host. The sums of the hosts are added in the order in which keys visit them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .ring import OneWay, RingStep, rows
 
 
 class TwoLevels(OneWay):
-    """The strategy "two_level": keys travel around a ring inside each host, while a copy goes to the next host that sees them."""
+    """The strategy "two_level": keys travel around an inner ring in each host, and a copy travels to the next host meanwhile."""
 
     def circulate(self, keys: Keys, ring: Ring) -> Iterator[Step]:
         """Yield a step for each shift of each inner ring of the plan."""
@@ -52,8 +52,8 @@ def plan_of(ring: Ring) -> TwoLevelPlan:
 class HostSums:
     """The gradients of the keys that visit this rank's host, summed over the hosts that these keys have visited.
 
-    ``left``: the last step of the previous inner ring; None once ``add`` has added its gradients. ``crossing``: the number of
-    hosts by which ``add`` then sends the sum onward.
+    ``left``: the last step of the previous inner ring, with gradients that ``add`` has not yet added to the sum; None without
+    such a step. ``crossing``: the number of hosts by which ``add`` sends the sum onward.
     """
 
     def __init__(self, ring: Ring) -> None:
@@ -63,11 +63,11 @@ class HostSums:
         self.crossing = 0
 
     def cross(self, arrays: tuple[Tensor | None, ...], hosts: int) -> Transfer:
-        """Send ``arrays`` to the rank with the same index within its host, ``hosts`` hosts onward."""
+        """Start to send ``arrays`` onward by ``hosts`` hosts, to the rank with the same index in its host. 0 sends nothing."""
         return send(arrays, hosts * self._ranks, self._group)
 
     def add(self) -> None:
-        """Add the previous inner ring's gradients to the sum once, and start to send the sum ``crossing`` hosts onward."""
+        """Add the gradients of ``left`` to the sum, and start to send the sum onward. Do nothing if ``left`` is None."""
         if self.left is None:
             return
         travelling = self.left.travelling
@@ -79,7 +79,7 @@ class HostSums:
         self._arriving, self.left = self.cross((total,), self.crossing), None
 
     def home(self) -> Tensor:
-        """Return the sum over all hosts of the gradients of this rank's own keys."""
+        """Return the gradients of this rank's own keys, summed over all hosts."""
         self.add()
         assert self._arriving is not None
         return self._arriving.wait()[0]
@@ -105,10 +105,10 @@ class TwoLevelStep(RingStep):
         self._onward, self._inside, self._sums = hop or -inner[number] % plan.host_ranks, inside, sums
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send ``dkv`` to the next rank inside the host, or after the last step to the rank at which the keys entered the host.
+        """Send ``dkv`` to the next rank of the inner ring, or in the last step to the rank at which the keys entered the host.
 
-        In the first step of an inner ring, also add the gradients of the previous inner ring, if there was one, to the hosts'
-        sum, and send the sum ``crossing`` hosts onward (``HostSums.add``).
+        In every inner ring but the first, the first step also adds the gradients of the previous inner ring to the sum over
+        hosts, and sends this sum ``crossing`` hosts onward (``HostSums.add``).
         """
         self.travelling = self._inside((dkv,), self._onward)
         self._sums.add()

@@ -3,9 +3,9 @@
     one way      0 -> 1 -> 2 -> 3 -> 4 -> 5 -> 6 -> 7        seven hops one after the other
     two ways     0 -> 1 -> 2 -> 3 -> 4    and    0 -> 7 -> 6 -> 5    at most four, and both directions of a link are in use
 
-Steps alternate between the two directions, nearest rank first, so a transfer may take as long as two steps. Gradients travel with
-their keys. The last rank of each direction sends the sum to the keys' owner. The owner starts with its own contribution, adds the
-sum of the first direction, and then the sum of the second.
+Steps alternate between the two directions, nearest rank first, so a transfer may take as long as two steps. The gradients of keys
+travel with them. The last rank of each direction sends its sum of gradients to the keys' owner. To its own contribution the owner
+adds the sum from the first direction, and then the sum from the second.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TwoWay(OneWay):
 
 
 class Way:
-    """The keys that travel in one direction. ``shifts``: the distances from their owner to the ranks that they visit.
+    """The keys that travel in one direction. ``shifts``: for each visit, the visited rank minus the owner's, modulo the ranks.
 
     ``step``: the latest step of this direction.
     """
@@ -58,9 +58,10 @@ class Way:
 
 
 class TwoWayStep(RingStep):
-    """A ``Step`` of one direction, or on the rank's own keys.
+    """A ``Step`` on keys that travel in one of the directions, or on this rank's own keys.
 
-    ``parts``: on the last step, the steps that hold gradients of this rank's own keys.
+    ``parts``: in the last step of all, the steps from which ``home`` adds gradients: the step on the own keys, and the last step
+    of each direction. In all other steps ``parts`` is empty.
     """
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
@@ -71,14 +72,13 @@ class TwoWayStep(RingStep):
     def home(self) -> Gradients:
         """Return the gradients of this rank's own keys.
 
-        They are its own contribution, then the gradients that came back from the first direction, then those from the second,
-        added in this order.
+        Add, in this order: the rank's own contribution, the sum from the first direction, and the sum from the second, if any.
         """
         own, *others = (RingStep.home(part) for part in self.parts)
         return reduce(Tensor.add_, others, own)  # type: ignore[arg-type]
 
 
 def in_turn(ways: list[Way]) -> Iterator[Way]:
-    """Yield the directions in alternation, each as often as it has steps."""
+    """Yield the directions alternately, one for each step. Once one of them has no steps left, yield only the other."""
     turns = chain.from_iterable(zip_longest(*([way] * way.visits for way in ways)))
     return (way for way in turns if way is not None)

@@ -1,13 +1,13 @@
 """The strategy "ulysses": an all-to-all inside each group swaps tokens for heads, and keys travel a ring of groups.
 
-    before     each rank: the tokens of its shard, all heads
-    inside     each rank: the tokens of its group's shards, its share of the heads (``HeadSplit``)
-    after      out, lse, rest (the rounding error of lse) and the gradients go back the same way
+    before     each rank holds the tokens of its shard, with all heads
+    inside     each rank holds the tokens of all shards of its group, with the heads that ``HeadSplit`` assigns to it
+    after      an all-to-all sends out, lse, rest (the rounding error of lse) and the gradients back to the tokens' ranks
 
-Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). In the backward q, k, v,
-out, lse, rest and the gradients of out and lse are exchanged like q. All ranks of a group get the extents, the key mask and the
-key extents. A rank uses the sinks, the slopes and the dropout head index of its own heads. If several ranks of a group use one
-key head, the head's gradients are added in rank order.
+Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). The backward swaps
+tokens for heads in q, k, v, out, lse, rest and the gradients of out and lse. All ranks of a group get the extents, the key mask
+and the key extents of the group's tokens. A rank uses the sinks, the slopes and the dropout head index of its own heads. If
+several ranks of a group use one key head, the head's gradients are added in rank order.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class HeadExchange(OneWay):
     """The strategy "ulysses". ``ring.plan.head_split`` assigns the heads to the ranks of a group."""
 
     def spread(self, queries: tuple[Tensor, ...], keys: Keys, score: Score, ring: Ring) -> tuple[tuple[Tensor, ...], Keys, Score]:
-        """Return the queries, keys and score of the group's tokens, for this rank's share of the heads."""
+        """Return the queries, keys and score of all tokens of this rank's group, for the heads that are assigned to this rank."""
         head_split, place = _head_split_of(ring)
         extents = None if score.extents is None else clipped(score.extents)
         to_all = [None if x is None else x.expand(head_split.ranks, *x.shape) for x in (keys.bits, keys.extents, extents)]
@@ -51,9 +51,10 @@ class HeadExchange(OneWay):
     def collect_gradients(
         self, dq: Tensor, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[Tensor, Gradients, Tensor | None]:
-        """Return dq and dkv of this rank's own tokens, and dsinks [h], which is 0 for other ranks' heads.
+        """Return dq and dkv of this rank's own tokens for all heads, and dsinks [heads], with zeros for other ranks' heads.
 
-        dq is sent in q's dtype. So is dkv, unless several ranks use one key head; then dkv is sent in at least float32.
+        Send dq in q's dtype. Send dkv in q's dtype too, unless several ranks of the group use the same key head. In that case the
+        head's gradients are added after the transfer, so send dkv in at least float32.
         """
         assert isinstance(dkv, Tensor), "what travels is packed"
         (head_split, place), dtype = _head_split_of(ring), of_q.q.dtype
@@ -76,7 +77,7 @@ def _head_split_of(ring: Ring) -> tuple[HeadSplit, int]:
 
 
 def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: int) -> Score:
-    """Return the score parameters of this rank's heads, with ``extents`` [b ranks*s 2] of the group's queries.
+    """Return ``score`` for this rank's heads, with ``extents`` (of all queries of the group, [b ranks*s 2], or None).
 
     ``place``: this rank's index in its group.
     """
@@ -95,7 +96,7 @@ def _shared(score: Score, extents: Tensor | None, head_split: HeadSplit, place: 
 
 
 def _collected(arrays: tuple[Tensor, ...], ring: Ring) -> list[Tensor]:
-    """Exchange arrays [b ranks*n heads/ranks ...] of the group's tokens for [b n heads ...] of this rank's own tokens."""
+    """Swap heads for tokens: turn [b ranks*n heads/ranks ...], tokens of the group, into [b n heads ...], tokens of this rank."""
     head_split, place = _head_split_of(ring)
     sent = tuple(by_rank(by_shard(x, ring), head_split.ranks) for x in arrays)
     arrived = exchange(sent, rank_in(ring.group) - place, ring.group).wait()
