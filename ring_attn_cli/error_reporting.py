@@ -15,7 +15,7 @@ EXTRAS = {"pyarrow": "data", "tokenizers": "data", "jinja2": "data", "transforme
 
 
 def missing_in_words(package: str | None) -> str:
-    """Return the message that names the extra to install for a missing package."""
+    """Return a message that ``package`` is missing, with the pip command for the extra of ring-attn that installs it."""
     return HINT.format(package, EXTRAS.get(package or "", "demo"))
 
 

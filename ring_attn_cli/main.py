@@ -134,9 +134,9 @@ def plan(
         str, typer.Option(help="With --model: what happens to activations: keep, recompute or offload.")
     ] = "offload",
 ) -> None:
-    """Draw a plan: the tokens of each rank, the pairs computed at each step, and the work.
+    """Draw a plan: the tokens of each rank, the query-key pairs computed at each step, and the work of each rank.
 
-    With --documents, draw packed documents: the work of each rank, and the keys that it needs from others. With --tree, draw a
+    With --documents, draw packed documents: the work of each rank, and the keys it needs from other ranks. With --tree, draw a
     prefix tree. With --model, print what fits into memory. With --machine, or --gpus alone, predict the time of each strategy.
     """
     with errors_in_one_line():
@@ -196,7 +196,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for losses.png, plan.png and demo.json.")] = Path("demo-output"),
     quick: Annotated[bool, typer.Option("--quick", help="Use a short sequence and a few steps.")] = False,
 ) -> None:
-    """Check on this CPU that the ring is exact and PyTorch and JAX train alike. Exit with status 1 if a bound is missed."""
+    """Check on this CPU that the ring is exact and that PyTorch and JAX train alike. Exit with status 1 if a check fails."""
     with errors_in_one_line():
         from .demo.run import DemoSettings, run
 
@@ -224,7 +224,7 @@ def train(
         typer.Option(help="With --coordinator HOST:PORT: index of this process and number of processes, from 0/4 to 3/4."),
     ] = None,
 ) -> None:
-    """Train a language model, or resume the run in the folder. Under torchrun, use its processes."""
+    """Train a language model, or resume the run in the output folder. Under torchrun, use the processes that torchrun started."""
     with errors_in_one_line():
         from .train.config import read
         from .train.run import Program, run
@@ -239,12 +239,12 @@ app.command()(generate)
 
 
 def console(plain: bool = False) -> Console:
-    """Return a console as wide as $COLUMNS, else the terminal, else 80 columns; ``plain``: no markup and no highlighting."""
+    """Return a console. Its width is $COLUMNS, else the terminal's width, else 80. ``plain``: no markup and no highlighting."""
     return Console(width=shutil.get_terminal_size().columns, highlight=not plain, markup=not plain)
 
 
 def make_plan(layout: str, mask: str, ranks: int, length: int, kv_length: int | None = None) -> RingPlan:
-    """Return the plan of ``length`` queries and ``kv_length`` keys (None: as many), padded as little as the layout allows.
+    """Return the plan of ``length`` queries and ``kv_length`` (default: ``length``) keys, with the least padding of the layout.
 
     Raise ValueError if ``ranks`` is out of its range, or if layout, mask or lengths are invalid.
     """
@@ -278,7 +278,7 @@ def _comparison(plans: list[RingPlan]) -> Table:
 
 
 def open_closed_streams() -> None:
-    """Open /dev/null in place of a closed stdin, stdout or stderr, so that no pipe to a rank gets its file descriptor."""
+    """Open /dev/null in place of a closed stdin, stdout or stderr, so that no pipe to a rank gets file descriptor 0, 1 or 2."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)

@@ -30,7 +30,7 @@ Report = Callable[[str, Any], None]
 
 
 class Parent(NamedTuple):
-    """A spawned process's connection to its parent. Call it like a ``Report`` to send a message; ``recv`` waits for an order.
+    """A spawned process's connection to its parent. ``parent(kind, data)`` sends a message; ``parent.recv()`` waits for an order.
 
     An order is any object that the parent passes to ``Crews.send``.
     """
@@ -65,11 +65,11 @@ class Message(NamedTuple):
 
 
 class Failure(Exception):
-    """A failure of the spawned processes: one raised an error or died, or none reported in time. The message says which."""
+    """A failure of spawned processes: one of them raised an error or died, or none reported in time. The message says which."""
 
 
 class Terminated(SystemExit):
-    """An exit of the command by SIGTERM, with the exit status 128 + 15 of shells."""
+    """An exit of the command by SIGTERM. Its exit status is 128 + 15, as in shells."""
 
 
 def _terminate(number: int, frame: object) -> None:
@@ -78,9 +78,9 @@ def _terminate(number: int, frame: object) -> None:
 
 @contextmanager
 def hear_interrupts() -> Iterator[None]:
-    """Raise a KeyboardInterrupt again, 0.1 s later, if it came where Python ignores exceptions, as in a callback of JAX.
+    """Raise a KeyboardInterrupt a second time, after 0.1 s, if Python ignored the first, as it does inside a callback of JAX.
 
-    Replaces ``sys.unraisablehook`` inside the ``with`` block.
+    Replace ``sys.unraisablehook`` inside the ``with`` block.
     """
 
     def again(ignored: Any) -> None:
@@ -158,8 +158,8 @@ class Crews:
     def messages(self) -> Iterator[Message]:
         """Yield the messages of the processes until all have finished.
 
-        If a message is of the kind "mistake", raise ValueError with its text. Raise :class:`Failure` if a process fails, or if no
-        process reports for ``patience`` seconds.
+        Raise ValueError with the text of a message if its kind is "mistake". Raise :class:`Failure` if a process fails, or if no
+        process reports for ``patience`` seconds, an argument of the constructor.
         """
         heard = time.monotonic()
         while self._members:
@@ -175,7 +175,7 @@ class Crews:
                 raise Failure(f"no process has reported for {self._patience:.0f} s; still at work: {silent}")
 
     def arrived(self, timeout: float) -> list[Message]:
-        """Wait up to ``timeout`` seconds for a message. Return one message of each process that has sent any, or [].
+        """Wait up to ``timeout`` seconds for messages, and return at most one from each process; [] if none has arrived.
 
         Raise :class:`Failure` if a process fails.
         """
@@ -261,7 +261,7 @@ def _run(pipe: Connection, log: Path, module: str, arguments: tuple[Any, ...]) -
 
 
 def _end_with_parent() -> None:
-    """Exit when the parent process ends. Ranks of a killed parent would go on and write checkpoints beside a new run."""
+    """Exit when the parent ends. Else ranks of a killed parent would go on and write checkpoints beside those of a new run."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,7 +1,8 @@
-"""``ring-attn compare``: attention variants in JAX and PyTorch against float64, on equal inputs, on one device and a ring.
+"""``ring-attn compare``: a comparison of attention in JAX and PyTorch with a float64 reference, on one device and on a ring.
 
-``variants.py`` lists the variants and ``oracles.py`` computes the expected results. ``torch_side.py`` and ``jax_side.py`` run the
-variants, in processes of their own. ``measure.py`` measures the error of a result, and ``diagnosis`` names its likely cause.
+All variants get equal inputs. ``variants.py`` lists the variants, and ``oracles.py`` computes the expected results.
+``torch_side.py`` and ``jax_side.py`` run the variants in separate processes. ``measure.py`` measures the error of each result,
+and ``diagnosis`` names the likely cause of an error above its bound.
 """
 
 from __future__ import annotations
@@ -25,12 +26,13 @@ def run(
 ) -> Comparison:
     """Compare attention variants with a float64 reference.
 
-    Return the results: ``.passed`` is a bool; ``.results`` hold errors, diagnosis, seconds and bytes. ``variants``: names in
-    ``variants.VARIANTS``, "all", or your own functions as ``module:function``. ``ranks``: ring sizes, one number or several; one
-    device is always compared too. ``framework``: "jax", "torch", or both with a comma. ``repeats``: number of timed runs.
-    ``arguments``: the fields of :class:`cases.Case`, which are the options of the command; ``length``, ``heads``, ``head_dim``,
-    ``dtype``, ``layout`` and ``backend`` take one value or several. ``json``, ``png``: files to write. In a script, call this
-    under ``if __name__ == "__main__":``, because the processes are spawned and import the script again.
+    Return a ``Comparison``: ``passed`` is a bool; ``results`` holds the errors, diagnosis, seconds and bytes of each variant.
+
+    ``variants``: names in ``variants.VARIANTS``, "all", or your own functions as ``module:function``. ``ranks``: one ring size or
+    several; one device is always compared too. ``framework``: "jax", "torch", or both with a comma. ``repeats``: number of timed
+    runs. ``arguments``: any fields of :class:`cases.Case`, which have the names of the command's options; ``length``, ``heads``,
+    ``head_dim``, ``dtype``, ``layout`` and ``backend`` take one value or several. ``json``, ``png``: files to write. In a script,
+    call this under ``if __name__ == "__main__":``, because each process is spawned and imports the script again.
 
     Raise ValueError if the comparison is impossible, and :class:`ring_attn_cli.processes.Failure` if a process dies or does not
     answer for ``patience`` seconds.

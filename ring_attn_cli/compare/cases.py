@@ -25,12 +25,13 @@ DEVICES = "cpu", "gpu"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One attention problem over global sequences: the options of ``ring-attn compare`` that describe it, one value each.
+    """One attention problem over global sequences; each field is one value of an option of ``ring-attn compare``.
 
-    ``scale``: None means ``head_dim ** -0.5``. ``sinks``: adds sinks drawn at random. ``alibi``: adds ALiBi slopes. ``key_mask``:
-    masks each key with probability 1/5. ``documents``: number of documents packed into each row, of random lengths; 0 for none.
-    ``segments``, ``dilations`` and ``mixing`` belong to dilated attention; ``block``, ``summaries`` and ``window`` to summary
-    attention. These six and ``backend`` are checked by the variants that use them. Raise ValueError if another value is invalid.
+    ``scale``: None means ``head_dim ** -0.5``. ``sinks``: True adds random sinks. ``alibi``: True adds ALiBi slopes.
+    ``key_mask``: True masks each key with probability 1/5. ``documents``: number of documents of random lengths that are packed
+    into each row; 0 for none. ``segments``, ``dilations`` and ``mixing`` belong to dilated attention; ``block``, ``summaries``
+    and ``window`` to summary attention. These six and ``backend`` are checked later, by the variants that use them. Raise
+    ValueError if a value of any other field is invalid.
     """
 
     length: int = 512
@@ -77,7 +78,7 @@ class Case:
 
     @property
     def band(self) -> Band:
-        """Return the mask as a band; ``window:128`` means ``sliding_window(128)``."""
+        """Return the mask as a ``Band``, an interval of q_pos - k_pos; ``window:128`` means ``sliding_window(128)``."""
         name, _, number = self.mask.partition(":")
         if name == "window" and number.isdigit():
             return sliding_window(int(number))
@@ -104,7 +105,7 @@ class Case:
         )
 
     def problem(self, ranks: int) -> Problem:
-        """Return the ``ring_attention`` problem of one rank of a CPU ring, without the optional arrays and without dropout."""
+        """Return one rank's call of ``ring_attention`` on a CPU ring as a ``Problem``, without optional arrays and dropout."""
         local = self.plan(ranks).seq_local
         q, k = ((self.batch, local, heads, self.head_dim) for heads in (self.heads, self.kv_heads))
         options = replace(self.options, dropout_rate=0.0)  # a problem with dropout needs a seed
@@ -116,7 +117,7 @@ class Case:
 
     @property
     def features(self) -> list[str]:
-        """Return the features that this case uses, by their argument names in ring_attention, such as scale and extents."""
+        """Return the optional features that this case uses, by the argument names of ring_attention, such as "extents"."""
         values = {"scale": self.scale, "softcap": self.softcap, "sinks": self.sinks, "alibi_slopes": self.alibi}
         values |= {"dropout_rate": self.dropout_rate, "key_mask": self.key_mask, "extents": self.documents}
         return [name for name, value in values.items() if value]
@@ -129,7 +130,7 @@ class Case:
 
     @cached_property
     def masks(self) -> Arrays:
-        """Return by name extents, int32 [batch, length, 2], and key_mask, bool [batch, length], each only if the case uses it."""
+        """Return the used masks: "extents" (a token's document), int32 [batch, length, 2]; "key_mask", bool [batch, length]."""
         rng = np.random.default_rng((self.seed, 1))
         drawn = {}
         if self.documents:
@@ -149,9 +150,10 @@ class Case:
         return np.float64 if self.dtype == "float64" else np.float32
 
     def normal(self, stream: int, *shapes: tuple[int, ...], rounded: bool = True) -> list[np.ndarray]:
-        """Draw standard normal arrays from the random generator of (seed, ``stream``).
+        """Draw standard normal arrays of the given ``shapes`` from a generator with the seed (``self.seed``, ``stream``).
 
-        If ``rounded``, round them to the nearest values of the case's dtype. They are stored in float32, or float64 for float64.
+        If ``rounded``, round each number to the nearest value of the case's dtype. The arrays are stored in float64 if the case's
+        dtype is float64, otherwise in float32.
         """
         rng = np.random.default_rng((self.seed, stream))
         keep = rounding(self.dtype) if rounded else lambda x: x

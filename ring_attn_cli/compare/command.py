@@ -1,4 +1,4 @@
-"""The command ``ring-attn compare`` and its options; ``diagnosis/`` names the likely causes of a missed bound."""
+"""The command ``ring-attn compare`` and its options; ``diagnosis/`` names the likely causes of an error above its bound."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def compare(
 
 
 def _listed(name: str, text: str, kind: type) -> tuple[Any, ...]:
-    """Parse the comma-separated values of an option. Raise ValueError if ``kind``, a type, cannot convert one."""
+    """Convert the comma-separated values of option ``name`` to the type ``kind``. Raise ValueError if one cannot be converted."""
     try:
         return tuple(kind(part.strip()) for part in text.split(",") if part.strip())
     except ValueError:

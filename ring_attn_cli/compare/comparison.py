@@ -1,4 +1,4 @@
-"""The comparison itself: select the variants that can run, run each once, judge its results, and time all of them in turns."""
+"""The comparison itself: select the variants that can run, run each once, judge its results, and time all of them round-robin."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NEEDS = {"torch": ("torch",), "jax": ("jax", "flax")}
 
 @dataclass(frozen=True)
 class VariantResult:
-    """The result of one variant in one framework on a ring of ``ranks``.
+    """The result of one variant in one framework on a ring of ``ranks`` ranks.
 
     ``seconds``: one time for each timed run. ``peak_bytes``: peak memory, see ``peak_of``; None if the system does not report it.
-    ``part``: words for the part of the result that was compared with the reference, "" for all.
+    ``part``: a description of the part of the result that was compared with the reference; "" if all of it was compared.
     """
 
     case: Case
@@ -50,7 +50,7 @@ class VariantResult:
 
     @property
     def peak_of(self) -> str:
-        """Return "process" if ``peak_bytes`` is the peak of the process so far, as in JAX on GPUs, else "run"."""
+        """Return the span that ``peak_bytes`` covers: "process" (since its start) in JAX on GPUs, otherwise "run" (one run)."""
         return "process" if self.framework == "jax" and self.case.device != "cpu" else "run"
 
     @property
@@ -71,7 +71,7 @@ class SkippedVariant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All results of a sweep. ``kinds``: the kind of device, such as "cpu" or a GPU's name, by framework."""
+    """All results of ``sweep``, the request. ``kinds``: the kind of device of each framework, such as "cpu" or a GPU's name."""
 
     sweep: Sweep
     results: tuple[VariantResult, ...]
@@ -86,7 +86,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class _Contestant:
-    """One result to compute: a variant in a framework on a ring. ``case``: the sweep's case with the variant's changes."""
+    """One result to compute: a variant in a framework on a ring. ``case``: the sweep's case with ``variant.changes`` applied."""
 
     variant: Variant
     framework: str
@@ -131,9 +131,9 @@ def _installed(sweep: Sweep) -> tuple[str, ...]:
 
 
 def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_Contestant]], list[SkippedVariant]]:
-    """Return the combinations (variant, framework, ranks) to run for each case, and the variants left out, with reasons.
+    """Return for each case the combinations (variant, framework, ranks) to run, and a list of those left out, with reasons.
 
-    Raise ValueError if a variant that the user named has no combination in some case, or if nothing can run.
+    Raise ValueError if a variant that the user named cannot run at all for one of the cases, or if nothing can run.
     """
     cells, left_out = [], []
     for case in sweep.cases:
@@ -159,7 +159,7 @@ def _contestants(sweep: Sweep, frameworks: tuple[str, ...]) -> tuple[list[list[_
 
 
 def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tuple[list[VariantResult], list[SkippedVariant]]:
-    """Run, judge and time the contestants of one case, ``cell``. Return their results, and the refused variants."""
+    """Run, judge and time the contestants of one case. Return their results, and the variants skipped because they failed."""
     outcomes: dict[_Contestant, Outcome] = {}
     refused = []
     for each in cell:
@@ -192,9 +192,9 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
 def _judged(
     one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
 ) -> VariantResult:
-    """Compare the arrays of ``one`` with the truth, with those on one device, and with those of the other framework.
+    """Compare the result of ``one`` with the truth, with its result on one device, and with the other framework's result.
 
-    ``cotangents``: names of the cotangents that the gradients were computed from. ``whole``: the global arrays of each result.
+    ``cotangents``: names of the cotangents that the gradients were computed from. ``whole``: each contestant's global arrays.
     ``truths``: a cache, to which a new truth is added. The returned result lacks ``seconds`` and ``peak_bytes``.
     """
     oracle = ORACLES[one.variant.oracle]

@@ -76,7 +76,7 @@ def command() -> str:
 
 
 def commit() -> str | None:
-    """Return the git commit of this file's checkout, with "+" if tracked files have changes, or None without git or checkout."""
+    """Return the git commit of this file's checkout, with "+" if tracked files changed; None if git or checkout is missing."""
     git = lambda *words: subprocess.run(["git", *words], cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     try:
         if git("ls-files", "--error-unmatch", Path(__file__).name).returncode:

@@ -1,4 +1,4 @@
-"""Calls of each variant in JAX: ``name(call)`` returns a function from a rank's named arrays to named results.
+"""Calls of each variant in JAX: each takes a ``JaxCall`` and returns a function from a rank's named arrays to named results.
 
 The function runs inside the ring's shard_map. Other packages are called as their documentation says, in their own layout.
 """
@@ -22,7 +22,7 @@ Function = Callable[[Arrays], Arrays]
 
 
 def options(call: JaxCall) -> dict[str, Any]:
-    """Return the case's arguments of ring_attention that are not arrays."""
+    """Return the arguments of ring_attention that the case sets and that are not arrays."""
     case = call.case
     names = ("layout", "strategy", "backend")
     return {name: getattr(case, name) for name in names} | case.scalars | {"mask": case.band, "length": case.length}
@@ -59,7 +59,7 @@ def summary(call: JaxCall) -> Function:
 
 
 def _variant(call: JaxCall) -> dict[str, Any]:
-    """Return the case's arguments that dilated_attention and summary_attention share."""
+    """Return the case's arguments, except arrays, that dilated_attention and summary_attention share."""
     return {name: getattr(call.case, name) for name in ("scale", "softcap", "length", "strategy", "backend")}
 
 
@@ -92,7 +92,7 @@ def transformer(call: JaxCall) -> Function:
 
 
 def _heads(call: JaxCall) -> dict[str, Any]:
-    """Return the case's arguments that the constructors of RingAttention and RingTransformer share."""
+    """Return the constructor arguments that the case sets for both RingAttention and RingTransformer."""
     case = call.case
     names = ("kv_heads", "head_dim", "layout", "softcap", "sinks", "alibi", "strategy", "backend")
     dtype = "float64" if case.dtype == "float64" else "float32"
@@ -135,7 +135,7 @@ def user(call: JaxCall) -> Function:
 
 
 def ringattention(call: JaxCall) -> Function:
-    """Return the call of the package ringattention, on contiguous shards with one chunk of queries and one of keys per rank."""
+    """Return a function that calls the package ringattention, on contiguous shards with one query and one key chunk per rank."""
     import jax.numpy as jnp
     from ringattention import ringattention_jax as attend  # pyright: ignore[reportMissingImports]
 

@@ -25,9 +25,9 @@ CAST = {"q", "k", "v", "x"}
 
 
 class JaxCall(NamedTuple):
-    """Inputs for building a variant's function, which runs inside a shard_map over the mesh axis ``axis_name``.
+    """Inputs for building a variant's function. It runs inside a shard_map over the mesh axis ``axis_name``.
 
-    ``user``: the name of a user's own function, or None.
+    ``user``: a user's own function as ``module:function``, or None.
     """
 
     case: Case
@@ -39,7 +39,7 @@ class JaxCall(NamedTuple):
 def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
     """Report this process's devices, then execute each ``Order`` of the parent for all ranks, until the pipe closes.
 
-    If there are fewer GPUs than ranks, stop after the report.
+    If there are fewer GPUs than ranks, stop after the report; the parent then raises ValueError.
     """
     if settings.device == "cpu":
         jax.config.update("jax_platforms", "cpu")
@@ -58,7 +58,7 @@ def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
 
 
 class JaxWorker:
-    """The calls of all ranks in JAX. ``prepare`` compiles and runs a call; the other methods act on the prepared call.
+    """An executor of orders for all ranks. ``prepare`` compiles and runs a call; the other methods act on the prepared call.
 
     ``serve`` calls the method that ``Order.kind`` names.
     """
@@ -68,9 +68,9 @@ class JaxWorker:
         self._known: dict[Any, Callable[[], dict[str, jax.Array]]] = {}
 
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
-        """Compile the order's call, run forward and backward once, and return results and gradients.
+        """Compile the order's call, run forward and backward once, and return the results and gradients of all ranks.
 
-        ``inputs``: None for those that the order's oracle draws.
+        ``inputs``: the global inputs; by default the order's oracle draws them.
         """
         oracle, case, plan = ORACLES[order.oracle], order.case, order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(case)
@@ -121,9 +121,10 @@ class JaxWorker:
         return time.perf_counter() - began
 
     def memory(self, order: Order) -> int | None:
-        """Return the peak memory of one run above the memory held before, in bytes; None if the system does not report it.
+        """Return the peak memory of one run in bytes, or None if the system does not report it.
 
-        On GPUs, return the peak of the process so far, summed over the ring's devices.
+        On a CPU, subtract the memory held before the run. On GPUs, return the peak of the process so far, summed over the ring's
+        devices.
         """
         if self._devices[0].platform != "cpu":
             self._known[order.key]()

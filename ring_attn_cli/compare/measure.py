@@ -19,12 +19,12 @@ STATE = "lse", "dsinks", "loss"
 
 @dataclass(frozen=True)
 class Quantity:
-    """The error of one result array. ``bound``: the largest allowed ``relative``.
+    """The error of one result array, ``got``, against the ``exact`` array.
 
-    ``relative``: ||got - exact|| / ||exact||, from :func:`tolerance.relative_error`. ``largest``: max |got - exact|. ``ulps``:
-    the largest difference of an entry in units in the last place, see :func:`largest_ulps`. ``from_one_device``,
-    ``from_other_framework``: the relative difference from this array on one device, and in the other framework. Each is 0.0 if
-    both arrays are bitwise equal, and None if the other array is missing.
+    ``relative``: ||got - exact|| / ||exact||, from :func:`tolerance.relative_error`; ``bound``: its largest allowed value.
+    ``largest``: max |got - exact|. ``ulps``: the largest |got - exact| in units in the last place, see :func:`largest_ulps`.
+    ``from_one_device``, ``from_other_framework``: the relative difference from the same array computed on one device, or in the
+    other framework. Each is 0.0 if both arrays are bitwise equal, and None if the other array is missing.
     """
 
     name: str
@@ -45,7 +45,7 @@ def quantities(
 ) -> list[Quantity]:
     """Return one Quantity for each array in both ``got`` and ``exact``.
 
-    If an array of ``exact`` is smaller, compare it with the leading part of ``got`` of that shape.
+    An array of ``exact`` may cover only the leading rows and heads; then compare only this part of ``got``.
     """
     found = []
     for name, truth in exact.items():
@@ -71,8 +71,8 @@ def largest_difference(got: np.ndarray, exact: np.ndarray) -> float:
 def largest_ulps(got: np.ndarray, exact: np.ndarray, dtype: str) -> float:
     """Return the largest |got - exact| / ulp, with the ulp of the exact entry in ``dtype``.
 
-    An entry smaller than the root mean square of all entries uses the ulp of the root mean square. The last place of a small
-    entry means nothing under cancellation, as in the gradient of a query that sees one key.
+    An entry smaller than the root mean square of all entries uses the ulp of the root mean square, because cancellation can leave
+    a small entry with the rounding error of large terms, as in the gradient of a query that sees one key.
     """
     difference, exact = _differences(got, exact)
     fraction, least = DIGITS[dtype]
@@ -96,7 +96,7 @@ def _differences(got: np.ndarray, exact: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def apart(got: np.ndarray, other: np.ndarray) -> float:
-    """Return the relative difference of two results, exactly 0.0 only if dtypes, shapes and bits are equal."""
+    """Return the relative difference of two results. It is exactly 0.0 only if their dtypes, shapes and bits are equal."""
     if got.shape == other.shape and got.dtype == other.dtype and got.tobytes() == other.tobytes():
         return 0.0
     return max(relative_error(got, other), np.finfo(np.float64).tiny)

@@ -38,9 +38,9 @@ class GlobalArrays:
 
 @dataclass(frozen=True)
 class Truth:
-    """Exact results, results of a plain computation in the dtype, and the bounds of the relative error, each by name.
+    """Exact results, results of a plain computation in the case's dtype, and bounds of the relative error, as dicts by name.
 
-    The exact results are computed in float64; attention of float64 inputs in NumPy's long double.
+    The exact results are computed in float64, or in NumPy's long double for attention of float64 inputs.
     """
 
     exact: Arrays
@@ -57,9 +57,9 @@ class Oracle:
     ``inputs(case)`` draws the inputs and the cotangents of the results. ``truth(case, inputs, cotangents)`` computes results and
     gradients; a result without an entry in ``cotangents`` has the cotangent 0.
 
-    ``sharded``: inputs, results and gradients that hold a rank's tokens along dim 1, in the layout's order of runs. All other
-    inputs and results are replicated. A rank's gradient of a replicated input is a partial sum; the ranks' sum is the gradient.
-    ``paddings``: by input, the value that fills its padding; 0 for other inputs.
+    ``sharded``: names of the inputs, results and gradients that are cut along dim 1: each rank holds its own tokens, in the order
+    of the layout. All other inputs and results are replicated. The gradient of a replicated input is the sum of the partial
+    gradients on all ranks. ``paddings``: by input, the value that fills its padding; 0 for other inputs.
     """
 
     inputs: Callable[[Case], GlobalArrays]
@@ -107,7 +107,7 @@ def _attention_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[st
 def first_heads(case: Case, inputs: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
     """Return the inputs of attention and the cotangents dout and dlse, under the argument names of the reference's ``exact``.
 
-    Restrict them to batch row 0 and key head 0 unless ``whole``. A cotangent whose name is not in ``cotangents`` is 0.
+    Unless ``whole``, keep only batch row 0 and the heads of key head 0. Cotangents whose names are not in ``cotangents`` are 0.
     """
     dout, dlse = (x if name in cotangents else np.zeros_like(x) for name, x in inputs.cotangents.items())
     arrays = inputs.arrays | {"dout": dout, "dlse": dlse}

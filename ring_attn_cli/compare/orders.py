@@ -1,4 +1,4 @@
-"""Messages between the pool and the processes of a framework: orders (a call and a case) and outcomes (NumPy shards)."""
+"""Messages between the pool and a framework's processes: an order requests an action, and an outcome returns NumPy arrays."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Order:
     """A request to the processes of a framework.
 
     ``kind``: "prepare" builds the call and runs it once; "time", "memory" and "forget" act on the prepared call. ``call``: the
-    function that builds a variant's function, as ``module:function``. ``user``: a user's own function, in the same form.
-    ``oracle``: the key in ``ORACLES`` that says how to draw the inputs.
+    ``module:function`` that builds the variant's function. ``user``: the ``module:function`` of a user's own function, or None.
+    ``oracle``: the key in ``ORACLES`` of the oracle that draws the inputs.
     """
 
     kind: str
@@ -45,7 +45,7 @@ class Order:
 class Outcome:
     """The results and gradients of a run.
 
-    ``shards``: by name, an array of each rank in rank order, or one array if it is replicated or already summed.
+    ``shards``: for each name, a list of the ranks' arrays in rank order, or of one array if it is replicated or already summed.
     ``cotangents``: names of the cotangents that the gradients were computed from.
     """
 
@@ -55,7 +55,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class WorkerSettings:
-    """The settings of each process at its start.
+    """The settings that each process receives at its start.
 
     ``rings``: all ring sizes that will run. ``patience``: timeout in seconds. ``store``: path of the file through which PyTorch's
     ranks find each other. ``folder``: the working folder of the command, from which a user's function is imported.
@@ -79,10 +79,10 @@ def resolve(call: str) -> Callable[..., Any]:
 
 
 def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
-    """Execute the parent's orders until the pipe closes, by the method of ``side`` that ``Order.kind`` names.
+    """Execute the parent's orders until the pipe closes: for each, call the method of ``side`` that ``Order.kind`` names.
 
-    Report "done" with the rank and the method's result, or "mistake" with the rank and the error in words. If one order takes
-    longer than 0.8 ``patience`` (seconds), print a traceback to the log for :func:`where_at`, before the parent gives up.
+    Report "done" with (rank, the method's result), or "mistake" with (rank, the error in words). If one order takes longer than
+    0.8 ``patience`` (seconds), print a traceback to the log before the parent gives up; :func:`where_at` reads it there.
     """
     while True:
         try:
@@ -101,7 +101,7 @@ def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
 
 
 def where_at(log: str) -> str | None:
-    """Return "file.py, line 3 in function" for the main thread in the traceback that :func:`serve` printed; None without one."""
+    """Return the main thread's line, as "file.py, line 3 in function", from the traceback of :func:`serve`; None without one."""
     *_, dump = log.rpartition("Timeout (")
     threads = dump.split("most recent call first):")  # the main thread comes last
     found = re.search(r'File "(.*)", line (\d+) in (\S+)', threads[-1]) if len(threads) > 1 else None
@@ -135,7 +135,7 @@ def here() -> str:
 
 
 def cut(x: np.ndarray, plan: RingPlan, pad: Any = 0) -> list[np.ndarray]:
-    """Return the shard of each rank of a global array [batch, tokens, ...], with padding filled with ``pad``."""
+    """Return one shard for each rank from a global array [batch, tokens, ...]; ``pad`` fills the padding."""
     missing = (x.shape[0], plan.seq_local * plan.ranks - x.shape[1], *x.shape[2:])
     padded = np.concatenate([x, np.full(missing, pad, x.dtype)], 1)
     return [np.ascontiguousarray(padded[:, list(plan.positions(rank))]) for rank in range(plan.ranks)]
@@ -144,7 +144,7 @@ def cut(x: np.ndarray, plan: RingPlan, pad: Any = 0) -> list[np.ndarray]:
 def joined(outcome: Mapping[str, list[np.ndarray]], sharded: frozenset[str], plan: RingPlan) -> Arrays:
     """Return global arrays in natural order without padding.
 
-    Concatenate the arrays in ``sharded``, sum the ranks' parts of other gradients, and take rank 0's copy of replicated results.
+    Concatenate the arrays named in ``sharded``. Sum the other gradients over the ranks. Take rank 0's copy of other results.
     """
     order = np.argsort([position for rank in range(plan.ranks) for position in plan.positions(rank)])[: plan.length]
     whole = {}

@@ -1,4 +1,4 @@
-"""The plot of a comparison: error as a share of its bound, and time. Uses matplotlib without pyplot's global state."""
+"""The plot of a comparison, in two panels: error / bound, and time. Uses matplotlib without pyplot's global state."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ def check(path: Path) -> None:
 
 
 def save(comparison: Comparison, path: Path) -> None:
-    """Save the plot to ``path``: bars, or, if an argument takes several values, lines over these values.
+    """Save the plot to ``path``: a bar for each result, or lines if an argument takes several values.
 
-    There is one line for each variant, framework and combination of the other arguments.
+    The x axis of the lines is ``Sweep.axis``, the argument with the most values. There is one line for each variant, framework
+    and combination of the other arguments' values.
     """
     from matplotlib.figure import Figure
 
@@ -45,7 +46,7 @@ def save(comparison: Comparison, path: Path) -> None:
 
 
 def share(result: VariantResult) -> float:
-    """Return the largest error / bound of a result, or ``LEAST`` if that is greater. At most 1 means that all bounds hold."""
+    """Return the largest error / bound of a result's arrays, but at least ``LEAST``. At most 1 means that all bounds hold."""
     return max(max(quantity.relative / quantity.bound for quantity in result.quantities), LEAST)
 
 

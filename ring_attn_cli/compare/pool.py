@@ -18,7 +18,7 @@ START = 120.0
 
 
 class VariantError(ValueError):
-    """An error of a variant's function. ``everywhere``: all ranks raised the same error, so the processes can continue."""
+    """An error of a variant's function. If ``everywhere``, all ranks raised the same error, and the processes stay usable."""
 
     def __init__(self, text: str, everywhere: bool) -> None:
         super().__init__(text)
@@ -26,11 +26,12 @@ class VariantError(ValueError):
 
 
 class Pool:
-    """A context manager that starts the worker processes of each framework, and ends them on exit. Its methods send them orders.
+    """A context manager that starts the worker processes of each framework and ends them on exit.
 
-    ``kinds``: the kind of device, such as "cpu" or the name of a GPU, by framework.
+    The methods send an :class:`Order` to the processes: a request about one call, which is a variant's function applied to a
+    case. ``kinds``: the kind of device, such as "cpu" or the name of a GPU, by framework.
 
-    Raise ValueError if there are fewer devices than the largest ring has ranks. Raise :class:`processes.Failure` if a process
+    Raise ValueError if the largest ring has more ranks than there are devices. Raise :class:`processes.Failure` if a process
     dies or does not answer within ``patience`` seconds.
     """
 
@@ -60,7 +61,7 @@ class Pool:
         self._crews.__exit__(*error)
 
     def prepare(self, framework: str, order: Order) -> Outcome:
-        """Build the order's call on all ranks, run it once, and return the results and gradients of all ranks.
+        """Build the call of ``order`` on each rank, run it once, and return the results and gradients of all ranks.
 
         Raise VariantError if the call fails.
         """
@@ -69,13 +70,13 @@ class Pool:
         return Outcome(shards, answers[0].cotangents)
 
     def seconds(self, framework: str, order: Order) -> float:
-        """Return the seconds of one run, forward and backward, on the slowest rank."""
+        """Return the time of one run of the prepared call, forward and backward, on the slowest rank, in seconds."""
         return max(self._ask(framework, order))
 
     def peak_bytes(self, framework: str, order: Order) -> int | None:
-        """Return the peak memory of one run in bytes, summed over all ranks, or None if a rank cannot measure its memory.
+        """Return the peak memory of one run of the prepared call in bytes, summed over ranks; None if a rank cannot measure it.
 
-        Memory held before the run does not count, except in JAX on GPUs, which report only the peak of the process so far.
+        Memory held before the run does not count. On GPUs, however, JAX reports only the peak of its process so far.
         """
         peaks = self._ask(framework, order)
         return None if None in peaks else sum(peaks)
@@ -96,7 +97,7 @@ class Pool:
         self.kinds[framework] = found[0]["kind"]
 
     def _ask(self, framework: str, order: Order) -> list[Any]:
-        """Send the order to the ranks of its ring and return their answers in rank order."""
+        """Send ``order`` to each process that runs its ranks (in JAX a single one), and return the answers sorted by rank."""
         members = 1 if framework == "jax" else order.ranks
         self._crews.send(TITLES[framework], members, order)
         return self._collect(framework, members, self._patience)
@@ -128,10 +129,11 @@ class Pool:
         return self._kept.pop(TITLES[framework], [])
 
     def _check_patience(self, framework: str, silent: list[int], waited: float, patience: float) -> None:
-        """Raise Failure if the ranks have been awaited for longer than ``patience``; both times are in seconds.
+        """Raise Failure if ``waited``, the time since the wait for answers began, exceeds ``patience``; both are in seconds.
 
-        ``silent``: the ranks without an answer so far. The message names them, and the line of code at which each one is, if its
-        log has a traceback. If the framework runs in one process, the message names the framework instead of ranks.
+        ``silent``: the ranks that have not answered yet. The message names these ranks. If a rank's log has a traceback, the
+        message adds the line of code that the rank is executing. If the framework runs in one process, the message names the
+        framework instead of ranks.
         """
         if waited <= patience:
             return

@@ -1,4 +1,4 @@
-"""The printed report of a comparison: its table, the variants left out with reasons, and the verdict."""
+"""The printed report of a comparison: the tables of results, the reasons why variants were left out, and the verdict."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ NARROWEST = 64
 
 
 def width_of(columns: int) -> int:
-    """Return the drawing width for a terminal of ``columns``: at least ``NARROWEST``."""
+    """Return the width of the report on a terminal of ``columns`` columns: the same number, but at least ``NARROWEST``."""
     return max(columns, NARROWEST)
 
 
 def table(comparison: Comparison, width: int = WIDE) -> Group:
-    """Return the whole report, not only the table, for a console of ``width`` columns."""
+    """Return the whole report, with the reasons and the verdict, for a console of ``width`` columns."""
     cases = list(dict.fromkeys(result.case for result in comparison.results))
     swept = [name for name in SWEPT if len({getattr(case, name) for case in cases}) > 1]
     parts: list[Table | Text] = []
@@ -108,9 +108,9 @@ MOST = 8
 
 
 def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
-    """Return the quantities to show: all, if there are at most ``MOST``.
+    """Return the arrays of a result to show: all of them if there are at most ``MOST``.
 
-    Otherwise leave out the gradients within their bound, except the one with the largest error / bound.
+    Otherwise leave out the gradients that are within their bounds, except the gradient with the largest error / bound.
     """
     if len(quantities) <= MOST:
         return list(quantities)
@@ -119,7 +119,7 @@ def shown(quantities: tuple[Quantity, ...]) -> list[Quantity]:
 
 
 def _cells(quantity: Quantity) -> tuple[str | Text, ...]:
-    """Return the cells of one array: its name and the columns of ``OF_ARRAY``."""
+    """Return the table cells of one array: its name, then a value for each column in ``OF_ARRAY``."""
     kept = Text("within", style="green") if quantity.within else Text("MISSED", style="bold red")
     numbers = f"{quantity.relative:.1e}", f"{quantity.bound:.1e}", kept, f"{quantity.largest:.1e}", f"{quantity.ulps:.3g}"
     return quantity.name, *numbers, _apart(quantity.from_one_device), _apart(quantity.from_other_framework)

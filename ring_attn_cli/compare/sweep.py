@@ -1,4 +1,4 @@
-"""The sweep of a comparison: variants, ring sizes, and one case for each combination of the arguments with several values."""
+"""The sweep of a comparison: variants, ring sizes, and one case (attention problem) for each combination of argument values."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
 class Sweep:
     """The checked request of a comparison. ``cases``: one for each combination of the values of ``SWEPT``.
 
-    ``named``: the variants as the user named them. ``axis``: of "ranks" and the names in ``SWEPT``, the argument with the most
-    values; the first one in a tie; "" if no argument has two values. ``patience``: timeout in seconds.
+    ``named``: the variants as the user named them. ``axis``: the argument with the most values, "ranks" or a name in ``SWEPT``.
+    In a tie ``axis`` is the first of these arguments; if no argument has two values, it is "". ``patience``: timeout in seconds.
     """
 
     variants: tuple[Variant, ...]
@@ -37,16 +37,16 @@ class Sweep:
 
     @property
     def rings(self) -> tuple[int, ...]:
-        """Return the ring sizes that run: the requested ones and 1."""
+        """Return the ring sizes that run: the requested sizes, and 1 for the comparison with one device."""
         return tuple(sorted({1, *self.ranks}))
 
 
 def sweep_of(names: Sequence[str], ranks: Any, framework: str, repeats: int, patience: float, **arguments: Any) -> Sweep:
     """Check a request for a comparison and return its sweep.
 
-    ``names``: variants, as in ``chosen``. ``ranks``: one ring size or several. ``framework``: "jax", "torch", or both with a
-    comma. ``arguments``: fields of Case; those in ``SWEPT`` take one value or several. Raise ValueError if a name is unknown, a
-    number is out of its range, or ``Case`` rejects its values. Variants reject further cases later.
+    ``names``: the variants, see :func:`chosen`. ``ranks``: one ring size or several. ``framework``: "jax", "torch" or
+    "jax,torch". ``arguments``: fields of ``Case``; those in ``SWEPT`` take one value or several. Raise ValueError if a name is
+    unknown, a number is out of its range, or ``Case`` rejects a value. A variant may still refuse a case later.
     """
     variants = chosen(tuple(names))
     known = {field.name for field in fields(Case)}

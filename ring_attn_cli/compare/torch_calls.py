@@ -1,4 +1,4 @@
-"""Calls of the variants in PyTorch: ``name(call)`` returns a function from this rank's named arrays to named results."""
+"""Calls of the variants in PyTorch: ``name(call)`` builds a function that maps this rank's arrays to results, both by name."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def ring(call: TorchCall) -> Function:
 
 
 def vendor(call: TorchCall) -> Function:
-    """Return the call of ring_attention with a vendor's kernels, without lse, which such kernels do not differentiate."""
+    """Return the call of ring_attention with a vendor's kernels. It omits lse, because these kernels do not differentiate lse."""
     return lambda arrays: {"out": ring_attention(**arrays, **options(call), group=call.group)}
 
 
@@ -128,7 +128,8 @@ def user(call: TorchCall) -> Function:
 def sdpa(call: TorchCall) -> Function:
     """Return the call of torch's scaled_dot_product_attention on one device.
 
-    A causal or full mask without extents and key_mask is passed by ``is_causal``, any other mask as a dense array.
+    The call passes a causal or full mask as ``is_causal``. If the mask is another one, or the case has extents or a key_mask,
+    the call passes a dense mask instead.
     """
     case = call.case
     band, where = case.band, torch.arange(case.length, device=call.device)
@@ -190,9 +191,10 @@ def ring_flash_attn(call: TorchCall) -> Function:
 
 
 def ring_attention_pytorch(call: TorchCall) -> Function:
-    """Return the call of the package ring-attention-pytorch, with a striped ring if causal; without a ring on one rank.
+    """Return the call of the package ring-attention-pytorch.
 
-    The package takes no process group, so its ring is in the default one.
+    On several ranks the call uses the package's ring, which is striped if the mask is causal. The package takes no process
+    group, so the ring is in the default group.
     """
     from ring_attention_pytorch import ring_flash_attn as attend  # pyright: ignore[reportMissingImports]
 

@@ -39,16 +39,16 @@ class TorchCall(NamedTuple):
 
 
 class ReadyVariant(NamedTuple):
-    """A prepared call: ``run`` computes the results and gradients of this rank's shards; ``group`` is its ring."""
+    """A prepared call: ``run`` computes the results and gradients of this rank's shards; ``group``: the ring's process group."""
 
     run: Callable[[], dict[str, Tensor]]
     group: Any
 
 
 def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
-    """Report this process's devices, then execute each ``Order`` of the parent as one rank, until the pipe closes.
+    """Report this process's devices to the parent process, then execute its orders as rank ``rank`` until it closes the pipe.
 
-    If there are fewer GPUs than ranks, stop after the report.
+    If there are fewer GPUs than ranks in the largest ring, return after the report.
     """
     devices, kind = settings.most, "cpu"
     if settings.device == "gpu":
@@ -81,7 +81,7 @@ class TorchWorker:
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
         """Build the order's call, run forward and backward once, and return this rank's results and gradients.
 
-        Only rank 0 returns replicated results. ``inputs``: None for those that the order's oracle draws.
+        Only rank 0 returns replicated results. ``inputs``: global arrays; if None, the order's oracle draws them.
         """
         oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(order.case)
@@ -123,7 +123,7 @@ class TorchWorker:
         return Outcome(whole, frozenset(used))
 
     def time(self, order: Order) -> float:
-        """Return the seconds of one run, forward and backward. Several ranks start it after a barrier."""
+        """Return the seconds of one run, forward and backward. Several ranks first meet at a barrier, which is not timed."""
         self._share_cores(order.ranks)
         prepared = self._known[order.key]
         if order.ranks > 1:

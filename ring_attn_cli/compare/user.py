@@ -46,7 +46,7 @@ def load(text: str) -> Callable[..., Any]:
 
 
 def _hidden(found: ModuleType, module: str) -> str:
-    """Return a hint if another module was imported although the working folder has a file of that name, else ""."""
+    """Return a hint if the working folder has a file for ``module`` but Python imported ``found`` from elsewhere, else ""."""
     file = Path(*module.split(".")).with_suffix(".py")
     if not file.is_file() or Path(getattr(found, "__file__", None) or "").resolve() == file.resolve():
         return ""
@@ -56,8 +56,9 @@ def _hidden(found: ModuleType, module: str) -> str:
 def taken(function: Callable[..., Any], text: str, offered: Offered, case: Case) -> Offered:
     """Return the ``offered`` arguments that the function takes besides q, k and v.
 
-    ``text``: the function's name, for messages. Raise ValueError if the function's signature cannot be read, if it takes fewer
-    than three arguments by position, if it needs an argument that is not offered, or if it lacks one that the case needs.
+    ``text``: the function's name, for messages. Raise ValueError if the function's signature cannot be read, or if the function
+    takes fewer than three arguments by position, requires an argument that is not offered, or does not take an argument that
+    the case uses.
     """
     try:
         parameters = list(inspect.signature(function).parameters.values())

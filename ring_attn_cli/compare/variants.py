@@ -1,7 +1,8 @@
-"""The registry of variants: each is a record with its calls, its objections to cases, and its oracle.
+"""The registry of variants, the functions that can be compared. Each is a record with its calls, objection and oracle.
 
-A call is named ``module:function`` and imported only in the processes of its framework. To add a variant, write its call in
-``torch_calls.py``, ``jax_calls.py`` or both, and add a record here. For a new computation add its truth to ``oracles.py``.
+A call, ``module:function``, builds the variant's function; only processes of the call's framework import it. An objection says
+why the variant cannot run a case. An oracle computes exact results. To add a variant, write its call in ``torch_calls.py``,
+``jax_calls.py`` or both, and add a record here. For a new computation also add an oracle to ``oracles.py``.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ Objection = Callable[[Case, str, int], str | None]
 class Variant:
     """One function that can be compared.
 
-    ``calls``: the call of each framework. ``says``: a description. ``oracle``: its key in ``ORACLES``. ``changes``: values that
-    replace those of a case, such as its only layout. ``needs``: by framework, (module to import, its pip package).
-    ``user``: ``module:function`` of a user's own function. ``pair``: variants of two frameworks with the same ``pair`` are
-    compared with each other.
+    ``calls``: the call of each framework. ``says``: a description. ``oracle``: the oracle's key in ``ORACLES``. ``changes``:
+    values that replace fields of a case, such as the only layout that the variant supports. ``needs``: by framework, the
+    module that the call imports and the module's pip package. ``user``: ``module:function`` of a user's own function, else
+    None. ``pair``: if variants of two frameworks have the same ``pair``, their results are compared with each other.
     """
 
     name: str
@@ -49,7 +50,7 @@ class Variant:
         return replace(case, **self.changes) if self.changes else case
 
     def refusal(self, case: Case, framework: str, ranks: int) -> str | None:
-        """Return why the variant cannot run this case in this framework on ``ranks`` ranks; None if no reason is known yet."""
+        """Return why the variant cannot run the case in the framework on ``ranks`` ranks, or None. The run may still fail."""
         if framework not in self.calls:
             return f"it is there in {' and '.join(TITLES[name] for name in self.calls)} only"
         module, package = self.needs.get(framework, ("", ""))
@@ -62,7 +63,7 @@ TITLES = {"jax": "JAX", "torch": "PyTorch"}
 
 
 def both(name: str) -> dict[str, str]:
-    """Return for each framework its call ``name``, of jax_calls.py or torch_calls.py, as ``module:function``."""
+    """Return the two calls of a variant, by framework: the function ``name`` in jax_calls.py and the one in torch_calls.py."""
     return {framework: f"{HERE}.{framework}_calls:{name}" for framework in FRAMEWORKS}
 
 
@@ -71,7 +72,7 @@ def only_torch(name: str) -> dict[str, str]:
 
 
 def _takes(case: Case, *known: str) -> str | None:
-    """Return an objection if the case has features that are not ``known``, else None."""
+    """Return an objection if the case uses features whose names are not in ``known``, else None."""
     unknown = [name for name in case.features if name not in known]
     return f"it does not take {', '.join(unknown)}" if unknown else None
 
@@ -86,9 +87,9 @@ def _objection(make: Callable[[], object]) -> str | None:
 
 
 def _backend(case: Case, framework: str, ranks: int) -> str | None:
-    """Return the error message if the library refuses the case's backend on a CPU, or None.
+    """Return the library's error message if the case's backend cannot run the case on a CPU, else None.
 
-    On a GPU always return None, because the library then raises the error at run time.
+    If the case runs on a GPU, always return None: the library raises such an error when the variant runs.
     """
     if case.device == "gpu":
         return None

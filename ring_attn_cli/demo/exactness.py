@@ -70,9 +70,10 @@ class DemoResult(NamedTuple):
 
 
 class DemoTruth(NamedTuple):
-    """Exact attention in float64 and plain attention in float32, of all heads or of some.
+    """Attention of all heads or of some: ``exact`` in float64, and ``plain`` with the rounding of one device in float32.
 
-    ``seconds``: the time of both together; if several processes computed them, that of the slowest process.
+    The error of ``plain`` gives the bounds. ``seconds``: the time of both computations; if several processes share the work,
+    the time of the slowest process.
     """
 
     exact: Attention
@@ -101,9 +102,9 @@ def inputs(tokens: int) -> DemoInputs:
 
 
 def orders(settings: DemoSettings, framework: str) -> dict[str, Order]:
-    """Return an ``Order``, a request for a computation, for each name in ``PARTS``. ``framework``: "torch" or "jax".
+    """Return a request to compute attention for each name in ``PARTS``. ``framework``: "torch" or "jax".
 
-    ``ring-attn compare`` sends its processes requests of this class too.
+    The requests are of the class ``Order``, which ``ring-attn compare`` uses for its processes.
     """
     case = Case(heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, length=settings.tokens, layout=settings.layout)
     call, rings = both("ring")[framework], zip(PARTS, (settings.ranks, 1), strict=True)
@@ -120,17 +121,17 @@ def work(report: Report, inputs: DemoInputs, mask: Band, kv_head: int) -> None:
 
 
 def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
-    """Return the exact and plain results of all heads. ``parts``: by key head, the results of its query heads."""
+    """Return the exact and plain results of all heads. ``parts``: by key head, the results of this head and its query heads."""
     inorder = [parts[kv_head] for kv_head in range(KV_HEADS)]
     whole = lambda truths: Attention(*(np.concatenate([t[i] for t in truths], 2) for i in range(len(COMPARED))))
     return DemoTruth(whole([p.exact for p in inorder]), whole([p.plain for p in inorder]), max(p.seconds for p in inorder))
 
 
 class CheckRow(NamedTuple):
-    """The checks of one array's relative error, such as that of dq over the ring.
+    """The checks of one array computed over the ring, such as dq. Each check bounds a relative difference.
 
-    ``exact``: against the exact result, by framework. ``one_device``: against the framework's result on one device, by framework.
-    ``frameworks``: between the two frameworks, or None if only one ran.
+    ``exact``: from the exact result, by framework. ``one_device``: from the same framework's result on one device, by framework.
+    ``frameworks``: between the rings of the two frameworks, or None if only one framework ran.
     """
 
     name: str

@@ -16,10 +16,10 @@ EXACT = "exact"
 
 @dataclass
 class Gathered:
-    """The results so far: exact attention (``truth``) by key head, ``results`` by part and framework, ``steps`` by framework.
+    """The results so far. ``truth``: exact attention, by key head. ``steps``: training steps, by framework.
 
-    A part is a key of ``PARTS``: over the ring, or on one device. ``rows``: the checks of out, lse, dq, dk and dv, filled once
-    ``truth`` and ``results`` are complete.
+    ``results``: attention by part and framework; a part is a key of ``PARTS``, over the ring or on one device. ``rows``: the
+    checks of out, lse, dq, dk and dv, filled once ``truth`` and ``results`` are complete.
     """
 
     frameworks: list[str]

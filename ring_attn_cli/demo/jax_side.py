@@ -18,7 +18,7 @@ from .settings import DemoSettings
 
 
 def work(report: Report, settings: DemoSettings, inputs: DemoInputs) -> None:
-    """Compute the demo's attention calls and its training, of all ranks in this process, and report each result."""
+    """Compute the demo's attention calls and its training for all ranks in this process, and report each result."""
     config = training.config(settings)
     jax.config.update("jax_platforms", "cpu")
     on_cpus(config, 1)

@@ -37,7 +37,7 @@ ROUNDING = 2.0**-24
 
 
 def opening(settings: DemoSettings, left_out: list[str]) -> Group:
-    """Return, to print, the description of the run, and the messages ``left_out`` about frameworks that are not installed."""
+    """Return a printable description of the run with the messages ``left_out`` about frameworks that are not installed."""
     plan = settings.plan
     travel = words.travel_in_words(plan)
     lines = [
@@ -96,7 +96,7 @@ def losses(by_framework: Mapping[str, list[float]]) -> Group:
 
 
 def verdict(checks: list[Check], files: list[Path], seconds: float) -> Group:
-    """Return, to print, each missed check, their number (or that no check is missed), and the files written."""
+    """Return printable lines: each missed check, the number of missed or kept bounds, the run's time, and the files written."""
     failed = missed(checks)
     lines = [f"[red]Missed[/] {escape(str(check))}" for check in failed]
     if failed:
@@ -155,7 +155,7 @@ def versions() -> dict[str, str]:
 
 
 def plot_losses(by_framework: Mapping[str, list[float]], path: Path, title: str) -> None:
-    """Plot the losses and, for two frameworks, in a panel below the relative difference of their losses and its bound."""
+    """Save a plot of the losses. For two frameworks, a lower panel shows the losses' relative difference and its bound."""
     from matplotlib.figure import Figure
 
     both = len(by_framework) == 2

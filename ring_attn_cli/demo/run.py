@@ -24,9 +24,9 @@ def run(settings: DemoSettings, framework: str = "both", out: Path = Path("demo-
     """Run the demo, print its report, and write losses.png, plan.png and demo.json into ``out``.
 
     ``framework``: "both", "jax" or "torch". Return the exit status: 1 if a bound is missed or a process fails, 130 if Ctrl-C ends
-    the processes, else 0. If a process fails or is ended, no files are written. Before computing anything, raise ValueError if
-    the framework is unknown, if none of those requested is installed, if ``out`` cannot be made a folder, if a file in it cannot
-    be written, or if Python lacks the source of its standard library.
+    the run, else 0. If a process fails or Ctrl-C ends the run, no files are written. Raise ValueError, before any computation,
+    if the framework is unknown, if no requested framework is installed, if the folder ``out`` cannot be created, if a file in it
+    cannot be written, or if Python is installed without the source of its standard library.
     """
     frameworks, left_out = available(framework)
     try:

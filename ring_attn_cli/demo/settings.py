@@ -30,7 +30,7 @@ class DemoSettings:
 
     @classmethod
     def of(cls, quick: bool, **values: int | str | None) -> DemoSettings:
-        """Return settings with the given values. A value of None takes its default, or with ``quick`` its value in ``QUICK``."""
+        """Return settings with the given values. Replace None by the default; if ``quick``, ``QUICK`` overrides the defaults."""
         chosen: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
         return cls(**(QUICK if quick else {}) | chosen)
 

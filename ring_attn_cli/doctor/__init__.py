@@ -24,8 +24,8 @@ class BackendFitness:
     """One backend's fitness for a problem.
 
     ``objection``: why the backend cannot solve the problem, or None. ``drawback``: why "auto" never takes the backend, or None.
-    ``taken``: the passes, "forward" and "backward", for which "auto" takes it. ``left``: why the backward gets another backend,
-    if ``taken`` is only the forward.
+    ``taken``: the passes, "forward" or "backward" or both, for which "auto" takes the backend. ``left``: why "auto" takes another
+    backend for the backward, if it takes this backend for the forward only; else None.
     """
 
     backend: str
@@ -58,7 +58,7 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
-    """Return by name the versions of Python, this library, five optional packages, and Triton's ptxas for GPUs before Hopper."""
+    """Return versions by name: Python, ring-attn, five optional packages, and Triton's ptxas (for GPUs older than Hopper)."""
     packages = ("jax", "jaxlib", "flax", "torch", "triton")
     own = {"python": platform.python_version(), "ring-attn": __version__}
     return own | {name: _version(name) for name in packages} | {"ptxas": _assembler()}
@@ -103,7 +103,8 @@ def findings(problem: Problem, framework: str = "both") -> list[Finding]:
 def choices(problem: Problem) -> tuple[BackendFitness, ...]:
     """Return each backend's fitness for the problem, in the order in which "auto" tries the backends.
 
-    The fitness says for which passes "auto" takes the backend. At run time "auto" tries the next one if kernels do not compile.
+    The fitness says for which passes "auto" takes the backend. If the backend's kernels do not compile at run time, "auto" tries
+    the next backend.
     """
     from ring_attn_core.kernels.backends import BACKENDS, select
 
@@ -119,7 +120,7 @@ def choices(problem: Problem) -> tuple[BackendFitness, ...]:
 
 
 def report(problem: Problem, found: Iterable[Finding]) -> Group:
-    """Return the whole report of ``ring-attn doctor``, for a console without markup."""
+    """Return the whole report of ``ring-attn doctor``. Print it with ``markup=False``, since it may contain literal brackets."""
     problem_line = f"{problem.dtypes[0]}, q {problem.q_shape}, k {problem.k_shape}, v {problem.v_shape}, causal, 1 rank:"
     parts: list[str | Table] = [*(f"{name:10}{number}" for name, number in versions().items()), "", problem_line]
     for each in found:
@@ -150,7 +151,7 @@ def _assembler() -> str:
 
 
 def _torch() -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the fields of a Problem that describe PyTorch's first device, by name, and words for all devices."""
+    """Return the fields of a Problem that describe PyTorch's first device, by name, and lines of text about all devices."""
     import torch
 
     from ring_attn_torch.attend.launch import capability

@@ -42,9 +42,10 @@ def doctor(
         float | None, typer.Option(help="With --model: time limit of a class, in seconds.", show_default="120")
     ] = None,
 ) -> None:
-    """Print versions, devices, and for each backend whether it runs on this machine or why not.
+    """Print the versions, the devices, and for each backend whether it runs on this machine or why it does not.
 
-    With --measure, measure this machine. With --model, compare classes of transformers over a ring with eager attention.
+    With --measure, measure the speed of this machine. With --model, check for classes of transformers that a ring gives the
+    results of eager attention.
     """
     with errors_in_one_line():
         if measure and model is not None:

@@ -60,7 +60,7 @@ class JaxClock:
         self.gpus, self.repeats = gpus, Repeats(SPARE if gpus else 0.0)
 
     def seconds(self, *runs: Callable[[], Any]) -> list[float]:
-        """Return the median seconds of each run, measured in turns by :meth:`Repeats.seconds`."""
+        """Return the median seconds of each run, measured by :meth:`Repeats.seconds`, which interleaves the runs."""
         return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], Any]) -> float:
@@ -79,7 +79,8 @@ class JaxClock:
     def _once(self, run: Callable[[], Any]) -> float:
         """Return the seconds of a run.
 
-        On a GPU they are the seconds of ``1 + BURST`` consecutive runs minus those of one run, divided by ``BURST``.
+        On a GPU, time one run and then ``1 + BURST`` consecutive runs. Return the difference of the two times divided by
+        ``BURST``, in which the constant cost of launching and waiting cancels.
         """
         one = self._in_a_row(run, 1)
         return (self._in_a_row(run, 1 + BURST) - one) / BURST if self.gpus else one
@@ -93,8 +94,8 @@ class JaxClock:
 def attention(clock: JaxClock, device: Any, sizes: MeasuredSizes) -> dict[str, Any]:
     """Measure attention on one device. Return ``forward``, ``backward``, ``host_forward`` and ``host_backward`` of ``Timings``.
 
-    JAX runs the backward only together with a forward. So the backward's time is that of both passes minus the forward's, but at
-    least the forward's; ``host_backward`` is the time to launch both passes.
+    JAX runs the backward only together with a forward. So the backward's time is the time of both passes minus the time of the
+    forward, but at least the time of the forward. ``host_backward`` is the time to launch both passes.
     """
     mesh = Mesh(np.array([device]), ("seq",))
     run = lambda q, k, v: sharded_ring_attention(q, k, v, mesh=mesh, layout="contiguous", mask=full())
@@ -129,7 +130,7 @@ def copies(clock: JaxClock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: JaxClock, devices: list[Any], sizes: MeasuredSizes) -> dict[str, Any]:
-    """Time all-gathers, and hops to the next device. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
+    """Measure all-gathers and sends to the next device. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
     ranks = len(devices)
     mesh = Mesh(np.array(devices), ("seq",))
     onward = [(rank, (rank + 1) % ranks) for rank in range(ranks)]

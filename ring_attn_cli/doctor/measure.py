@@ -53,7 +53,7 @@ def run(framework: str, ranks: int | None, network: float, console: Console) -> 
 
 
 def gpus_here() -> int:
-    """Return the number of GPUs that PyTorch sees, or without PyTorch of NVIDIA GPUs in /dev. Create no CUDA context."""
+    """Return the number of GPUs that PyTorch sees; without PyTorch, the number of NVIDIA GPUs in /dev. Create no CUDA context."""
     if find_spec("torch") is not None:
         import torch
 
@@ -69,7 +69,7 @@ def _gpus_of_jax() -> int:
 
 
 def ranks_of(ranks: int | None, gpus: int) -> int:
-    """Return the number of ranks to measure: ``ranks``, or if it is None the number of GPUs, or ``ON_CPUS`` without GPUs.
+    """Return ``ranks``, the number of ranks to measure. If it is None, return ``gpus``, or ``ON_CPUS`` on a machine without GPUs.
 
     Raise ValueError if the number is below 2, above ``processes.MOST``, or above the number of GPUs if there are any.
     """
@@ -83,7 +83,7 @@ def ranks_of(ranks: int | None, gpus: int) -> int:
 
 
 def measured(framework: str, ranks: int, gpus: bool) -> list[Timings]:
-    """Measure in new processes, one for each rank in PyTorch, one for all ranks in JAX. Return one ``Timings`` for each rank."""
+    """Start new processes that measure: one per rank in PyTorch, one for all ranks in JAX. Return one ``Timings`` per rank."""
     package = __name__.rpartition(".")[0]
     with Crews(PATIENCE) as crews:
         if framework == "torch":
@@ -95,7 +95,7 @@ def measured(framework: str, ranks: int, gpus: bool) -> list[Timings]:
 
 
 def table(framework: str, machine: Machine, timings: Sequence[Timings]) -> RenderableType:
-    """Return, to print, the numbers of ``machine`` and of its ranks' ``timings``, with units such as TFLOP/s and GB/s."""
+    """Return a printable table of ``machine`` and of its ranks' ``timings``, in units such as TFLOP/s and GB/s."""
     from rich.table import Table
 
     found = Table(

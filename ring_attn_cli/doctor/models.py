@@ -1,4 +1,4 @@
-"""``ring-attn doctor --model``: tiny random models of transformers on a ring of CPU processes, against eager attention."""
+"""``ring-attn doctor --model``: tiny random transformers models on a ring of CPU processes, compared with eager attention."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_he
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one model class. ``verdict`` is a key of VERDICTS, ``error`` the largest relative error or None."""
+    """The result of a class. ``verdict``: key of VERDICTS. ``error``: largest relative error of logits or gradients, or None."""
 
     model: str
     verdict: str
@@ -101,7 +101,7 @@ def classes() -> list[str]:
 
 
 def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
-    """Yield a verdict of each class. Start new processes after a class kills them or takes longer than ``seconds``."""
+    """Yield the verdict of each class. If a class kills the processes or takes longer than ``seconds``, start new processes."""
     waiting = deque(names)
     while waiting:
         with Crews(STARTUP) as crews:
@@ -119,7 +119,7 @@ def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
 
 
 def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
-    """Return the text of docs/tested_models.md, with tables of the verdicts. ``record``: numbers and names for its first part."""
+    """Return the text of docs/tested_models.md: an introduction that quotes ``record``, and tables of the verdicts."""
     found = list(found)
     counts = Counter(each.verdict for each in found)
     lines = [
@@ -151,7 +151,7 @@ def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
 
 
 def work(parent: Parent, rank: int, store: str) -> None:
-    """Compare each model class that the parent names with eager attention, as one rank, and report its ``Verdict``."""
+    """Run one rank: for each model class that the parent names, compare ring and eager attention and report a ``Verdict``."""
     import torch
     import torch.distributed as dist
 
@@ -167,7 +167,7 @@ def work(parent: Parent, rank: int, store: str) -> None:
 
 
 def tiny(kind: Any, causal: bool) -> Any:
-    """Return a config of class ``kind`` with the sizes in SIZES and a layer of each default layer type, at least two in all."""
+    """Return a config of class ``kind`` with the sizes in SIZES and one layer per default layer type, but at least two layers."""
     default = vars(kind())
     sizes: dict[str, Any] = {
         name: size
@@ -202,7 +202,7 @@ def _count(value: Any) -> bool:
 
 
 def _answers(crews: Crews, seconds: float) -> list[Any]:
-    """Return the data of one message of each rank. Raise TimeoutError after ``seconds``, and Failure if a process fails."""
+    """Return the data of one message per rank. Raise TimeoutError after ``seconds`` of waiting, Failure if a process fails."""
     found: list[Any] = []
     end = time.monotonic() + seconds
     while len(found) < RANKS:
@@ -236,9 +236,10 @@ def _verdict(name: str) -> Verdict:
 
 
 def _model(name: str) -> tuple[Any, Any]:
-    """Return a model in eval mode and token ids [2, TOKENS], equal on all ranks. Large weights make attention scores differ.
+    """Return a model in eval mode and token ids [2, TOKENS], both equal on all ranks.
 
-    Raise ValueError if the model's tiny config has more than ``LARGEST`` weights.
+    The weights are large, because small weights would make all attention scores nearly equal. Raise ValueError if the model's
+    tiny config has more than ``LARGEST`` weights.
     """
     import torch
     import transformers
@@ -260,7 +261,7 @@ def _model(name: str) -> tuple[Any, Any]:
 
 
 def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
-    """Return logits, and gradients by weight name, of one call. ``after``: called after the backward, to sum gradients."""
+    """Run forward and backward, then ``after`` to sum gradients. Return a dict of "logits" and each weight's gradient by name."""
     import torch
 
     from ring_attn_torch.transformers.models import own_positions
@@ -276,9 +277,9 @@ def _results(model: Any, ids: Any, after: Any = None) -> dict[str, Any]:
 
 
 def _largest_error(got: dict[str, Any], expected: dict[str, Any]) -> tuple[float, str]:
-    """Return the largest relative error, ||got - expected|| / ||expected||, and the name of its array.
+    """Return the largest relative error of an array, ||got - expected|| / ||expected||, and the name of this array.
 
-    The divisor is at least 1e-3 of the largest gradient's norm, because some gradients are nearly zero. NaN counts as inf.
+    The divisor is at least 1e-3 times the largest gradient's norm, because some gradients are nearly zero. NaN counts as inf.
     """
     import torch
 

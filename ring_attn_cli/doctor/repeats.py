@@ -1,4 +1,4 @@
-"""Repeated measurements: runs in turns, warmed up, and timed again while they are noisy. Callers pass the timed functions."""
+"""Timings of runs (functions of the caller). After a warm-up, rounds call each run once; noisy series of rounds are repeated."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ SPARE = 60.0
 
 
 class Series(NamedTuple):
-    """The median seconds of each run in a series of rounds, and the noise of the series.
+    """The median seconds of each run over a series of rounds, and the noise of the series.
 
-    The noise is the largest relative difference, over all runs, between the medians of the even and of the odd rounds.
+    The noise of a run is the relative difference between its median over the even rounds and its median over the odd rounds. The
+    noise of the series is the largest noise of a run.
     """
 
     noise: float
@@ -36,11 +37,11 @@ class Series(NamedTuple):
 
 
 class Repeats:
-    """A timer that measures runs in a series of rounds, and in further series as long as all of them are noisy.
+    """A timer that measures runs in a series of rounds, and in further series until one of them is quiet.
 
-    ``noise``: the greatest noise of the measurements so far, where each measurement counts with its quietest series. ``spare``:
+    ``noise``: the greatest noise of the measurements so far; a measurement has the noise of its quietest series. ``spare``:
     seconds left for further series; the first series of a measurement spends none of them. ``on_any_rank``: a function that
-    returns whether a flag is set on any rank, so that ranks that measure together also repeat together.
+    returns True if a flag is set on any rank, so that ranks that measure together also repeat together.
     """
 
     def __init__(self, spare: float = SPARE, now: Callable[[], float] = time.perf_counter) -> None:
@@ -50,8 +51,8 @@ class Repeats:
     def seconds(self, runs: Sequence[Callable[[], float]]) -> list[float]:
         """Return the median seconds of each run, from the quietest of up to ``SERIES`` series, and update ``noise``.
 
-        The runs take turns, so that a slow change of the clock rate affects all of them alike. A further series starts if on
-        some rank all series of this measurement were noisier than ``NOISE``, and spare seconds are left.
+        Each round calls every run once, so that a slow change of the clock rate affects all runs alike. Start a further series if
+        some rank has spare seconds left and all its series of this measurement were noisier than ``NOISE``.
         """
         self._warm_up(runs)
         quietest = self._series(runs)

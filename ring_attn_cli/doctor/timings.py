@@ -16,7 +16,7 @@ FITTED, NARROW = 128, 64
 
 
 class MeasuredSizes(NamedTuple):
-    """The sizes to measure: ``tokens`` of a sequence, ``bytes`` of a transfer, ``copied`` of a copy (read + written)."""
+    """The sizes to measure: ``tokens`` in a sequence, ``bytes`` in a transfer, bytes read and written by a copy (``copied``)."""
 
     tokens: tuple[int, ...]
     heads: int
@@ -35,16 +35,16 @@ IN_FLIGHT = 8
 class Timings:
     """The times of one rank, in seconds.
 
-    ``forward``, ``backward``: by head dim, (tokens, seconds) of full attention with ``heads`` heads. ``link``, ``collective``,
-    ``copy``: (bytes, seconds). ``link`` counts bytes that each rank sends to the next, all ranks at once; ``collective`` bytes
-    that a rank receives in an all-gather; ``copy`` bytes read and written. ``host_...``: the host's seconds to launch a forward,
-    backward, send or copy, 0 on a CPU. ``memory``: the rank's memory in bytes. ``noise``: the greatest relative difference
-    between repeated measurements.
+    ``forward``, ``backward``: for each head dim, points (tokens, seconds) of full attention with ``heads`` heads. ``link``,
+    ``collective``, ``copy``: points (bytes, seconds). The bytes are those that each rank sends to the next while all ranks send
+    (``link``), that a rank receives in an all-gather (``collective``), or that a copy reads and writes (``copy``). ``host_...``:
+    the host's seconds to launch a forward, backward, send or copy; 0 on a CPU, and in JAX 0 for a send or copy. ``memory``: the
+    rank's memory in bytes. ``noise``: the greatest relative difference between repeated measurements.
 
-    ``contention``: how much longer attention takes during a send, as a share of the send's time. ``peer``: (bytes, seconds) of
-    copies from the next rank's memory by the copy engine, all ranks at once; empty if they were not measured. ``no_peer``: the
-    reason if GPUs cannot share memory. ``host_pull``, ``host_push``: the host's seconds in a step of the strategy "pull" or
-    "push", as (forward, backward).
+    ``contention``: the extra time of attention during a send, divided by the time of the send. ``peer``: points (bytes, seconds)
+    of copies by the copy engine from the next rank's memory, while all ranks copy; empty if they were not measured. ``no_peer``:
+    the reason if GPUs cannot share memory. ``host_pull``, ``host_push``: (forward, backward), the host's seconds for one step of
+    the strategy "pull" or "push".
     """
 
     device: str
@@ -67,26 +67,26 @@ class Timings:
     host_push: tuple[float, float] = (0.0, 0.0)
 
     def of_token(self, dim: int, backward: bool) -> tuple[float, float]:
-        """Return the seconds of attention per query and head: a constant part, and the part per visible key."""
+        """Return the seconds of attention for one query in one head: (constant seconds, additional seconds per visible key)."""
         points = (self.backward if backward else self.forward)[dim]
         return line([(tokens, seconds / tokens / self.heads) for tokens, seconds in points])
 
     def misfit(self, dim: int, backward: bool) -> float:
-        """Return the largest relative difference between a time of attention and the line of :meth:`of_token`.
+        """Return the largest relative difference between a measured time of attention and the line of :meth:`of_token`.
 
-        With two times it is 0, except for rounding, if the line through them grows and its intercept is at least 0.
+        With two times, the result is 0 (except for rounding) if their line has a positive slope and an intercept of at least 0.
         """
         constant, of_key = self.of_token(dim, backward)
         times = (self.backward if backward else self.forward)[dim]
         return max(abs((constant + of_key * n) * n * self.heads / seconds - 1) for n, seconds in times)
 
     def rate(self, dim: int, backward: bool) -> float:
-        """Return the FLOP/s of attention on long shards, at 4 (forward) or 10 (backward) x ``dim`` operations per pair."""
+        """Return the FLOP/s of attention on long shards. A query-key pair takes 4 ``dim`` FLOPs forward, 10 ``dim`` backward."""
         return (10 if backward else 4) * dim / self.of_token(dim, backward)[1]
 
 
 def warning(machine: Machine) -> str | None:
-    """Return a warning if the measurements of a record differ by more than ``NOISE``, or None."""
+    """Return a warning if the measurements of a record differ by more than ``NOISE``. Otherwise return None."""
     if machine.noise <= NOISE:
         return None
     return (
@@ -114,11 +114,11 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def record(timings: Sequence[Timings], network: float) -> Machine:
-    """Return the record of a machine from the times of its ranks: each number is the worst of all ranks.
+    """Return the record of a machine from the times of its ranks. Each number is the worst value of any rank.
 
-    ``network``: bytes a second to another host, which one host cannot measure. ``forward_state`` follows from the measured speed
-    of copies: it is the time to read and write the float32 out and lse of a query and head. Raise ValueError if a time of
-    attention, a transfer or a copy is not above 0, or if attention is faster than the peak of an A100, H100 or H200.
+    ``network``: bytes per second to another host, which one host cannot measure. ``forward_state`` is computed from the measured
+    speed of copies: the seconds to read and write the float32 output and log-sum-exp of one query in one head. Raise ValueError
+    if a time of attention, a transfer or a copy is not above 0, or if attention is faster than the peak of an A100, H100 or H200.
     """
     for each in timings:
         series = (*each.forward.values(), *each.backward.values(), each.link, each.collective, each.copy, each.peer)

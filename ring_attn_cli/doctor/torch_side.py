@@ -37,7 +37,7 @@ SHORT = 128
 
 
 def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience: float) -> None:
-    """Measure attention and copies, as all ranks do at once, then transfers between ranks. Report ``Timings`` of this rank.
+    """Measure attention and copies while all ranks do the same, then transfers between ranks. Report this rank's ``Timings``.
 
     ``store``: path of the file through which the ranks find each other. ``patience``: timeout of the process group in seconds.
     """
@@ -60,8 +60,8 @@ def work(report: Report, rank: int, ranks: int, gpus: bool, store: str, patience
 class Clock:
     """A timer of runs on a device.
 
-    A GPU is timed by CUDA events. Products of large matrices and a first, untimed run keep it busy while the host launches the
-    timed runs. So the times exclude the host's launches, which :meth:`host` measures.
+    On a GPU, CUDA events measure the time. Products of large matrices and one untimed run keep the GPU busy while the host
+    launches the timed runs. So the measured time excludes the host's launches, which :meth:`host` measures.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -74,7 +74,7 @@ class Clock:
             self.products = max(1, math.ceil(AHEAD / self._between(self._occupy)))
 
     def seconds(self, *runs: Callable[[], object]) -> list[float]:
-        """Return the median seconds of each run, measured in turns by :meth:`Repeats.seconds`."""
+        """Return the median seconds of each run, measured by :meth:`Repeats.seconds`, which interleaves the runs."""
         return self.repeats.seconds([partial(self._once, run) for run in runs])
 
     def host(self, run: Callable[[], object]) -> float:
@@ -84,7 +84,7 @@ class Clock:
         return median([self._launched(run) for _ in range(REPEATS + 1)][1:])
 
     def together(self) -> None:
-        """From now on, repeat a warm-up or a measurement on all ranks of the default group if any of them needs to repeat it."""
+        """Let all ranks of the default process group repeat every later warm-up or measurement that any of them must repeat."""
         self.repeats.on_any_rank = self._on_any_rank
 
     def _on_any_rank(self, flag: bool) -> bool:
@@ -147,8 +147,8 @@ def _passes(
 ) -> tuple[Callable[[], object], Callable[[], object]]:
     """Return two functions: the first runs a forward of full attention on the ring ``group``, the second runs a backward.
 
-    ``group``: the ring's process group. None: a ring of one rank; pass None only before this process joins a process group.
-    ``tokens``: per rank. ``dim``: per head.
+    ``group``: the ring's process group. If None, the ring has one rank; pass None only before this process joins a process group.
+    ``tokens``: number of tokens of a rank. ``dim``: head dim.
     """
     shape, dtype = (1, tokens, sizes.heads, dim), getattr(torch, sizes.dtype)
     q, k, v, dout = (torch.randn(shape, device=clock.device, dtype=dtype) for _ in range(4))
@@ -167,7 +167,7 @@ def copies(clock: Clock, sizes: MeasuredSizes) -> dict[str, Any]:
 
 
 def transfers(clock: Clock, sizes: MeasuredSizes, ranks: int) -> dict[str, Any]:
-    """Time all-gathers, and hops to the next rank. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
+    """Measure all-gathers and sends to the next rank. Return ``link``, ``collective`` and ``host_send`` of ``Timings``."""
     group = dist.group.WORLD
     found: dict[str, Any] = {"link": (), "collective": ()}
     for size in sizes.bytes:
@@ -209,9 +209,9 @@ def contention(clock: Clock, sizes: MeasuredSizes, hop_alone: tuple[float, float
 
 
 def peer_copies(clock: Clock, sizes: MeasuredSizes, group: Any) -> dict[str, Any]:
-    """Measure copies from the next rank's memory, and the host's time in a step of "pull" and of "push".
+    """Measure copies from the next rank's memory, and the host's time for one step of the strategies "pull" and "push".
 
-    Return the fields ``peer``, ``host_pull`` and ``host_push`` of ``Timings``, or only ``no_peer`` if GPUs cannot share memory.
+    Return ``peer``, ``host_pull`` and ``host_push`` of ``Timings``. If GPUs cannot share memory, return only ``no_peer``.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     there = Keys(torch.zeros(sizes.bytes[-1], dtype=torch.uint8, device=clock.device))

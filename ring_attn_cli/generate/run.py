@@ -44,7 +44,7 @@ def run(settings: GenerateSettings) -> None:
 
 
 class GenerateWatch:
-    """A context manager that shows a progress bar for the prompt, the text as it arrives and, without an error, the speed."""
+    """A context manager that shows a progress bar for the prompt, then the text as it arrives, and after a success the speed."""
 
     def __init__(self, text: Text, console: Console) -> None:
         self._text, self._console = text, console
@@ -65,7 +65,7 @@ class GenerateWatch:
                 self._console.print(speed(self._began, self._came))
 
     def __call__(self, kind: str, what: Any) -> None:
-        """Show a message. ``what``: a text if ``kind`` is "loaded", (done, total) tokens if "prefilled", an id if "token"."""
+        """Show ``what``: for kind "loaded" a text, for "prefilled" (done, total) prompt tokens, for "token" a new token id."""
         if kind == "loaded":
             self._console.print(escape(what))
             self._began = time.monotonic()
@@ -87,9 +87,9 @@ class GenerateWatch:
 
 
 def speed(began: float, came: Sequence[float]) -> str:
-    """Return the speed in words: seconds from ``began`` to the first token, and tokens/s after the first ``WARM`` tokens.
+    """Return a text with the speed: seconds from ``began`` to the first token, and tokens/s after the first ``WARM`` tokens.
 
-    With ``WARM`` tokens or fewer, leave out the tokens/s. ``came``: the arrival time of each token, in seconds.
+    Omit the tokens/s if there are at most ``WARM`` tokens. ``came``: the arrival time of each token, in seconds.
     """
     words = f"{len(came):,} tokens, the first after {came[0] - began:,.2f} s"
     if len(came) <= WARM:

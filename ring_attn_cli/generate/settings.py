@@ -115,7 +115,7 @@ class GenerateSettings:
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Return the stop token ids: ``stop``, else ``eos_token_id`` of a Hugging Face config.json; empty without either."""
+        """Return the stop token ids: ``stop`` if it is not None, else ``eos_token_id`` of a Hugging Face config.json, else ()."""
         if self.stop is not None:
             return self.stop
         ids = self.config.get("eos_token_id") if self.llama else None

@@ -35,7 +35,7 @@ class Text:
         self._shown = 0
 
     def add(self, token: int) -> str:
-        """Add a token and return the text that it completes, or "" if it completes none, as while a character lacks bytes."""
+        """Add a token. Return the text that it completes; "" if it completes none, for example while a character lacks bytes."""
         if self._tokenizer is None:
             return self._bytes.decode(bytes([token])) if token < BYTES else ""
         self._new.append(token)
@@ -47,7 +47,7 @@ class Text:
         return after[len(before) :]
 
     def end(self) -> str:
-        """Return U+FFFD, the replacement character, if ids are bytes and the last character lacks bytes, else ""."""
+        """Return U+FFFD, the replacement character, if ids are bytes and the last character lacks bytes. Else return ""."""
         return self._bytes.decode(b"", final=True) if self._tokenizer is None else ""
 
 

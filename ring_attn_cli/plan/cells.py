@@ -1,7 +1,8 @@
-"""The data of a plan's drawings: sequences cut into cells, the ranks that hold each cell, and the pairs they compute.
+"""The data of a plan's drawings: sequences cut into cells, the ranks that hold each cell, and the pairs that the ranks compute.
 
-A cell of a sequence is a block of tokens, and shows one rank. If several ranks hold tokens of a block, neighbouring cells show
-these ranks in turn. A cell of a matrix is a block of queries and a block of keys, filled if any pair in it is computed.
+A cell of a sequence is a block of tokens. A drawing shows one rank for each cell. If several ranks hold tokens of neighbouring
+blocks, their cells show these ranks alternately. A cell of a matrix is a block of queries and a block of keys; it is filled if
+any query-key pair in it is computed.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def colour(rank: int) -> str:
 
 @dataclass(frozen=True)
 class Axis:
-    """One sequence cut into cells of ``block`` tokens: ``cells[c][rank]`` are the runs of the tokens of cell ``c`` on a rank.
+    """One sequence cut into cells of ``block`` tokens. ``cells[c][rank]``: the tokens of cell ``c`` that ``rank`` holds, as runs.
 
-    ``length``: number of tokens without padding. ``held``: number of tokens with padding. A cell of padding alone is empty.
+    ``length``: number of tokens without padding. ``held``: number of tokens with padding. A cell of padding alone is {}.
     """
 
     cells: tuple[dict[int, tuple[Run, ...]], ...]
@@ -54,16 +55,16 @@ class Axis:
         return cls(cells, block, length, held)
 
     def ranks(self, cell: int) -> list[int]:
-        """Return the ranks that hold tokens of a cell, rotated by the cell's index; [] if the cell is padding."""
+        """Return the ranks that hold tokens of a cell ([] for padding), rotated by the cell's index so that cells alternate."""
         ranks = sorted(self.cells[cell])
         first = cell % len(ranks) if ranks else 0
         return ranks[first:] + ranks[:first]
 
 
 def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
-    """Return for each cell of the matrix [query cells][key cells] a rank that computes pairs in it at ``shift``, or None.
+    """Return one rank for each cell [query cell][key cell] of the matrix: a rank that computes pairs of it at ``shift``, or None.
 
-    At ``shift`` a rank computes with the keys of rank ``(rank - shift) % ranks``.
+    At ``shift``, a rank computes with the keys of rank ``(rank - shift) % ranks``.
     """
     band, lo, hi = plan.mask, plan.mask.lo, plan.mask.hi
     sources = [[(rank, (rank - shift) % plan.ranks) for rank in queries.ranks(a)] for a in range(len(queries.cells))]

@@ -138,9 +138,10 @@ def _strip(axes: Axes, axis: Axis) -> None:
 
 
 def _take(codes: list[list[int]], step: list[list[int | None]]) -> list[list[int]]:
-    """Return a matrix's colour codes after one more step. ``step``: the rank that computes each cell at the step, or None.
+    """Return a matrix's colour codes after one more step. ``step``: the rank that computes each cell at this step, or None.
 
-    Codes: 0 masked, 1 computed later, 2 + 2 rank computed before, 3 + 2 rank computed at this step (rank modulo 16).
+    The code of a cell is 0 if the mask hides all its pairs, and 1 if they are computed later. If rank ``r`` computed pairs, the
+    code is ``2 + 2 * (r % 16)`` for an earlier step and ``3 + 2 * (r % 16)`` for this step.
     """
     return [
         [code - (code > 2) * (code % 2) if rank is None else 3 + 2 * (rank % 16) for code, rank in zip(*line, strict=True)]
@@ -188,7 +189,7 @@ def _cells(axes: Axes, x: list[float], y: list[float], codes: list[list[int]]) -
 
 
 def _bars(axes: Axes, plan: RingPlan) -> None:
-    """Draw the work: one bar per rank, one segment per step (up to 16 ranks), and a dashed line at the mean."""
+    """Draw the work of each rank as a bar, and a dashed line at the mean. With up to 16 ranks, a bar has one segment per step."""
     work = [plan.work(rank) for rank in range(plan.ranks)]
     most, mean, few = max(max(work), 1), sum(work) / plan.ranks, plan.ranks <= 16
     for rank in range(plan.ranks):
@@ -215,7 +216,7 @@ def _visible(plan: RingPlan, queries: Axis, keys: Axis, a: int, b: int) -> bool:
 
 
 def _holders(axis: Axis) -> list[int]:
-    """Return each cell's code, as in ``_take``: 3 + 2 rank for a rank that holds tokens of the cell, or 0 for padding."""
+    """Return each cell's colour code (see ``_take``): ``3 + 2 * (r % 16)`` if a rank ``r`` holds tokens of it, 0 for padding."""
     return [3 + 2 * (axis.ranks(cell)[0] % 16) if axis.cells[cell] else 0 for cell in range(len(axis.cells))]
 
 

@@ -1,4 +1,4 @@
-"""The tokens that fit into memory when a model is trained, and the memory's terms (``model/memory.py``), as a table."""
+"""The number of tokens that fit into a GPU in training, and a table of the memory that they take, by ``model/memory.py``."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ class MemoryOptions(NamedTuple):
 
 
 def answer(options: MemoryOptions) -> RenderableType:
-    """Return, to be printed, how many tokens per GPU fit, or whether ``tokens`` fit, and a table of the memory that they take.
+    """Return a rich renderable: a verdict on the tokens per GPU, and a table of the memory that they take.
 
-    Raise ValueError if the model is unknown, if an option is invalid or, without ``tokens``, if 1,024 tokens per GPU do not fit.
+    The verdict is the largest number that fits or, if ``options.tokens`` is set, whether that number fits. Raise ValueError if
+    the model is unknown or an option is invalid, or if ``options.tokens`` is None and 1,024 tokens per GPU do not fit.
     """
     from rich.console import Group
     from rich.text import Text
@@ -60,9 +61,9 @@ def answer(options: MemoryOptions) -> RenderableType:
 
 
 def config_of(model: str) -> TransformerConfig:
-    """Return the config of a model: ``model`` is its name or, if it ends in .json, a path.
+    """Return the config of ``model``: the name of a published model or, if it ends in .json, the path of a file.
 
-    The file is in our format or in Hugging Face's. Raise ValueError if the name is unknown or the file is invalid.
+    The file is a config of this library or of Hugging Face. Raise ValueError if the name is unknown or the file is invalid.
     """
     from ring_attn_core.files import read_json
     from ring_attn_core.model.config import TransformerConfig

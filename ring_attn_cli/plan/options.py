@@ -35,9 +35,9 @@ def check_used(context: typer.Context, kind: str) -> None:
 
 
 def read_words(text: str, option: str) -> list[str]:
-    """Return the words, separated by commas or white space, of the file at the path ``text``, or else of ``text``.
+    """Return the words of the file at the path ``text`` or, if no such file exists, the words of ``text`` itself.
 
-    Raise ValueError if the file is not text.
+    Commas and white space separate words. Raise ValueError, naming ``option``, if the file is not text in UTF-8.
     """
     path = Path(text)
     try:
@@ -53,7 +53,7 @@ def read_words(text: str, option: str) -> list[str]:
 def check_drawn(option: str, tokens: int, segments: int) -> None:
     """Raise ValueError, naming ``option``, if there are more than MOST_TOKENS tokens or MOST_SEGMENTS segments.
 
-    More would take long to deal to ranks and to draw.
+    A larger number would take long to assign to ranks and to draw.
     """
     if tokens > MOST_TOKENS or segments > MOST_SEGMENTS:
         raise ValueError(

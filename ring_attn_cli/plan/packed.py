@@ -30,10 +30,11 @@ _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 class PackedPlan(NamedTuple):
-    """Packed documents in one layout.
+    """Packed documents in one layout of a ring.
 
-    ``documents``: their lengths in tokens. ``seq_local``: tokens per shard. ``runs``: each rank's runs of tokens, without
-    padding. ``work``: the pairs that each rank computes and the remote keys that it reads.
+    ``documents``: lengths of the documents in tokens. ``seq_local``: tokens per shard, padding included. ``runs``: for each rank,
+    its token positions as runs (arithmetic progressions), without padding. ``work``: for each rank, the cost of its visible
+    (query, key) pairs, and the number of keys of other ranks that it reads.
     """
 
     layout: str
@@ -44,7 +45,7 @@ class PackedPlan(NamedTuple):
 
     @classmethod
     def of(cls, layout: str, documents: tuple[int, ...], mask: Band, ranks: int) -> PackedPlan:
-        """Return the plan of ``documents``. Raise ValueError if the layout is unknown or an argument invalid."""
+        """Return the plan of ``documents``. Raise ValueError if the layout is unknown or an argument is invalid."""
         dealt = balanced_layout(documents, ranks, mask=mask) if layout == BALANCED else layout
         packed = PackedDocuments.of(documents, mask)
         local, runs = runs_of(dealt, sum(documents), ranks)
@@ -52,13 +53,13 @@ class PackedPlan(NamedTuple):
 
     @property
     def balance(self) -> float:
-        """Return the load imbalance: the largest cost of a rank's visible pairs, divided by the mean; 1.0 without pairs."""
+        """Return the load imbalance: the largest cost of visible pairs of a rank, divided by the mean cost; 1.0 without pairs."""
         pairs = [each.pairs for each in self.work]
         return max(pairs) * len(pairs) / sum(pairs) if sum(pairs) else 1.0
 
     @property
     def share(self) -> float:
-        """Return the number of remote keys that ranks see, divided by the number that a ring would send to all ranks."""
+        """Return the number of remote keys that ranks see, divided by the number that they get if each shard visits all ranks."""
         ranks = len(self.runs)
         return sum(each.remote for each in self.work) / max(ranks * (ranks - 1) * self.seq_local, 1)
 
@@ -75,9 +76,9 @@ class PackedPlan(NamedTuple):
 
 
 def runs_of(layout: str | BalancedLayout, length: int, ranks: int) -> tuple[int, list[tuple[Run, ...]]]:
-    """Return the number of tokens in a shard, padding included, and the runs of each rank, without padding.
+    """Return the number of tokens in a shard, padding included, and each rank's runs of positions, without padding.
 
-    Raise ValueError if the layout is unknown.
+    ``length``: number of tokens on all ranks together, without padding. Raise ValueError if the layout is unknown.
     """
     if isinstance(layout, BalancedLayout):
         return layout.seq_local, [layout.held(rank) for rank in range(ranks)]
@@ -103,7 +104,7 @@ def read_documents(text: str) -> tuple[int, ...]:
 
 
 def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, width: int) -> RenderableType:
-    """Return for rich, in ``width`` columns, the drawing of documents in ``layout`` and a table that compares all layouts."""
+    """Return a rich renderable for ``width`` columns: a drawing of ``layout``, and tables of its ranks and of all layouts."""
     from rich.console import Group
     from rich.text import Text
 
@@ -134,7 +135,7 @@ def answer(layout: str, documents: tuple[int, ...], mask: Band, ranks: int, widt
 
 
 def _under_direct(documents: tuple[int, ...], mask: Band, ranks: int) -> tuple[list[int], list[str]]:
-    """Return the number of keys that each rank of the balanced layout sends under "direct", and lines about them."""
+    """Return how many keys each rank of the balanced layout sends by the strategy "direct", and text lines about this traffic."""
     layout = balanced_layout(documents, ranks, mask=mask)
     plan = NeededPlan(layout, mask, ranks, layout.seq_local, by_documents=True)
     sent = [sum(plan.tokens(owner, reader) for reader in range(ranks)) for owner in range(ranks)]
@@ -147,10 +148,10 @@ def _under_direct(documents: tuple[int, ...], mask: Band, ranks: int) -> tuple[l
 
 
 def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
-    """Draw the positions as equal cells in text lines: the documents, below them the ranks, and a legend if needed.
+    """Draw the positions as text lines of equal cells: the documents, below them the ranks, and a legend of the marks in use.
 
-    A cell shows the document that fills more than half of it, if any, and the rank that holds most of its tokens. ``what``: the
-    heading of the first line, a plural such as "documents".
+    A cell shows the letter of the document that fills more than half of it, or "." without one, and the rank that holds most of
+    its tokens. "/" marks padding. ``what``: the heading of the first line, a plural such as "documents".
     """
     from rich.text import Text
 
@@ -180,9 +181,10 @@ def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
 def rank_table(
     plan: PackedPlan, documents: Sequence[tuple[int, int]], what: str = "documents", sent: Sequence[int] | None = None
 ) -> Table:
-    """Return the table of ranks. ``documents``: for each rank, (documents wholly on it, documents with any token on it).
+    """Return a table with a row for each rank: its runs, documents, pairs, share of the mean work, and keys of other ranks.
 
-    ``sent``: the number of keys that each rank sends under "direct"; None: no such column.
+    ``documents``: for each rank, (documents wholly on it, documents with any token on it). ``what``: the heading for documents.
+    ``sent``: the number of keys that each rank sends under the strategy "direct"; None leaves out this column.
     """
     from rich import box
     from rich.table import Table
@@ -202,7 +204,7 @@ def rank_table(
 
 
 def layout_table(plans: list[PackedPlan]) -> Table:
-    """Return the table that compares layouts by balance, pairs and keys of other ranks, one row for each plan."""
+    """Return a table with a row per plan: balance, most pairs of a rank, remote keys, and their share of a ring's remote keys."""
     from rich import box
     from rich.table import Table
 

@@ -47,10 +47,10 @@ def tokens(text: str) -> int:
 
 
 def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tuple[str, int]:
-    """Return the query and key heads, as ``32/8``, and the head dimension.
+    """Return the query and key heads, as a text such as ``32/8``, and the head dimension.
 
-    They are those of ``model`` or, if it is None, ``heads`` and ``head_dim``, by default ``32/8`` and 128. Raise ValueError if
-    the model is unknown, or if ``heads`` or ``head_dim`` is passed beside it.
+    With ``model`` they are the model's. Without it they are ``heads`` and ``head_dim``, by default ``32/8`` and 128. Raise
+    ValueError if the model is unknown, or if ``model`` is passed together with ``heads`` or ``head_dim``.
     """
     if model is None:
         return "32/8" if heads is None else heads, 128 if head_dim is None else head_dim
@@ -63,7 +63,7 @@ def heads_of(model: str | None, heads: str | None, head_dim: int | None) -> tupl
 
 
 def answer(prediction: PredictOptions) -> RenderableType:
-    """Return for rich a table of the predicted times, or the reason why it cannot be made.
+    """Return a rich renderable: a table of the predicted times, or the reason why no times are predicted.
 
     Raise ValueError if the machine is unknown or an option is invalid.
     """
@@ -94,7 +94,7 @@ def answer(prediction: PredictOptions) -> RenderableType:
 def machine_of(text: str) -> Machine:
     """Return the built-in machine record named ``text``, or the record in the file at the path ``text``.
 
-    Raise ValueError if there is neither, or if the file does not hold a record.
+    Raise ValueError if ``text`` is neither such a name nor the path of a file, or if the file does not hold a record.
     """
     from ring_attn_core.files import read_bytes
     from ring_attn_core.plan.machine import BUILT_IN, Machine, built_in
@@ -111,9 +111,9 @@ def machine_of(text: str) -> Machine:
 
 
 def problem_of(prediction: PredictOptions, machine: Machine) -> Problem:
-    """Return the problem to predict: one batch row in bfloat16.
+    """Return the attention call to predict, as a Problem with one batch row in bfloat16.
 
-    Raise ValueError if an option cannot be read, or if a number of GPUs is out of its range. ``Problem.check`` checks the rest.
+    Raise ValueError if an option cannot be parsed, or if a number of GPUs is out of its range. ``Problem.check`` checks the rest.
     """
     from ring_attn_core import layouts, masks
     from ring_attn_core.problem.options import Options
@@ -167,9 +167,9 @@ def _table(problem: Problem) -> RenderableType:
 
 
 def sent(problem: Problem, strategy: Strategy) -> list[str]:
-    """Return [forward, backward]: the most GiB that a rank sends, as texts such as "0.25".
+    """Return the most GiB that any sampled rank sends in the forward and in the backward, as two texts such as "0.25".
 
-    Only the ranks in ``load.sample`` are considered: the first, the last, and others evenly between them.
+    The samples are the ranks in ``load.sample``: the first, the last, and others evenly spread between them.
     """
     from dataclasses import replace
 

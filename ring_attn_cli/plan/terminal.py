@@ -20,7 +20,7 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def draw(plan: RingPlan, width: int = 80) -> RenderableType:
-    """Return the drawing of ``plan`` for rich to print in ``width`` columns; fewer columns give coarser cells."""
+    """Return a rich renderable that draws ``plan`` in ``width`` columns. The fewer columns, the more tokens a cell holds."""
     from rich.console import Group
     from rich.text import Text
 
@@ -35,7 +35,7 @@ def rank_cell(rank: int) -> tuple[str, str]:
 
 
 def _strips(plan: RingPlan, width: int) -> list[Text]:
-    """Return a text line that shows a rank for each cell of tokens. For cross-attention return two: of queries and of keys."""
+    """Draw the tokens as a line of cells that show their ranks. For cross-attention draw a line of queries and a line of keys."""
     from rich.text import Text
 
     lines = []
@@ -50,9 +50,9 @@ def _strips(plan: RingPlan, width: int) -> list[Text]:
 
 
 def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
-    """Return one matrix per step (at most ``STEPS``), with queries down and keys across, and a legend.
+    """Draw a matrix of queries (down) by keys (across) for each of the first ``STEPS`` ring steps, and a legend.
 
-    A row has four matrices: fewer if each would have less than 10 columns of text, more if each still has at least 32.
+    Each row has four matrices: fewer if a matrix would be less than 10 columns wide, more if each stays at least 32 columns wide.
     """
     from rich.table import Table
     from rich.text import Text
@@ -83,7 +83,7 @@ def _matrices(plan: RingPlan, width: int) -> list[Table | Text]:
 
 
 def _table(plan: RingPlan, width: int) -> Table:
-    """Return the table of each rank's positions and number of pairs, in all and, if the width allows, at the first steps."""
+    """Return a table with a row per rank: positions, pairs in all steps and, if ``width`` allows, pairs in the first steps."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

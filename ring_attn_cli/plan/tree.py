@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 
 
 def read_tree(text: str) -> Tree:
-    """Parse ``--tree``: segments in depth-first order with commas or spaces between them, or the path of a file that holds them.
+    """Parse ``--tree``: the segments of a prefix tree in depth-first order, or the path of a file that holds them.
 
-    A segment is ``length`` or ``parent:length``; a suffix such as ``x16`` repeats it. Without parents, the first segment is the
-    prompt and the later ones are its completions. Raise ValueError if segments are missing or too many (``check_drawn``), if
-    one has another form, or if they are not one or several trees in depth-first order.
+    Commas or spaces separate segments. A segment is ``length`` or ``parent:length``, with its parent's index, or -1 for a root; a
+    suffix such as ``x16`` repeats it. Without parents, the first segment is the prompt and the later ones are its
+    completions. Raise ValueError if segments are missing, too many (``check_drawn``) or malformed, or if they are not one or
+    more trees in depth-first order.
     """
     words, parents, lengths = read_words(text, "--tree"), [], []
     found = [re.fullmatch(r"(?:(-?\d+):)?(\d+)(?:x([1-9]\d*))?", word, re.ASCII) for word in words]
@@ -41,16 +42,16 @@ def read_tree(text: str) -> Tree:
 
 
 def plan_of(layout: str, tree: Tree, ranks: int) -> PackedPlan:
-    """Return the plan of a prefix tree. Raise ValueError if the layout is unknown.
+    """Return the plan of a prefix tree; its ``documents`` are the segments. Raise ValueError if the layout is unknown.
 
-    Each segment is listed as a document; the work of a segment counts its ancestors, which it sees.
+    A segment sees the keys of its ancestors, so its work includes them.
     """
     local, runs = runs_of(balanced_tree_layout(*tree, ranks) if layout == BALANCED else layout, tree.tokens, ranks)
     return PackedPlan(layout, tree.lengths, local, runs, [tree_work(tree, each) for each in runs])
 
 
 def answer(layout: str, tree: Tree, ranks: int, width: int) -> RenderableType:
-    """Return for rich, in ``width`` columns, the drawing of the tree in ``layout`` and a table that compares all layouts."""
+    """Return a rich renderable for ``width`` columns: a drawing of ``layout``, and tables of its ranks and of all layouts."""
     from rich.console import Group
     from rich.text import Text
 

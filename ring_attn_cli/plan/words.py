@@ -19,7 +19,7 @@ def title(plan: RingPlan) -> str:
 def mask_in_words(band: Band) -> str:
     """Describe a mask, such as ``full attention``, ``causal mask with offset 3`` or ``window of 1,024 before and 0 after``.
 
-    A band of another form is described by its inequality.
+    Any other band is described by an inequality, such as ``mask q_pos - k_pos <= 3``.
     """
     if band == Band():
         return "full attention"
@@ -31,7 +31,7 @@ def mask_in_words(band: Band) -> str:
 
 
 def travel_in_words(plan: RingPlan) -> str:
-    """Describe the transfers of a plan, as ``8 steps at shifts 0 to 7, 7 hops by 1, gradients go home by 1``."""
+    """Describe transfers, with distances in ranks, as ``8 steps at shifts 0 to 7, 7 hops by 1, gradients go home by 1``."""
     shifts, hops = plan.shifts, plan.hops
     if not hops:
         return "1 step, nothing travels"
@@ -43,7 +43,7 @@ def travel_in_words(plan: RingPlan) -> str:
 def holds(runs: tuple[tuple[int, int, int, int], ...]) -> str:
     """Return a rank's runs as Python slices of positions, without padding: ``0:512, 7680:8192``; "padding" if all are empty.
 
-    ``runs``: (base, length, start, stride) of each run; ``base`` is not used.
+    ``runs``: (base, length, start, stride) of each run, as in ``RingPlan.q_runs``. ``base``, an offset in the shard, is ignored.
     """
     kept = [(start, start + stride * (length - 1) + 1, stride) for _, length, start, stride in runs if length]
     slices = [f"{first}:{end}" if stride == 1 else f"{first}:{end}:{stride}" for first, end, stride in kept]

@@ -33,7 +33,7 @@ PEAKS = {
 
 
 def peak(device: str) -> float | None:
-    """Return the bfloat16 TFLOP/s of a device by its name, or None if it is unknown."""
+    """Return the peak bfloat16 TFLOP/s of the device named ``device``, or None if ``PEAKS`` lacks the device."""
     words = re.split(r"[ -]", device)
     return next((tflops for name, tflops in PEAKS.items() if all(word in words for word in name.split())), None)
 
@@ -41,15 +41,16 @@ def peak(device: str) -> float | None:
 def flops_per_token(parameters: int, length: int, config: TransformerConfig, frozen: int = 0) -> float:
     """Return the FLOPs of forward and backward per token: ``6 N - 2 frozen + 7 length x heads x head_dim x layers``.
 
-    Each of the N ``parameters`` takes 2 FLOPs in the forward and 4 in the backward; a ``frozen`` one takes 2 in the backward.
-    Causal attention takes 2 x length x heads x head_dim FLOPs in the forward, for q . k and p . v over half of the pairs, and 2.5
-    times as many in the backward, which recomputes the scores. Recomputation by activation checkpointing does not count.
+    Each of the N ``parameters`` takes 2 FLOPs in the forward and 4 in the backward, but ``frozen`` of them take only 2 in the
+    backward. In each layer, causal attention takes 2 x length x heads x head_dim FLOPs in the forward, for q . k and p . v over
+    half of the pairs. In the backward, which recomputes the scores, it takes 2.5 times as many. Recomputation by activation
+    checkpointing does not count.
     """
     return 6 * parameters - 2 * frozen + 3.5 * 2 * length * config.heads * config.head_dim * config.depth
 
 
 def rates(optimizer: Optimizer, steps: int) -> list[float]:
-    """Return the learning rate of each of ``steps`` steps, by ``optimizer.schedule`` or, if that is None, by the default.
+    """Return the learning rate of each of ``steps`` steps by ``optimizer.schedule`` or, without one, by the default schedule.
 
     The default is a linear warmup to ``learning_rate``, then a cosine decay to ``last_rate`` times ``learning_rate``.
     """
@@ -68,10 +69,10 @@ def rates(optimizer: Optimizer, steps: int) -> list[float]:
 
 
 def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
-    """Draw initial weights in the shapes and dtypes of ``like``, the same in both frameworks.
+    """Draw a model's initial weights, the same in both frameworks, with the names, shapes and dtypes of ``like``.
 
-    Each weight's generator is seeded by its name and ``seed``. Norms start at 1, biases and sinks at 0. The standard
-    deviation is ``in^-0.5`` for matrices [out, in], and 0.02 for the embedding.
+    Each weight has a generator, seeded by its name and ``seed``. Norms start at 1, biases and sinks at 0. Other weights are
+    normal with standard deviation ``in^-0.5`` for matrices [out, in], and 0.02 for the embedding.
     """
     import numpy as np
 
@@ -85,10 +86,10 @@ def first_weights(like: Mapping[str, Any], seed: int) -> dict[str, np.ndarray]:
 
 
 def first_adapters(lora: LoRA, config: TransformerConfig, seed: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Draw the first (A, B) of each adapter in float64, by projection, the same in both frameworks.
+    """Draw the initial float64 matrices (A, B) of each adapter, the same in both frameworks; the keys are the projections' names.
 
     A [rank, in] is uniform between ``-in^-0.5`` and ``in^-0.5``, as in peft (Kaiming's bound with a negative slope of 5^0.5). Its
-    generator is seeded as in ``first_weights``. B [out, rank] is 0.
+    generator is seeded by its name and ``seed``. B [out, rank] is 0.
     """
     import numpy as np
 
@@ -105,9 +106,9 @@ def _generator(name: str, seed: int) -> np.random.Generator:
 
 
 def edges(length: int, buckets: int) -> list[int]:
-    """Return the exclusive ends of the position buckets, ascending: the last is ``length``, every other is half of the next.
+    """Return the exclusive ends of the position buckets, ascending. The last is ``length``; each other end is half of the next.
 
-    Halves are rounded down. There are fewer than ``buckets`` if the first end would be 0.
+    Halves are rounded down. There are fewer than ``buckets`` ends if the first would be 0.
     """
     ends = [length]
     while len(ends) < buckets and ends[-1] > 1:

@@ -36,8 +36,9 @@ DTYPES = "param_dtype", "compute_dtype"
 class Data:
     """The data: the arguments of ``SequenceShardedDataset``, the held-out files, and the number of microbatches in a step.
 
-    ``held_out``: the pattern of the files for evaluation. ``accumulate``: microbatches in a step. ``batch_size``: packed rows of
-    a replica in a microbatch. The default data are the top-level modules of Python's standard library, with asyncio held out.
+    ``held_out``: the glob pattern, in ``folder``, of the files for evaluation. ``accumulate``: microbatches in a step.
+    ``batch_size``: packed rows of one replica in a microbatch. The default data are the top-level modules of Python's standard
+    library, with asyncio held out.
     """
 
     folder: str = field(default_factory=lambda: sysconfig.get_paths()["stdlib"])
@@ -99,9 +100,9 @@ class RingConfig:
     """The parallelism of a run, and the options of ``RingTransformer``.
 
     ``ranks``: number of ranks that share a sequence. ``replicas``: number of rings, each with its own rows. ``weights``: "whole"
-    on each rank, or "sharded" over all ranks, together with their gradients and moments; in JAX only arrays with a dimension that
-    the number of devices divides. ``chunk``: number of tokens whose logits a rank holds at a time. Raise ValueError if a name is
-    unknown.
+    replicates weights, gradients and moments on each rank; "sharded" shards them over all ranks, but in JAX only the arrays with
+    a dimension divisible by the number of devices. ``chunk``: number of tokens for which a rank holds logits at a time. Raise
+    ValueError if a name is unknown.
     """
 
     ranks: int = 4
@@ -124,13 +125,13 @@ class RingConfig:
 
     @property
     def model_layout(self) -> str:
-        """Return the layout for the model's constructor: "contiguous" if each call passes a balanced one, else ``layout``."""
+        """Return the layout for the model's constructor: "contiguous" if each call passes a balanced layout, else ``layout``."""
         return "contiguous" if self.layout == BALANCED else self.layout
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluation: every ``every`` steps, on ``batches`` microbatches, with losses for ``buckets`` ranges of positions."""
+    """The evaluation: its interval in steps, its number of microbatches, and its number of position ranges with a loss each."""
 
     every: int = 50
     batches: int = 4
@@ -139,10 +140,10 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Passkeys:
-    """The passkey test: find a number of ``digits`` digits that is hidden in a text.
+    """The passkey test: the model must find a number of ``digits`` digits that is hidden in a text.
 
     ``lengths``: lengths of the texts in tokens. ``texts``: number of texts of each length. ``train_every``: n means that every
-    n-th step trains on such texts instead of the data; 0 means none does.
+    n-th step trains on texts with a passkey instead of the data; 0 means that no step does.
     """
 
     lengths: tuple[int, ...] = (256, 512, 1024)
@@ -155,10 +156,10 @@ class Passkeys:
 class Config:
     """The config of a training run.
 
-    ``out``: the run's folder. ``init_from``: a folder that ``load_weights`` or ``load_llama`` reads, in place of a model made
-    from the table ``model``. ``lora``: adapters to train while the weights from ``init_from`` stay frozen. ``save_every``: steps
-    between checkpoints, of which the last ``keep`` stay. Raise ValueError if a number that must be positive is not, or if values
-    do not fit together.
+    ``out``: the run's folder. ``init_from``: a folder of weights that ``load_weights`` or ``load_llama`` reads; without it, the
+    table ``model`` describes a new model. ``lora``: adapters to train while the weights from ``init_from`` stay frozen.
+    ``save_every``: steps between checkpoints. ``keep``: number of newest checkpoints that stay. Raise ValueError if a number is
+    out of its range, or if values do not fit together, such as ranks and length.
     """
 
     out: str = "train-output"

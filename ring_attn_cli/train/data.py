@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class DatasetArguments(TypedDict):
-    """The arguments of ``SequenceShardedDataset`` that both frameworks take from the config alike."""
+    """The arguments of ``SequenceShardedDataset`` that are the same in PyTorch and JAX."""
 
     folder: str
     length: int
@@ -49,10 +49,10 @@ def arguments(config: Config, held_out: bool) -> DatasetArguments:
 
 
 def check(config: Config) -> str:
-    """Check the data, passkeys, ``init_from`` and ``lora`` of a run, and write the token cache, if the data need one.
+    """Check the data, passkeys, ``init_from`` and ``lora`` of a run. If the data must be tokenised, write the token cache.
 
-    Return a text about documents that are both training data and held out: the name of one and the number of the others, or "" if
-    there are not any. Raise ValueError if one of the checked settings is invalid.
+    Return a text about the documents that are both training data and held out: the name of one and the number of the others; ""
+    if no document is both. Raise ValueError if one of the checked settings is invalid.
     """
     from ring_attn_core.data.batches import documents_of
     from ring_attn_core.data.index import Index
@@ -112,7 +112,7 @@ def check_vocab(data: int | None, model: int) -> None:
 
 
 def config_in(folder: str) -> TransformerConfig:
-    """Return the config of the model in a folder of ``save_weights`` or of Hugging Face. Raise ValueError if it is invalid."""
+    """Return the model's config in a folder that ``save_weights`` or Hugging Face wrote. Raise ValueError if it is invalid."""
     from ring_attn_core.files import read_json
     from ring_attn_core.model.llama import THEIRS
     from ring_attn_core.model.weight_files import OWN, WeightFolder
@@ -122,7 +122,7 @@ def config_in(folder: str) -> TransformerConfig:
 
 
 def is_llama(folder: str) -> bool:
-    """Return True if the folder has a config.json in Hugging Face's format, False if it is ours or cannot be read."""
+    """Return True if the folder's config.json is in Hugging Face's format, False if it is this library's or cannot be read."""
     from ring_attn_core.files import read_json
 
     try:

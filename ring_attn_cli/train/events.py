@@ -95,7 +95,7 @@ def _float32(x: float) -> bytes:
 
 
 def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield (tag, value) of each number of a log line that TensorBoard shows. ``kind``: the kind of the line."""
+    """Yield (tag, value) of each number that TensorBoard shows from a log line. ``kind``: kind of the line, such as "step"."""
     if kind == "step":
         yield from ((tag, line[name]) for name, tag in TAGS.items() if line.get(name) is not None)
     elif kind == "evaluation":
@@ -109,8 +109,8 @@ def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 class Events:
     """A new file of events in the folder of a run, for ``tensorboard --logdir``.
 
-    Each start of a run adds a file. The file's second event, START, holds the first step of this start, ``begin + 1``. So readers
-    drop that step and later steps from earlier files.
+    Each start of a run adds a file. The file's second event has the status START and the first step of this start, ``begin + 1``.
+    Readers therefore drop events of earlier files from this step on.
     """
 
     def __init__(self, out: Path, begin: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks of the folder of a training run before the run: newest checkpoint, framework that wrote it, and config changes."""
+"""Checks of a run's folder before training: its newest checkpoint, the framework that wrote it, and changes of the config."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ MARKS = RUN, "run/metadata"
 
 
 def newest(config: Config, framework: str) -> int:
-    """Return the step of the newest complete checkpoint that ``framework`` wrote in the run's folder, or 0."""
+    """Return the step of the newest complete checkpoint that ``framework`` wrote in the run's folder, or 0 if none exists."""
     return max(_checkpoints(config, framework).steps(), default=0)
 
 
 def check(config: Config, framework: str) -> None:
     """Check the folder of the run, ``config.out``, and create it if it does not exist.
 
-    Raise ValueError if ``out`` is empty, is a file or cannot be written. Raise it too if the folder holds checkpoints of the
-    other framework, which ``framework`` cannot resume, or of a run with another ``[lora]``.
+    Raise ValueError if ``out`` is empty, is a file or cannot be written. Raise ValueError also if the folder holds checkpoints of
+    the other framework, which ``framework`` cannot resume, or checkpoints of a run with another ``[lora]`` table.
     """
     if not config.out:
         raise ValueError("out is empty: pass the folder of the run, or leave it out for train-output")
@@ -70,7 +70,7 @@ def _check_lora(config: Config, framework: str) -> None:
 
 
 def adapters_of(config: Config) -> dict[str, Any]:
-    """Return ``{"lora": ...}``, the entry that a checkpoint stores: the ``[lora]`` table of ``config`` in JSON types, or None."""
+    """Return an entry for a checkpoint, ``{"lora": table}``: the ``[lora]`` table in JSON types, or None without adapters."""
     return {LORA: json.loads(json.dumps(config.described()[LORA]))}
 
 

@@ -1,4 +1,4 @@
-"""The mesh of a training run in JAX, and the devices that hold each weight, here and in ``ring-attn generate``.
+"""The mesh of a training run in JAX, and the sharding of weights over a mesh, also for ``ring-attn generate``.
 
 Imported only if JAX is used.
 """
@@ -34,7 +34,7 @@ def mesh_of(config: Config) -> Mesh:
 
 
 def weight_shardings(state: Any, mesh: Mesh, sharded: bool) -> Any:
-    """Return the tree ``state`` with the sharding of each array in its place. Arrays are replicated unless ``sharded``.
+    """Return the tree ``state`` with each array replaced by its sharding. Arrays are replicated unless ``sharded``.
 
     With ``sharded``, an array is sharded over all axes of ``mesh`` along the first dimension whose size is a multiple of the
     number of devices. An array without such a dimension is replicated.

@@ -15,7 +15,7 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
-    """Return AdamW for ``steps`` steps: clipping by the global norm, no weight decay of vectors, and the rates of ``rates``."""
+    """Return AdamW for ``steps`` steps: clipping by the global norm, no weight decay of vectors, and rates from ``rates()``."""
     table = np.array(rates(of, steps))
     return optax.chain(
         optax.clip_by_global_norm(of.clip),
@@ -26,5 +26,5 @@ def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
 
 
 def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
-    """Return the XLA options for compiling a training step, or None for the defaults. ``platform``: "gpu", "cpu" or "tpu"."""
+    """Return XLA options for a step, or None for the defaults, by platform ("gpu", "cpu" or "tpu") and ``ring.activations``."""
     return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None

@@ -73,7 +73,7 @@ def joined(coordinator: str, processes: int | None, process: int | None) -> None
 
 
 def on_cpus(config: Config, processes: int | None) -> None:
-    """Split JAX's CPU into this process's share of the devices: ranks x replicas / ``processes``, at least 1.
+    """Split the CPU of this process into ranks x replicas // ``processes`` JAX devices, at least 1.
 
     If ``processes`` is None, change nothing, because only the launcher knows the number of processes.
     """
@@ -87,7 +87,7 @@ def is_first() -> bool:
 
 
 def of_first(words: str) -> str:
-    """Return in all processes the text ``words`` of process 0, truncated to ``MOST_BYTES`` if there are several processes."""
+    """Return the ``words`` of process 0 in every process, cut to ``MOST_BYTES`` bytes if there are several processes."""
     if jax.process_count() == 1:
         return words
     sent = np.frombuffer(words.encode(errors="replace")[:MOST_BYTES].ljust(MOST_BYTES), np.uint8)
@@ -96,7 +96,7 @@ def of_first(words: str) -> str:
 
 
 class Batch(NamedTuple):
-    """Arrays [microbatch, rows, tokens, ...] in layout order. ``layout``: the balanced layouts, by microbatch, or None."""
+    """Stacked microbatches [microbatch, rows, tokens, ...] in layout order. ``layout``: the stacked balanced layouts, or None."""
 
     ids: Any
     labels: Any
@@ -108,7 +108,7 @@ class Batch(NamedTuple):
 class StaticArguments(NamedTuple):
     """The static arguments of a compiled function. ``sharded``: True if the weights are sharded over all devices.
 
-    ``chunk``: tokens of a rank whose logits exist at a time. ``length``: tokens of a row. ``rows``: rows of a microbatch.
+    ``chunk``: number of tokens whose logits a rank holds at a time. ``length``: tokens of a row. ``rows``: rows of a microbatch.
     """
 
     mesh: Mesh
@@ -121,7 +121,7 @@ class StaticArguments(NamedTuple):
 class JaxTrainer:
     """The model and the optimizer of a run in JAX over a mesh, with the computations of training and evaluation.
 
-    A step donates all arrays of model and optimizer, so that XLA can write the new ones in their place. The old ones are deleted.
+    A step donates the arrays of model and optimizer, so that XLA may reuse their memory. The old arrays are deleted.
     """
 
     def __init__(self, config: Config, mesh: Mesh) -> None:
@@ -139,7 +139,7 @@ class JaxTrainer:
         self._step = jax.jit(_step, static_argnames=("graph", "how"), donate_argnames="state", compiler_options=options)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with the weights of ``first_weights``. Add adapters if ``lora`` is set."""
+        """Load the model from ``init_from`` if set, else draw weights by ``first_weights``. Add adapters if ``lora`` is set."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "mesh": self._mesh, "batch_axes": "data"}
@@ -215,7 +215,7 @@ class JaxSide(JaxTrainer):
         self._checkpoints = Checkpoints(Path(config.out, "checkpoints"), keep=config.keep)
 
     def resume(self) -> ResumePoint | None:
-        """Load the newest checkpoint, if there is one. Delete the initial weights and moments before, to save memory."""
+        """Load the newest checkpoint, if there is one. Before the load, delete the initial weights and moments to save memory."""
         if self._checkpoints.steps():
             for x in jax.tree.leaves(nnx.state((self._model, self._optimizer))):
                 x.delete()
@@ -226,7 +226,7 @@ class JaxSide(JaxTrainer):
             self._checkpoints.save(step, self._model, self._optimizer, data=data, more=adapters_of(self._config))
 
     def close(self) -> None:
-        """Wait for a save in progress and ignore its OSError, before the folder is unlocked for another run."""
+        """Wait for a save in progress, and ignore its OSError. Only then may the folder be unlocked for another run."""
         with suppress(OSError):
             self._checkpoints.close()
 
@@ -242,7 +242,7 @@ class JaxSide(JaxTrainer):
 def _step(graph: Any, state: Any, batch: Batch, seed: jax.Array, how: StaticArguments) -> tuple[Any, Any, Any]:
     """Run one optimizer step and return the loss, the gradient norm, and the new state of model and optimizer.
 
-    ``JaxTrainer`` compiles it by ``jax.jit``, because ``nnx.jit`` does not take compiler options.
+    ``JaxTrainer`` compiles this function by ``jax.jit``, because ``nnx.jit`` does not take compiler options.
     """
     model, optimizer = nnx.merge(graph, state)
     structure, weights, frozen = nnx.split(model, optimizer.wrt, ...)
@@ -288,7 +288,7 @@ def _best(graph: Any, state: Any, batch: Batch, where: tuple[Any, Any], how: Sta
 
 
 def _hidden(model: RingTransformer, batch: Batch, how: StaticArguments, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
-    """Return the last hidden states. With a ``seed``, apply dropout; ``row``: index of the batch's first row in the step."""
+    """Return the last hidden states. Apply dropout only with a ``seed``. ``row``: index of the batch's first row in the step."""
     inputs, masks = (batch.ids, batch.positions, how.length), {"extents": batch.extents, "layout": batch.layout}
     return model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 

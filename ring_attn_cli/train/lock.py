@@ -21,10 +21,10 @@ def held(config: Config, first: bool = True, of_first: Callable[[str], str] = st
 
     Raise ValueError in all processes of the run if another run holds the lock, or if the lock file cannot be written.
 
-    ``first``: True in the one process that locks. ``of_first``: a function that returns the first process's text in all processes
-    of the run; the default is for a run in one process. The system releases the lock when the process ends, even if it is killed.
-    The lock file stays, but does not keep a new run out. On a file system without locks, such as some network ones, nothing keeps
-    other runs out.
+    ``first``: True in the one process that locks. ``of_first``: a function that every process calls with a text, and that returns
+    the first process's text; the default is for a run in one process. The system releases the lock when the process ends, even if
+    it is killed. The lock file stays, but does not keep a new run out. On a file system without locks, such as some network ones,
+    nothing keeps other runs out.
     """
     # filelock's fallback for such file systems is a file that outlives a kill and would block the next run
     lock = FileLock(Path(config.out, LOCK), timeout=0, fallback_to_soft=False)
@@ -37,7 +37,7 @@ def held(config: Config, first: bool = True, of_first: Callable[[str], str] = st
 
 
 def _objection(lock: FileLock, out: str) -> str:
-    """Acquire the lock, and write process and host into the lock file. Return "", or the reason why the run may not start."""
+    """Acquire the lock, and write process and host into its file. Return "", or the reason why no run may start in ``out``."""
     path = Path(lock.lock_file)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

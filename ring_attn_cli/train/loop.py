@@ -23,10 +23,10 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 
 def train(config: Config, side: Side, tell: Tell) -> None:
-    """Train to the last step from the newest checkpoint, if there is one; evaluate and save as configured, and log.
+    """Train from the newest checkpoint, if there is one, to the last step; evaluate, save and log as configured.
 
-    The process with ``side.first`` writes the log, and passes each line to ``tell``. Raise ValueError if the checkpoint belongs
-    to other data.
+    The process in which ``side.first`` is True writes the log, and passes each line to ``tell``. Raise ValueError if the
+    checkpoint comes from a run on other training data.
     """
     progress = side.resume()
     begin = progress.step if progress else 0
@@ -61,7 +61,7 @@ def train(config: Config, side: Side, tell: Tell) -> None:
 
 
 def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) -> list[Any]:
-    """Return the microbatches of a step: the next ones of ``batches``, or in each ``train_every``-th step texts with passkeys."""
+    """Take the microbatches of a step from ``batches``; in every ``train_every``-th step, make passkey texts instead."""
     every, number = config.passkey.train_every, config.data.accumulate
     if every == 0 or (step + 1) % every:
         return list(itertools.islice(batches, number))
@@ -75,16 +75,16 @@ def microbatches(config: Config, side: Side, step: int, batches: Iterator[Any]) 
 def passkeys(config: Config, side: Side, length: int, seeds: range, purpose: str = "train") -> Any:
     """Return a microbatch of texts with passkeys, one for each of ``seeds``. Only the answers have labels.
 
-    ``length``: tokens of a text. ``purpose``: a part of each seed, so that training and tests have different texts.
+    ``length``: tokens of a text. ``purpose``: a word that enters each seed, so that training and tests have different texts.
     """
     texts = [passkey(length, f"{config.seed} {purpose} {seed}", config.passkey.digits) for seed in seeds]
     return side.shard([list(each.text) for each in texts], [each.labels for each in texts])
 
 
 def accuracy(config: Config, side: Side, length: int) -> float:
-    """Return the share of test texts of ``length`` tokens whose passkey the model finds.
+    """Return the fraction of test texts of ``length`` tokens in which the model finds the passkey.
 
-    It finds a passkey if each of its digits is the most probable token, as in greedy decoding.
+    The model finds a passkey if it gives each correct digit the highest probability, as in greedy decoding.
     """
     wrong: list[int] = []
     rows, texts = config.rows, config.passkey.texts
@@ -94,11 +94,11 @@ def accuracy(config: Config, side: Side, length: int) -> float:
 
 
 def evaluation(config: Config, side: Side) -> dict[str, Any]:
-    """Return the mean loss in nats on held-out files as a line of the log: ``loss`` overall, ``by_position`` for each bucket.
+    """Return a log line with the mean held-out loss in nats, overall (``loss``) and by bucket of positions (``by_position``).
 
-    It reads at most ``evaluation.batches`` microbatches. A token's position counts from 0 in the part of its document that is in
-    the packed row. ``ends``: the position at which each bucket ends; a label belongs to the first bucket whose end exceeds the
-    position of its token. ``labels`` counts the labels of each bucket. A bucket without labels has the loss None.
+    The mean is over at most ``evaluation.batches`` microbatches. A token's position is the number of tokens of its document that
+    precede it in the packed row. Bucket ``i`` holds the labels of tokens at positions from ``ends[i - 1]``, or 0 in the first
+    bucket, to ``ends[i] - 1``. ``labels``: number of labels in each bucket. A bucket without labels has the loss None.
     """
     ends = edges(config.data.length, config.evaluation.buckets)
     sums, counts = [0.0] * len(ends), [0] * len(ends)
@@ -113,7 +113,8 @@ def evaluation(config: Config, side: Side) -> dict[str, Any]:
 def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
     """Return the speed of a step: tokens/s and model TFLOP/s of all devices, MFU, and the peak memory of one device.
 
-    MFU is the share of the devices' peak TFLOP/s, None if that is unknown. The memory is ``RunDevices.memory``, in bytes.
+    MFU is the model TFLOP/s divided by the peak TFLOP/s of all devices, or None if the peak is unknown. The memory is
+    ``RunDevices.memory``, in bytes.
     """
     machine = side.machine()
     frozen = side.parameters - side.trained
@@ -126,8 +127,8 @@ def speed(config: Config, side: Side, seconds: float) -> dict[str, Any]:
 class Log:
     """A writer of ``log.jsonl``, which also writes the numbers as events of TensorBoard, and shows each line by ``tell``.
 
-    ``begin``: the step of the checkpoint that the run resumes, or 0. Lines of later steps, and with 0 all lines, are dropped: the
-    other lines are written to a new file, which is renamed over the log.
+    ``begin``: the step of the checkpoint that the run resumes, or 0 for a new run. A new run drops all old lines. A
+    resumed run drops the lines of later steps. The remaining lines go to a new file, which is renamed over the log.
     """
 
     def __init__(self, path: Path, begin: int, tell: Tell) -> None:
@@ -148,9 +149,9 @@ class Log:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a log up to the first that is not JSON, such as one cut short by a kill.
+    """Parse the lines of a log up to the first line that is not JSON, such as one that a kill has cut short.
 
-    Return [] if there is not any log.
+    Return [] if the log does not exist.
     """
     if not path.exists():
         return []

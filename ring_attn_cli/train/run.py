@@ -23,10 +23,10 @@ PATIENCE = 1800.0
 
 @dataclass(frozen=True)
 class Program:
-    """This process's place in a JAX program of several processes.
+    """The identity of this process in a JAX program of several processes.
 
     ``coordinator``: the address of process 0, or "auto". ``processes``: the number of processes. ``process``: the index of this
-    process. The last two are None with "auto".
+    process. With "auto", ``processes`` and ``process`` are None, because the launcher sets them.
     """
 
     coordinator: str
@@ -35,10 +35,10 @@ class Program:
 
     @classmethod
     def of(cls, coordinator: str | None, process: str | None) -> Program:
-        """Parse ``--coordinator`` and ``--process``, which is an index and the number of processes, such as "0/4".
+        """Parse the options ``--coordinator`` and ``--process``.
 
-        ``coordinator`` must be "auto" without ``process``, and HOST:PORT with it. Raise ValueError otherwise, or if the index is
-        not below the number.
+        ``process``: the index of this process and the number of processes, such as "0/4". ``coordinator``: HOST:PORT if
+        ``process`` is passed, else "auto". Raise ValueError otherwise, or if the index is not below the number of processes.
         """
         if coordinator == "auto" and process is None:
             return cls(coordinator)
@@ -80,7 +80,7 @@ def run(config: Config, framework: str, program: Program | None = None) -> None:
 
 
 def _is_first(framework: str, program: Program | None) -> bool:
-    """Return True if this process prints for the run. With coordinator "auto", each process prints."""
+    """Return True if this process prints. With coordinator "auto", every process prints, because its index is not known yet."""
     if framework == "torch":
         from . import torch_side
 

@@ -1,7 +1,7 @@
-"""Learning-rate schedules by the names and arguments that optax and torch.optim.lr_scheduler give them.
+"""Learning-rate schedules under the names that optax and torch.optim.lr_scheduler give them, with the same arguments.
 
 The rates of a training run are computed here, in float64, for PyTorch and for JAX. A test compares each schedule with the
-original. A schedule is data: its arguments, and a function of the arguments and of the step, from 0.
+original. A ``Schedule`` has arguments, and a function that computes the rate from their values and a step (0, 1, ...).
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _cosine_decay(a: SimpleNamespace, t: int) -> float:
 
 
 def _after_warmup(then: Callable[[SimpleNamespace], Rate]) -> Rate:
-    """Return a linear warmup from ``init_value`` to ``peak_value``, then the schedule of ``then``, which begins at the peak."""
+    """Return a linear warmup from ``init_value`` to ``peak_value``, then the schedule of ``then(arguments)`` from the peak."""
 
     def rate(a: SimpleNamespace, t: int) -> float:
         if t < a.warmup_steps:
@@ -111,7 +111,7 @@ def _piecewise(a: SimpleNamespace, t: int) -> float:
 def _interpolated(points: Sequence[tuple[float, float]], t: float, cosine: bool) -> float:
     """Interpolate the rate at step ``t`` between points (step, rate), linearly or by half a cosine.
 
-    After the last point, return its rate.
+    After the last point, return the rate of that point.
     """
     for (begin, first), (end, last) in pairwise(points):
         if begin <= t < end:
@@ -121,7 +121,7 @@ def _interpolated(points: Sequence[tuple[float, float]], t: float, cosine: bool)
 
 
 def _one_cycle(a: SimpleNamespace, t: int) -> float:
-    """Return the rate of optax's one-cycle schedules: cosine with two phases, or, with ``pct_final``, linear with three."""
+    """Return the rate of optax's one-cycle schedules: linear in three phases if ``a`` has ``pct_final``, else cosine in two."""
     low, n = a.peak_value / a.div_factor, a.transition_steps
     middle = [] if not hasattr(a, "pct_final") else [(int(a.pct_final * n), low)]
     points = [(0, low), (int(a.pct_start * n), a.peak_value), *middle, (n, low / a.final_div_factor)]
@@ -221,12 +221,13 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Callable[[int], float]:
-    """Return a function from a step, counted from 0, to the learning rate, for schedules that follow each other.
+    """Return a function that maps a step (0, 1, ...) to the learning rate, for a sequence of schedules.
 
     Each table has a ``name`` and the schedule's arguments. All but the last also have ``until``, the step at which the next
     schedule begins. Each schedule counts its own steps from 0, as in ``optax.join_schedules`` and torch's ``SequentialLR``.
-    ``peak``: the run's learning rate, the default of each schedule's rate. Raise ValueError if a name or an argument is unknown,
-    missing or out of its range, or if arguments do not fit together.
+    ``peak``: the run's learning rate, the default of a schedule's initial or peak rate and the base rate of torch's schedules.
+    ``steps``: steps of the run. Raise ValueError if a name or an argument is unknown, missing or out of its range, or if
+    arguments do not fit together.
     """
     parts: list[tuple[int, Callable[[int], float]]] = []
     begin = 0

@@ -18,9 +18,9 @@ class TrainStep(NamedTuple):
 
 
 class RunDevices(NamedTuple):
-    """The devices of a run: name of one, their number, and the peak memory of one so far, in bytes.
+    """The devices of a run: the name of one device, the number of devices, and the peak memory so far of one, in bytes.
 
-    On CPUs the memory is that of this process, as the system counts it.
+    On devices without memory statistics, such as CPUs, the memory is that of this process, as the system counts it.
     """
 
     device: str
@@ -29,9 +29,9 @@ class RunDevices(NamedTuple):
 
 
 class Side(Protocol):
-    """The model, optimizer and data of this process, in one framework. All processes of a run call each method alike.
+    """The model, optimizer and data of this process, in one framework. All processes of a run call each method together.
 
-    A microbatch is what ``data`` yields, a Shard of the framework. ``first``: True in the process that writes the log.
+    ``data`` yields microbatches, each a ``Shard`` of the framework. ``first``: True in the process that writes the log.
     """
 
     first: bool
@@ -61,14 +61,14 @@ class Side(Protocol):
         ...
 
     def losses(self, microbatch: Any, ends: list[int]) -> Iterable[tuple[float, int]]:
-        """Return (sum of the losses, number of labels) of each bucket, over all ranks.
+        """Return (sum of the losses, number of labels) of each bucket of positions, over all ranks.
 
-        A token's bucket depends on the number of tokens before it in its document; ``ends`` are the buckets' exclusive ends.
+        A token is in the first bucket whose exclusive end in ``ends`` exceeds the number of tokens before it in its document.
         """
         ...
 
     def wrong(self, microbatch: Any) -> list[int]:
-        """Return for each global row of a microbatch the number of labels that differ from the most probable token."""
+        """Count the wrong predictions in each global row: labels that are not the model's most probable token."""
         ...
 
     def machine(self) -> RunDevices: ...

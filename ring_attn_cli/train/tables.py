@@ -1,4 +1,4 @@
-"""Records from the tables of a TOML file, by the annotations of their fields."""
+"""Construction of dataclass records from the tables of a TOML file, checked against the annotations of the record's fields."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def check_keys(table: str, values: Mapping[str, Any], known: list[str]) -> None:
 class ValueType(NamedTuple):
     """A type of config values.
 
-    ``words``: its name in an error. ``fits``: a test of a value from the file. ``held``: a function that converts such a value to
-    the value of the record's field. ``most``: the largest absolute value of an integer.
+    ``words``: the type's name in errors. ``fits``: a function that returns True if a value in the file has the type. ``held``: a
+    function that converts such a value to that of the record's field. ``most``: the largest absolute value of an integer.
     """
 
     words: str

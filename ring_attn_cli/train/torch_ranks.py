@@ -45,9 +45,9 @@ def member(device: torch.device, rank: int, ranks: int, store: str, patience: fl
 def join_launched(device: torch.device) -> None:
     """Join the default process group of the processes that torchrun started.
 
-    With ``--max-restarts``, torchrun keeps one store for all restarts, where a restarted process may find the addresses of ended
-    processes and wait for them. So the number of the restart becomes a prefix of the store's keys. Each host counts its own
-    restarts: raise ValueError if such a store serves several hosts.
+    With ``--max-restarts``, torchrun keeps one store for all restarts. A restarted process might find addresses of dead processes
+    in this store and wait for them. Therefore the restart count becomes a prefix of the store's keys. Hosts count their restarts
+    separately: raise ValueError if several hosts share a store that outlives restarts.
     """
     timeout = timedelta(minutes=30)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
@@ -65,7 +65,7 @@ def join_launched(device: torch.device) -> None:
 
 @contextmanager
 def reported_errors(report: Report) -> Iterator[None]:
-    """Report a ValueError in this ``with`` as a message of the kind "mistake", and suppress it. Every rank must raise it."""
+    """Report a ValueError of the ``with`` block as a "mistake" message, and suppress it. All ranks must raise the error."""
     try:
         yield
     except ValueError as error:

@@ -85,14 +85,14 @@ def launched(config: Config, tell: Tell) -> None:
 
 
 def of_first(words: str, group: dist.ProcessGroup | None = None) -> str:
-    """Return on all ranks the text ``words`` of rank 0, by a broadcast."""
+    """Broadcast the text ``words`` of rank 0 to all ranks, and return it."""
     sent = [words]
     dist.broadcast_object_list(sent, 0, group)
     return sent[0]
 
 
 def is_first() -> bool:
-    """Return True in the first of torchrun's processes on this machine, and without torchrun."""
+    """Return True if this process is torchrun's first on this machine, or if torchrun did not start it."""
     return get_node_local_rank(0) == 0
 
 
@@ -114,9 +114,10 @@ class RankPlace(NamedTuple):
 
 
 def shard_weights(model: RingTransformer, places: RankPlace) -> RingTransformer:
-    """Shard the weights over all ranks by FSDP2, block by block, each moved to the device when it is sharded.
+    """Shard the weights over all ranks by FSDP2, one block after another.
 
-    FSDP2 takes the mean of gradients, and ``sum_gradients`` multiplies it by the number of ranks.
+    FSDP2 moves the weights of a block to the device when it shards them. It averages gradients over the ranks, and
+    ``sum_gradients`` multiplies the mean by the number of ranks.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard  # takes a second to import
 
@@ -148,7 +149,7 @@ class TorchTrainer:
         self._rates = rates(of, config.steps)
 
     def _made(self) -> RingTransformer:
-        """Load the model of ``init_from``, or make one with the weights of ``first_weights``. Add adapters if ``lora`` is set."""
+        """Load the model from ``init_from`` if set, else draw weights by ``first_weights``. Add adapters if ``lora`` is set."""
         of, folder = self._config.ring, self._config.init_from
         how: dict[str, Any] = {"layout": of.model_layout, "backend": of.backend, "strategy": of.strategy}
         how |= {"activations": of.activations, "group": self._places.ring}
@@ -226,10 +227,10 @@ class TorchTrainer:
         return RunDevices("cpu", ranks, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
 
     def _hidden(self, shard: Shard, step: int | None = None, microbatch: int = 0) -> Tensor:
-        """Return the last hidden states [rows, local, dim] of a shard. Apply the model's dropout only if ``step`` is passed.
+        """Return a shard's last hidden states [rows, local tokens, dim]. Apply the model's dropout only if ``step`` is passed.
 
         The dropout seed is the run's seed plus ``step``. The dropout offset is the index of this rank's first row among all rows
-        of the step. So no two rows of a step share a dropout mask.
+        of the step. Therefore no two rows of a step share a dropout mask.
         """
         row = microbatch * self._config.rows + self._places.replica * self._config.data.batch_size
         seed = None if step is None or not self.config.dropout_rate else self._config.seed + step

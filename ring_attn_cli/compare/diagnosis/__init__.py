@@ -1,8 +1,8 @@
 """Likely causes of a missed bound (``diagnose``): each hypothesis is a generator, which yields sentences if it holds.
 
-Most hypotheses assume a mistake and compute the result that this mistake would give. Such a hypothesis holds if the measured
-result differs from the computed one by at most a few times the bound, or by a small fraction of the measured error. If a
-hypothesis about not-finite values, out or the dtype holds, it alone is reported, because other errors may follow from it.
+Most hypotheses assume a mistake and compute the result that it would give. Such a hypothesis holds if this result differs from
+the measured one by at most a few times the bound, or by a small fraction of the measured error. The hypotheses about infinities,
+NaN, out and dtypes are tested first; if one holds, only its sentence is reported, because other errors may follow from it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ FILLED = f"queries that see no key attend to all keys alike: {FILL}; out is 0 an
 
 
 def diagnose(e: Evidence, attention: bool = True) -> list[str]:
-    """Return the likely causes as sentences, or a sentence that none is known; [] if no bound is missed.
+    """Return the likely causes as sentences. If none is known, return one sentence that says so; if no bound is missed, [].
 
-    ``attention``: True for the arrays of ``ring_attention`` itself; for other variants only some hypotheses are tested.
+    ``attention``: True if ``ring_attention`` computed the arrays; for other variants only some hypotheses are tested.
     """
     if not e.missed:
         return []
@@ -76,7 +76,7 @@ def sees_nothing(e: Evidence) -> Iterator[str]:
 
 
 def alone(e: Evidence) -> Iterator[str]:
-    """Test whether queries see only the keys of their own rank, or results of shards are merged by a plain sum or mean."""
+    """Test whether each rank attends to its own keys only, or the results of key shards are merged by a plain sum or mean."""
     if e.plan.ranks > 1:
         of = e.rank_of
         if e.explains_out(e.out(e.dense.seen & (of[e.dense.rows.start :, None] == of))):
@@ -90,7 +90,7 @@ def alone(e: Evidence) -> Iterator[str]:
 
 
 def finite_fill(e: Evidence) -> Iterator[str]:
-    """Test whether masked scores are a finite number, not -inf: only fully masked queries then have a wrong out."""
+    """Test whether masked scores are finite instead of -inf, so that out is wrong for fully masked queries and no others."""
     sees = np.isfinite(e.truth.exact["lse"])
     got, right = e.pair("out")
     if relative_error(got[sees], right[sees]) <= 4 * e.truth.bounds["out"] and e.is_mean_of_values(~sees[0].any(-1)):
@@ -159,7 +159,7 @@ def wrong_mask(e: Evidence) -> Iterator[str]:
 
 
 def _masks(e: Evidence) -> Iterator[tuple[str, Callable[[range], np.ndarray]]]:
-    """Yield plausible wrong masks: a description, and a function from a range of s queries to the mask, bool [s, keys]."""
+    """Yield (description, mask) for plausible wrong masks: mask(rows) is bool [len(rows), keys] for a range of queries."""
     case, band, said = e.case, e.case.band, f", where {e.case.mask} was said"
     inputs = [e.inputs.arrays[name][:1] if name in e.inputs.arrays else None for name in ("extents", "key_mask")]
     mask = lambda band, inputs: lambda rows: visible(band, rows, range(case.length), *inputs)[0]
@@ -222,7 +222,7 @@ def narrow_state(e: Evidence) -> Iterator[str]:
 
 
 def of_lse(e: Evidence) -> Iterator[str]:
-    """Test whether lse is in base 2, as inside kernels, or off by a constant, and whether the gradient of lse is lost."""
+    """Test whether lse is in base 2 (as inside kernels) or off by a constant, and whether its gradient is lost in dq and dk."""
     if "lse" in e.missed:
         got, right = e.pair("lse")
         finite = np.isfinite(right) & np.isfinite(got)
@@ -238,7 +238,7 @@ def of_lse(e: Evidence) -> Iterator[str]:
 
 
 def wrong_backward(e: Evidence) -> tuple[str, set[str]] | None:
-    """Return (mistake in words, wrong gradients that it explains), if it explains dq and dk where these are wrong, else None."""
+    """Return (description, explained gradients) of a mistake that explains dq and dk, as far as these are wrong, or None."""
     names = {"dq", "dk", "dv"} & {*e.missed}
     for backward, words in BACKWARDS.items() if "out" not in e.missed and e.plan.length <= LONGEST else ():
         if (backward.of_shards and e.plan.ranks == 1) or ("lse" not in e.cotangents and backward.dlse != 1):
@@ -251,7 +251,7 @@ def wrong_backward(e: Evidence) -> tuple[str, set[str]] | None:
 
 
 def lost_gradient(e: Evidence, name: str, attention: bool) -> Iterator[str]:
-    """Test whether a gradient is zero, a multiple of the right one, misplaced, or counts the parts of some ranks wrongly."""
+    """Test whether a gradient is zero, wrongly scaled, misplaced, or a sum that weights the ranks' contributions wrongly."""
     got, right = e.pair(name)
     fits = lambda wrong: e.explained(name, e.error(name), relative_error(got - wrong + right, right))
     if not got.any():

@@ -1,8 +1,8 @@
-"""Attention of batch row 0 with dense float64 matrices, recomputed under the error that a hypothesis assumes.
+"""Attention of batch row 0 with dense float64 matrices, recomputed under the mistake that a hypothesis assumes.
 
-The forward can take another scale, another mask, or another key head for each query head. The backward can multiply
-rowsum(dout * out) or dlse in delta by a wrong factor, or use the softmax of each key shard alone. It returns each gradient as
-summands, one for each group of tokens.
+The forward can take another scale, another mask, or another key head for each query head. The backward computes
+ds = p * (dp - delta) with delta = rowsum(dout * out) - dlse. It can multiply either term of delta by a wrong factor, or use the
+softmax of each key shard alone. It returns each gradient as summands, one for each group of tokens.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..cases import Arrays, Case
 class Forward(NamedTuple):
     """The forward of s queries over t keys in h query heads; e is the width of v.
 
-    ``out`` [s h e], ``lse`` [s h]. ``p`` [h s t]: the probabilities. ``dropout_factor``: the factors by which dropout multiplies
-    them. ``steepness``: the derivative of softcap. Both broadcast to the shape of ``p``.
+    ``out`` [s h e], ``lse`` [s h]. ``p`` [h s t]: the probabilities before dropout. ``dropout_factor``: the factors by which
+    dropout multiplies ``p``. ``steepness``: the derivative of softcap at each score. These two broadcast to the shape of ``p``.
     """
 
     out: np.ndarray
@@ -34,8 +34,8 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """A variant of the backward, by default the correct one.
 
-    ``delta``, ``dlse``: factors of rowsum(dout * out) and of dlse in delta. ``of_shards``: True if each shard of keys uses the
-    out and lse over its keys alone.
+    ``delta``, ``dlse``: factors of the two terms in delta = rowsum(dout * out) - dlse, 1 if correct. ``of_shards``: True if each
+    shard of keys uses the out and lse of its own keys alone.
     """
 
     delta: float = 1.0
@@ -95,8 +95,9 @@ class Dense:
         """Return the gradients of batch row 0 as ``count`` summands, one for each group of tokens, such as a rank's shard.
 
         ``of`` [s]: the group of each token. Summand i of dq comes from the keys of group i, and summand i of dk and dv from the
-        queries of group i. Shapes: "dq" [count s h d], "dk" [count t d], "dv" [count t e]; dk and dv are summed over the query
-        heads. ``backward``: the variant of the backward. ``self.rows`` must be all queries, and the heads those of key head 0.
+        queries of group i. Shapes: "dq" [count s h d], "dk" [count t d], "dv" [count t e], with d the width of q and k; dk and dv
+        are summed over the query heads. ``backward``: the variant of the backward. This object must hold all queries (``rows``)
+        and exactly the query heads that read key head 0 (``heads``).
         """
         dout = dout[:, : self.heads].astype(np.float64).swapaxes(0, 1)
         dlse = dlse[:, : self.heads].astype(np.float64).swapaxes(0, 1) * backward.dlse

@@ -1,4 +1,4 @@
-"""The evidence that hypotheses are tested on: one result beside the truth, and parts of it that are cheap to recompute."""
+"""``Evidence``, on which hypotheses are tested: one result, its truth, and parts of the attention that are cheap to recompute."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ ROWS = 96
 
 @dataclass(frozen=True)
 class Evidence:
-    """The result of one variant, as global arrays in natural order, beside the truth.
+    """The result of one variant (``got``) beside the truth, both as global arrays in the natural order of tokens.
 
     ``missed``: names of the arrays whose error exceeds its bound. ``cotangents``: names of the cotangents that the gradients were
-    computed from. ``alone``: the result on one device, if this ring has several ranks and the variant also ran on one.
+    computed from. ``alone``: the variant's result on one device; None if it did not run there, or if ``got`` is that result.
     """
 
     case: Case
@@ -40,19 +40,19 @@ class Evidence:
     alone: Arrays | None = None
 
     def explained(self, name: str, before: float, after: float) -> bool:
-        """Return True if a hypothesis that lowers the error of array ``name`` from ``before`` to ``after`` explains the error.
+        """Return True if a hypothesis explains the error of array ``name`` by lowering it from ``before`` to ``after``.
 
-        ``after`` must be at most 4 bounds or 1/50 of ``before``. It must also be at most half of ``before``, because an error
-        slightly above its bound is within 4 bounds under any hypothesis.
+        ``after`` must be at most 4 times the bound or 1/50 of ``before``. It must also be at most half of ``before``, because
+        under any hypothesis an error slightly above its bound is within 4 times the bound.
         """
         return bool(np.isfinite(after)) and after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
 
     def part(self, name: str, like: np.ndarray, of: Arrays | None = None) -> np.ndarray:
-        """Return array ``name`` of the result ``of`` (None: the measured one), cut to the shape of ``like``, in float64."""
+        """Return array ``name`` from ``of``, by default the measured result, in float64 and cut to the shape of ``like``."""
         return first((of or self.got)[name], like).astype(np.float64)
 
     def pair(self, name: str, of: Arrays | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return array ``name`` of the result ``of`` (None: the measured one) and of the exact result, both in float64."""
+        """Return array ``name`` from ``of``, by default the measured result, and from the exact result, both in float64."""
         right = self.truth.exact[name].astype(np.float64)
         return self.part(name, right, of), right
 
@@ -98,13 +98,13 @@ class Evidence:
     def explains_out(self, out: np.ndarray, judged: np.ndarray | slice = np.s_[:]) -> bool:
         """Return True if ``out``, of the last ``ROWS`` queries under a hypothesis, explains the measured out.
 
-        ``judged``: the indices of the queries that count.
+        ``judged``: the queries that count, as a bool mask or a slice.
         """
         before, after = (relative_error(self.measured[judged], x[judged]) for x in (self.right.out, out))
         return self.explained("out", before, after)
 
     def exact(self, lse_counts: float = 1.0) -> Arrays:
-        """Return the exact results of batch row 0 and key head 0, with the cotangent of lse multiplied by ``lse_counts``."""
+        """Return the exact results of batch row 0 and key head 0 for the cotangents dout and ``lse_counts`` * dlse."""
         arrays = first_heads(self.case, self.inputs, self.cotangents)
         arrays |= {"dlse": arrays["dlse"] * lse_counts}
         return by_name(exact(**arrays, mask=self.case.band, **self.case.scalars))
@@ -116,17 +116,17 @@ class Evidence:
         return dense.parts(self.inputs.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
 
     def is_mean_of_values(self, masked: np.ndarray) -> bool:
-        """Return True if ``masked`` marks queries of batch row 0 and, within 5 %, their out is the mean of all values."""
+        """Return True if the out of the ``masked`` queries of batch row 0 (one at least) is the mean of all values within 5 %."""
         got = self.got["out"][0, : len(masked)][masked]
         mean = self.inputs.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
 
     def counted_parts(self, name: str) -> np.ndarray | None:
-        """Return factors [rank, giver]: the gradient on ``rank`` holds the contribution of ``giver``'s tokens times this factor.
+        """Return factors [rank, giver] by which the gradient on ``rank`` multiplies the contribution of the tokens of ``giver``.
 
-        A factor of 1 is right. ``name``: "dq", "dk" or "dv". The contributions are those of :meth:`parts`. The factors are fitted
-        by least squares to the gradient of batch row 0 and key head 0. A factor is NaN if its contribution is zero. Return None
-        if the fit does not explain the gradient's error.
+        All factors of a correct gradient are 1. ``name``: "dq", "dk" or "dv". The contributions are the summands of
+        :meth:`parts`. A least-squares fit to the gradient of batch row 0 and key head 0 yields the factors. A factor is NaN if
+        its contribution is zero. Return None if the fit does not explain the gradient's error.
         """
         ranks, parts = range(self.plan.ranks), self.parts()[name]
         got = self.got[name][0, :, : parts.shape[2]] if name == "dq" else self.got[name][0, :, 0]
@@ -154,7 +154,7 @@ def minimizer(distance: Callable[[float], float], most: float) -> float:
 
 
 def nearest(mine: list[np.ndarray], theirs: list[np.ndarray]) -> tuple[list[int], float]:
-    """Return for each array of ``mine`` the index of the nearest array of ``theirs``, and the largest distance of such a pair."""
+    """Return the index in ``theirs`` of the array nearest to each array of ``mine``, and the largest distance within a pair."""
     errors = np.array([[relative_error(x, other) for other in theirs] for x in mine])
     return errors.argmin(1).tolist(), errors.min(1).max()
 
