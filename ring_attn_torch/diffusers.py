@@ -127,7 +127,8 @@ def _check(query: Tensor, is_causal: bool, dropout_p: float, ulysses: int) -> No
 def _longest(query: Tensor, key: Tensor, group: Any, refused: bool = False) -> tuple[int, int]:
     """Return the largest number of queries, and of keys, on any rank of the group.
 
-    ``refused``: True if this rank raises an error after the call. Then the other ranks raise it too, except under torch.compile.
+    ``refused``: True if this rank raises an error once this function returns. The other ranks raise that error here, except
+    under torch.compile.
     """
     lengths = torch.tensor([query.shape[1], key.shape[1], refused], device=query.device)
     dist.all_reduce(lengths, dist.ReduceOp.MAX, group=group)

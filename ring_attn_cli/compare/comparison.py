@@ -71,7 +71,7 @@ class SkippedVariant:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All results of ``sweep``, the request. ``kinds``: the kind of device of each framework, such as "cpu" or a GPU's name."""
+    """The results of the request ``sweep``. ``kinds``: the kind of device of each framework, such as "cpu" or a GPU's name."""
 
     sweep: Sweep
     results: tuple[VariantResult, ...]

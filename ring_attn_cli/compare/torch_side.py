@@ -81,7 +81,8 @@ class TorchWorker:
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
         """Build the order's call, run forward and backward once, and return this rank's results and gradients.
 
-        Only rank 0 returns replicated results. ``inputs``: global arrays; if None, the order's oracle draws them.
+        Only rank 0 returns replicated results. ``inputs``: the global inputs. If None, ``ORACLES[order.oracle]`` draws them; it
+        also computes the exact results.
         """
         oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(order.case)

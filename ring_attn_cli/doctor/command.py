@@ -44,8 +44,8 @@ def doctor(
 ) -> None:
     """Print the versions, the devices, and for each backend whether it runs on this machine or why it does not.
 
-    With --measure, measure the speed of this machine. With --model, check for classes of transformers that a ring gives the
-    results of eager attention.
+    With --measure, measure the speed of this machine. With --model, test for each chosen class of transformers whether a tiny
+    model gives on a ring the results of eager attention.
     """
     with errors_in_one_line():
         if measure and model is not None:

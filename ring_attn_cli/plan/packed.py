@@ -150,8 +150,9 @@ def _under_direct(documents: tuple[int, ...], mask: Band, ranks: int) -> tuple[l
 def strips(plan: PackedPlan, width: int, what: str = "documents") -> list[Text]:
     """Draw the positions as text lines of equal cells: the documents, below them the ranks, and a legend of the marks in use.
 
-    A cell shows the letter of the document that fills more than half of it, or "." without one, and the rank that holds most of
-    its tokens. "/" marks padding. ``what``: the heading of the first line, a plural such as "documents".
+    On the first line a cell shows the letter of the document that fills more than half of it, or "." if none does. On the second
+    line the cell shows the rank that holds most of its tokens. "/" marks padding. ``what``: the heading of the first line, a
+    plural such as "documents".
     """
     from rich.text import Text
 

@@ -288,7 +288,8 @@ def _best(graph: Any, state: Any, batch: Batch, where: tuple[Any, Any], how: Sta
 
 
 def _hidden(model: RingTransformer, batch: Batch, how: StaticArguments, seed: jax.Array | None = None, row: Any = 0) -> jax.Array:
-    """Return the last hidden states. Apply dropout only with a ``seed``. ``row``: index of the batch's first row in the step."""
+    """Return the last hidden states. Apply dropout only with a ``seed``. ``row``: the number of the optimizer step's rows before
+    this microbatch; it offsets the dropout mask."""
     inputs, masks = (batch.ids, batch.positions, how.length), {"extents": batch.extents, "layout": batch.layout}
     return model(*inputs, **masks, dropout_seed=seed, dropout_offset=(row, 0), return_hidden=True)
 

@@ -73,12 +73,12 @@ class CacheSpec:
     def of(cls, config: Any, batch: int, capacity: int | None, ranks: int, **options: Any) -> CacheSpec:
         """Return the spec of a cache.
 
-        Without a window, ``capacity`` is a request's largest number of tokens. It is rounded up so that all ranks have equally
-        many slots, on several ranks an even number: a prompt of ``capacity`` tokens then fits in every layout. If ``page`` is
-        set, the slots of a rank are then rounded up to whole pages. With a window, ``capacity`` is the number of slots of each
-        rank, by default ``window + room``, and ``room`` is by default ``window``. ``options``: the other fields of the spec. A
-        ``dtype`` of None means the compute dtype of a TransformerConfig, or bfloat16 for CacheSizes. Raise ValueError if a value
-        is invalid.
+        Without a window, ``capacity`` is a request's largest number of tokens. Each rank gets ``capacity / ranks`` slots, rounded
+        up, on several ranks to an even number. So a prompt of ``capacity`` tokens fits in every layout. If ``page`` is set, this
+        number is rounded up to whole pages. With a window, ``capacity`` is the number of slots of each rank, by default
+        ``window + room``, and ``room`` is by default ``window``. ``config``: a TransformerConfig or CacheSizes. ``options``: the
+        other fields of the spec. A ``dtype`` of None means the config's ``compute_dtype``, else its ``param_dtype``; for
+        CacheSizes it means bfloat16. Raise ValueError if a value is invalid.
         """
         check_ranks(ranks)
         if options.get("dtype") is None:

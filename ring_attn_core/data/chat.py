@@ -122,9 +122,9 @@ class ChatTemplate:
     def text_of(self, row: ChatRow, where: str) -> tuple[str, list[Span] | None]:
         """Return the text of a chat, and the spans of the assistant's parts in order (None without ``parts=True``).
 
-        Raise ValueError if the chat, its tools or its tool calls are invalid, if the template is invalid, refuses the chat or
-        leaves out its tools or tool calls, or if the assistant's parts cannot be located.
-        ``where``: the file and row of the chat. Error messages about the chat begin with this text.
+        Raise ValueError if the chat, its tools or its tool calls are invalid, or if the assistant's parts cannot be located.
+        Raise it also if the template is invalid, refuses the chat, or leaves out the chat's tools or tool calls. ``where``: the
+        file and row of the chat. Error messages about the chat begin with this text.
         """
         chat = _checked(row, where)
         written = self._write(chat, where)

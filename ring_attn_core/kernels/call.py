@@ -27,9 +27,10 @@ class RingCall:
 
     ``seq_local``, ``kv_local``: number of queries and of keys in the shards of one step; a strategy may join the shards of
     several ranks into one. ``q_runs``, ``k_runs``: number of equally long runs in a shard of queries and of keys. A run is an
-    arithmetic progression of token positions; a shard of a balanced layout is one run of indices instead. ``packed``: k and v are
-    one array, else two. If keys travel between ranks, this array is [batch, tokens, kv_heads, head_dim + v_dim], with float32
-    gradients. With ``values_in_keys`` (forward only) this array is k, and the values are the first ``v_dim`` columns of k.
+    arithmetic progression of token positions. A balanced layout's shard counts as one run, of local indices instead of positions.
+    ``packed``: k and v are one array [batch, tokens, kv_heads, head_dim + v_dim] with float32 gradients, as whenever keys travel
+    between ranks; else they are two arrays. With ``values_in_keys`` (forward only) the one array is k, and the values are the
+    first ``v_dim`` columns of k.
 
     ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
     ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,

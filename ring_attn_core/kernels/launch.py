@@ -73,7 +73,7 @@ class Descriptor:
 class Scalar:
     """A number passed at launch.
 
-    ``divided``: Triton compiles a separate kernel if 16 divides the number. Only an int32 number uses this field.
+    ``divided``, for int32 only: True if Triton compiles a separate kernel for multiples of 16; False if one kernel serves all.
     """
 
     value: int | float

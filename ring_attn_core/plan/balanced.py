@@ -52,9 +52,9 @@ def balanced_layout(
 
     Neighbouring short documents are assigned as one if together they have at most as many tokens as a chunk. A chunk is an eighth
     of a shard, but at least 512 tokens (or a whole shard, if that is shorter) and at most 2,048. From some 2,000 tokens per rank
-    on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Without it they are equal within 3 %: a rank then
-    gets fewer pairs if it holds more parts of documents, or later parts, because some pairs in the tiles at the ends of a part
-    are masked. With fewer tokens per rank the costs may differ by more than 10 %.
+    on, the costs of the ranks are equal within 1 % if ``pair_cost`` is given. Without it they are equal only within 3 %, on
+    purpose. A part of a document takes time beyond its pairs, because the tiles at its ends are partly masked. So a rank with
+    more parts, or later parts, gets fewer pairs. With fewer tokens per rank the costs may differ by more than 10 %.
 
     The result depends on the arguments alone, so each rank can compute it. On a CPU it takes milliseconds for dozens of
     documents, and longer for thousands. Raise ValueError if ``ranks``, ``seq_local``, a length, a mask or a cost is invalid, or

@@ -3,7 +3,7 @@
 The token positions of a shard ascend. So the keys at the positions of an extent [first, end) are neighbours in the shard, and the
 extent becomes an interval of key indices. In a balanced layout the extent is first cut to the mask ``lo <= q_pos - k_pos <= hi``:
 
-    [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
+    [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of the first such key, index after the last such key)
 
 The new extents thus express the mask too. Key extents become intervals of query indices, and do not express the mask.
 """

@@ -27,10 +27,11 @@ class BatchRows(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of run ``run``: its tokens ``first .. end - 1``, counted from the run's first token. ``block`` tokens are loaded.
+    """A tile: tokens ``first .. end - 1`` of run ``run``, counted from the run's start.
 
-    ``base``: index in the shard of the first loaded token. ``index`` int32 [block]: each loaded token's index in the run.
-    ``valid`` bool [block]: True at ``first .. end - 1``, False at loaded tokens of the previous tile or beyond the run's end.
+    A load always takes ``block`` tokens, so it may begin in the previous tile or pass the run's end. ``base``: the first loaded
+    token, as an index in the shard. ``index`` int32 [block]: each loaded token's index in the run. ``valid`` bool [block]: True
+    at ``first .. end - 1``, False at the other loaded tokens.
     """
 
     run: jax.Array

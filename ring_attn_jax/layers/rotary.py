@@ -30,8 +30,8 @@ class RotaryEmbedding(nnx.Module):
     ``scaling``: ``Linear``, ``NTK``, ``YaRN`` or ``Llama3`` (:mod:`ring_attn_core.model.rotary`) change the frequencies of the
     angles. YaRN also multiplies y by its attention factor. The module has no parameters.
 
-    For a float64 x, angles are float64. For other dtypes a float32 product of position and frequency could be off by 0.06 rad at
-    a million tokens. So there an angle is an integer, in units of 2**-32 of a full turn, and wraps at a full turn. It is the sum
+    For a float64 x, angles are float64. For other dtypes an angle is an integer, in units of 2**-32 of a full turn, and wraps at
+    a full turn. A float32 product of position and frequency could be off by 0.06 rad at a million tokens. The integer is the sum
     of two angles: one for the largest multiple of 1024 up to the position, one for the remainder. At a million tokens this sum is
     off by at most 1.5e-6 rad.
 

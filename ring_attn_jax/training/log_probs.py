@@ -29,7 +29,8 @@ from .loss import _check_arrays, int32_labels
 
 
 class LogProbSettings(NamedTuple):
-    """The ignored label, the maximum tokens in a chunk (at least one of each batch row), and whether to return the entropy."""
+    """The ignored label, the maximum number of tokens in a chunk, and whether to return the entropy. A chunk has at least one
+    token of each batch row, even if these exceed the maximum."""
 
     ignored: int
     chunk: int

@@ -97,13 +97,12 @@ def check_exists(name: str, x: Any) -> None:
 
 
 def _replicas(x: Any) -> list[Replica]:
-    """Return a Replica for each copy of ``x`` in this process that must equal another copy, in this process or in another one.
+    """Return the Replicas of ``x`` in this process: its copies that must equal other copies, in this process or in others.
 
-    A value that is not a jax.Array has one Replica, because every process should hold the same value. A jax.Array has a Replica
-    for each local device whose shard is also on another device, in this process or in another one. If there are several
-    processes, and an array lies only on devices of this process, it has a Replica for each of these devices, because every
-    process should hold the same array. Any other array has one Replica, of its dtype and shape only, because no other copy of its
-    contents exists.
+    A value that is not a jax.Array has one Replica, because every process should hold the same value. A jax.Array has one for
+    each local device whose shard is also on another device, of this or another process. If several processes run and the array
+    lies only on this process's devices, it has one for each of these devices, because every process should hold the same array.
+    An array without either kind of copy has one Replica, of its dtype and shape only.
     """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]

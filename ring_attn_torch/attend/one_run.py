@@ -1,9 +1,10 @@
-"""The rows, keys and score of a step in a balanced layout, converted so that each shard is one run, as kernels require.
+"""The rows (``runs.Row``), keys and score of a step in a balanced layout, converted so that each shard is one run.
 
-A run is an arithmetic progression of positions. A query at ``q_pos`` sees the keys of its extent [first, end) that the mask
-``lo <= q_pos - k_pos <= hi`` allows. These positions are one interval of local key indices, because a rank's positions ascend:
+Kernels require this. A run is an arithmetic progression of positions. A query at ``q_pos`` sees the keys of its extent
+[first, end) that the mask ``lo <= q_pos - k_pos <= hi`` allows. A rank's positions ascend, so the indices of these keys in the
+shard are one interval, which the interval of their positions determines:
 
-    [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of its first key in the shard, index after its last key)
+    [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of the first such key, index after the last such key)
 
 The new extents thus express the mask too. Key extents become intervals of local query indices, and do not express the mask.
 """

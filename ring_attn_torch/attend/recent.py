@@ -1,4 +1,5 @@
-"""Keys for caches of results computed from extents. A cached result serves all layers of a model and both passes of a layer."""
+"""Lookup keys of caches that store results computed from extents. One cached result serves all layers of a model and both
+passes of a layer."""
 
 from __future__ import annotations
 

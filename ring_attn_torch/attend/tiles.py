@@ -153,13 +153,13 @@ class TileInputs:
 
     @cached_property
     def _reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the smallest start and the largest end of the extents in each query tile, in the form of ``reach_of``."""
+        """Return {(tile.run, tile.first): (smallest start, largest end of the extents in the tile)} for each query tile."""
         assert self.score.extents is not None
         return reach_of(self.score.extents, list(self.query_tiles()))
 
     @cached_property
     def _key_reach(self) -> dict[tuple[int, int], tuple[int, int]]:
-        """Return the smallest start and the largest end of the key extents in each key tile, in the form of ``reach_of``."""
+        """Return {(tile.run, tile.first): (smallest start, largest end of the key extents in the tile)} for each key tile."""
         assert self.key_extents is not None
         _, block = self.blocks
         tiles = [

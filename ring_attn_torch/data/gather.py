@@ -104,10 +104,11 @@ def _ring(group: dist.ProcessGroup | DeviceMesh | None) -> Group:
 
 
 def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length: int | None, position: int | Tensor = -1) -> None:
-    """Raise ValueError if an argument is invalid or differs between ranks; in the first such call all ranks raise it.
+    """Raise ValueError if an argument is invalid or differs between ranks.
 
     ``call``: the public function's name. Ranks compare the shape and dtype of x, ``layout``, ``length`` and ``position``, but not
-    the values of a tensor ``position``. They compare repeated calls only inside ``check_every_call``.
+    the values of a tensor ``position``. They compare a call if these are new, and every call inside ``check_every_call``. In a
+    compared call all ranks raise the error.
     """
 
     def check() -> None:

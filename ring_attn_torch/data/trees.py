@@ -102,8 +102,8 @@ def unpack_rollouts(
 
     Raise ValueError, before anything is sent, if the shape of ``values`` does not fit ``rollouts``. With ``layout`` ranks compare
     shapes and rollouts at every call, in one exchange. If ranks differ, raise ValueError, the same on every rank. Without
-    ``layout`` ranks compare nothing. But a rank that raises an error reports it to the ranks of ``group``, because they may wait
-    for the rank's shard.
+    ``layout`` ranks compare nothing. A rank that then raises an error still reports it to the ranks of ``group``: they may have
+    passed ``layout``, and wait for this rank's shard.
     """
     ring = None if layout is None else _ring(group)
     ranks = ranks_of(ring)

@@ -188,10 +188,11 @@ def flash_attn_varlen_func(
     in natural order, the same on every rank. ``max_seqlen_q``, ``max_seqlen_k``: at least the longest document. The other
     arguments are those of :func:`flash_attn_func`. The ring cuts the row, not each document, so documents may have any length.
 
-    Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens do not begin with 0, decrease, end beyond
-    the row or differ in number. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a ``block_table`` is
-    passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown. So
-    cu_seqlens are not checked, and no window is compared with the window that flash_attn's kernels compute.
+    Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens decrease, end beyond the row, differ in
+    number, or begin with another number than 0. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a
+    ``block_table`` is passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown, so
+    only their dtypes and shapes are checked. A window is then accepted even if flash_attn's kernels compute another one than its
+    documentation says.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)

@@ -80,7 +80,7 @@ class CachedRequests:
 
 
 def appended(held: CachedRequests, tokens: int, valid: Tensor | None) -> dict[str, Tensor | None]:
-    """Return the tensor fields of a DecodeStep by name; every rank computes the same ``tokens`` new tokens of each request.
+    """Return by name the tensor fields of a DecodeStep whose ``tokens`` new tokens of each request are computed on every rank.
 
     ``valid`` bool [b, tokens]: True for real tokens; None: all.
     """

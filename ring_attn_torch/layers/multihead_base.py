@@ -60,8 +60,8 @@ class MultiheadArguments:
 class MultiheadBase(nn.MultiheadAttention):
     """The base class of replacements for ``torch.nn.MultiheadAttention`` over a ring. A subclass defines ``forward``.
 
-    ``arguments``: the arguments of torch's constructor and of the ring. The field ``options`` holds the options of ring_attention
-    that all calls share.
+    ``arguments``: the arguments of torch's constructor and of the ring. The attribute ``self.options`` holds the options of
+    ring_attention that all calls share.
     """
 
     def __init__(self, arguments: MultiheadArguments) -> None:

@@ -149,7 +149,7 @@ class Peers:
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def keep_alive(self, x: Tensor) -> None:
-        """Let no other tensor use ``x``'s memory until ``x`` is freed and the second stream has done all work queued by then."""
+        """After ``x`` is freed, keep its memory from other tensors until the second stream has done all work queued before."""
         x.record_stream(self.side)
 
     def read_flags(self) -> list[int]:
@@ -219,7 +219,7 @@ class Watch(threading.Thread):
         self._events.put(end)
 
     def run(self) -> None:
-        """Wait for each event in order. End the process at the first event that takes longer than the group's timeout."""
+        """Wait in order for the CUDA event after each pass. End the process if one wait exceeds the group's timeout."""
         driver.allow_queries_during_capture()
         while (end := self._events.get()) is not None:
             event, number, what = end

@@ -121,9 +121,10 @@ def _wrong_weights(labels: Labels, reduction: str) -> Tensor:
 
 
 def _wrong(labels: Labels, ring: Group, vocab: int, reduction: str) -> ValueError:
-    """Return the error that every rank raises if any rank has a label outside the vocabulary or a weight invalid in a mean.
+    """Return the same error on every rank: it names an invalid label or weight, and the rank that has it.
 
-    Every rank must call it.
+    An invalid label is outside the vocabulary. An invalid weight is negative or not finite; only a mean checks weights. Every
+    rank must call ``_wrong``, because the ranks exchange what they found.
     """
     strange = labels.labels[strange_labels(labels.labels, labels.ignored, vocab)][:1].tolist()
     wrong = [] if labels.weights is None else labels.weights[_wrong_weights(labels, reduction).expand_as(labels.weights)]

@@ -135,12 +135,12 @@ def ring_mask(
     local_size: int | None = None,
     **others: Any,
 ) -> LayerMask | NoWindow:
-    """Return the mask of one kind of layer, or NoWindow if ``local_size`` < 1, for functions like create_causal_mask.
+    """Return the mask of one kind of layer, or NoWindow if ``local_size`` < 1.
 
-    Raise ValueError if the layer is cross-attention, if a cache other than a RingCache holds tokens, or if the mask fits no
-    pattern of ``mask_functions.py``. Under torch.compile, inside ``sequence_parallel``, the likeliest pattern is taken
-    unchecked, and only a mask that needs vmap is refused. Outside of ``sequence_parallel`` any mask with one interval of keys for
-    each query is accepted, but only on one rank.
+    Functions of transformers such as create_causal_mask call this function. Raise ValueError if the layer is cross-attention, if
+    a cache other than a RingCache holds tokens, or if the mask fits no pattern of ``mask_functions.py``. Under torch.compile,
+    inside ``sequence_parallel``, the likeliest pattern is taken unchecked, and only a mask that needs vmap is refused. Outside of
+    ``sequence_parallel`` any mask with one interval of keys for each query is accepted, but only on one rank.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty

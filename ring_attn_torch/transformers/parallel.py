@@ -1,13 +1,13 @@
 """``sequence_parallel``: calls of a transformers model with global sequences, where each rank computes its shard.
 
-Entering registers hooks on the model. From its input_ids to its loss a call goes through four files:
+Entering registers hooks; leaving restores the model's attention, hooks, head and checkpointing. A call goes through four files:
 
     parallel.py    ``ModelHooks.before`` takes the global arguments, and ``ModelHooks.after`` returns the output
     shards.py      ``sharded`` checks the arguments and takes this rank's tokens; the model then runs on these
     attention.py   ``ring_attention_forward`` computes each layer's attention over the ring, with a mask of masks.py
     loss.py        ``with_loss`` computes the loss from this rank's logits and sums over the ranks
 
-``enable`` sets a model's ring once. Leaving restores the model: its attention, hooks, head and checkpointing.
+``enable`` stores a model's ring, which each ``sequence_parallel`` takes, except for a group or layout passed to it.
 """
 
 from __future__ import annotations
@@ -92,9 +92,8 @@ def sequence_parallel(
         logits (or last_hidden_state of a model without them): this rank's shard in layout order, including the padding at the end
             of the sequence. With ``gather_logits``: the global tensor in natural order. Other hidden states are shards.
 
-    ``loss_chunk``: a call with labels returns no logits, and computes its loss from the logits of at most ``loss_chunk`` tokens
-    of a rank at a time: ``loss(hidden, labels, head=weight, chunk=loss_chunk)``. The model's logits must be its head's output,
-    and the head a matrix without a bias.
+    ``loss_chunk``: a call with labels returns no logits, and computes its loss from logits of at most ``loss_chunk`` tokens of a
+    rank at a time: ``loss(hidden, labels, head=weight, chunk=loss_chunk)``. The logits must be the output of a head without bias.
 
     ``model.generate(...)`` prefills the prompts over the ring, and stores their keys and values in a cache distributed over the
     ranks. All ranks then compute the same new tokens, so give them the same seed if they sample. In a loop of your own, under
@@ -177,7 +176,8 @@ class ModelHooks:
             self.gather_logits = before
 
     def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Replace an outermost call's arguments by this rank's shards, or by all tokens in some calls with a cache."""
+        """Return an outermost call's arguments with this rank's shards, and None (no change) for a call of the model inside it.
+        A call that continues a cache gets all tokens if they are at most FEW (cache.py), or if it keeps several logits."""
         outer = running()
         if outer is not None and outer.model is self.model:
             return None
@@ -223,8 +223,8 @@ def enable(
     """Set a transformers model, or a config before its model is created, to ``attn_implementation="ring"``, and return it.
 
     ``layout``: as in :func:`sequence_parallel`. ``group``, ``strategy``, ``backend``: as in :func:`ring_attention`. A config
-    stores them for :func:`sequence_parallel`, except ``group``, which belongs to one process. Only text tokens are sharded: image
-    and audio parts keep their own attention.
+    stores ``layout``, ``strategy`` and ``backend`` for :func:`sequence_parallel`. A ``group`` for a config raises ValueError,
+    because a group belongs to one process. Only text tokens are sharded: image and audio parts keep their own attention.
 
     Raise ValueError, with the reason, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
     attention, convolutions), encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
@@ -251,7 +251,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> CallRing:
-    """Return the ring set by ``enable``, else a ring of the default group, with ``group`` and ``layout`` replaced if not None."""
+    """Return ``enable``'s ring, else one of the default group. A ``group`` or ``layout`` other than None replaces the ring's."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
     if group is not None:

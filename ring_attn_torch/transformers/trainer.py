@@ -45,9 +45,9 @@ class RingTraining(Base):
     ring then gets its own rows, like a data parallel rank.
 
     Datasets, samplers, workers, accumulation, clipping, logs, checkpoints and resuming are the Trainer's own. All ranks of a ring
-    get the same rows; their number is the batch size per device. Losses, gradients and the gradient norm are those of a
-    Trainer with one data parallel process in place of each ring: the loss is divided by the number of labels of all rings and all
-    accumulated batches. DDP and FSDP average gradients over the ranks. To compensate, the gradient of the model's own loss is
+    get the same rows, as many as the batch size per device. Losses, gradients and the gradient norm are those of a Trainer with
+    one data parallel process in place of each ring: the loss is divided by the number of labels of all rings and all accumulated
+    batches. DDP and FSDP average gradients over the ranks. To compensate, the gradient of the model's own loss is
     multiplied by the ring's number of ranks. A penalty that ``compute_loss`` adds to this loss is not multiplied, so it counts
     once. On every rank, ``predict`` returns and ``compute_metrics`` gets global logits and labels in natural order. trl's
     SFTTrainer trains with the model's plain loss, and omits its metrics of entropy and accuracy, because these need logits.

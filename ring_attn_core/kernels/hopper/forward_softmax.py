@@ -76,10 +76,11 @@ def of_rows(upper, lower, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def maximum_in_order(m, x):
-    """Return each thread's maximum of m and its elements of x (``of_thread``), taken one after the other; m may be None.
+    """Return for each thread the maximum of m and the thread's elements of x, which are compared one after the other.
 
-    ``gl.max`` of Triton 3.8 and later reduces by pairs and takes more registers. With ``gl.max``, ptxas starts the exponentials
-    of the first row after the maxima of both rows, not during the second row's maximum, and the forward is 2 to 3 % slower.
+    ``x``: a result of ``of_thread``. ``m``: may be None. ``gl.max`` of Triton 3.8 and later reduces by pairs and takes more
+    registers. With ``gl.max``, ptxas starts the exponentials of the first row after the maxima of both rows, not during the
+    second row's maximum, and the forward is 2 to 3 % slower.
     """
     if len(x.shape) > 3:
         first, second = gl.split(x)
@@ -93,7 +94,7 @@ def maximum_in_order(m, x):
 
 @gluon.jit
 def sum_in_order(l, x):
-    """Return each thread's sum of l and its elements of x (``of_thread``), added one after the other; l may be None."""
+    """Return for each thread the sum of l and its elements of x, added in order. Arguments are as in ``maximum_in_order``."""
     if len(x.shape) > 3:
         first, second = gl.split(x)
         l = sum_in_order(sum_in_order(l, first), second)

@@ -26,8 +26,9 @@ def load_tile(
 ):  # fmt: skip
     """Load a tile [ROWS, COLUMNS] of an array [batch, tokens, ...], from ``token`` on. ``columns``: a ``records.Columns``.
 
-    WIDTH and COLUMNS are fields of ``columns``. Columns from WIDTH on are 0. With LIMITED, rows from ``limit`` on are 0 too. With
-    TMA, WIDTH equals COLUMNS, and rows from ``limit`` on hold the array's next tokens, or 0 after its last token.
+    WIDTH, COLUMNS and TMA are fields of ``columns``. Without TMA, columns from WIDTH on are 0, and with LIMITED also the tile's
+    rows from ``limit`` on. With TMA, WIDTH equals COLUMNS, and LIMITED has no effect: those rows hold the array's next tokens, or
+    0 after its last token.
     """
     if columns.TMA:
         tile = source.load([batch, token, head, columns.COLUMN]).reshape([ROWS, columns.COLUMNS])

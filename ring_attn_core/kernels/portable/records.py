@@ -1,7 +1,7 @@
 """Records in which the portable kernels pass parameters and tiles to their helpers.
 
-Kernels have flat parameters, because a launch passes them by name; their helpers take these records. A field of an array or
-feature that the call does not have is None.
+Kernels have flat parameters, because a launch passes them by name; their helpers take these records. A field is None if the
+call does not have the array or feature that the field stands for.
 """
 
 from __future__ import annotations
