@@ -12,7 +12,7 @@ With 6 tokens (rows are queries, columns keys, # is visible):
 
 Other masks are separate arguments of a call. Packed documents and a prefix (with ``full()``) are passed as ``extents=``, made by
 ``document_extents`` and ``prefix_extents`` in ``data/extents.py`` of both packages. Padding among the keys is hidden by
-``key_mask=``. A query that sees no key is *blank* (plan/ring.py): its out is 0, and its lse is -inf, or the sink if there is one.
+``key_mask=``. A query that sees no key is *blank* (plan/ring.py): its out is 0, and its lse is -inf or, with sinks, the sink.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from ..runs import Band
 def layer_masks(mask: Band, windows: Sequence[int | None] | None, depth: int) -> list[Band]:
     """Return the mask of each layer: ``mask``, limited to the layer's window if it has one.
 
-    ``windows``: for each layer an int w or None. With w, a token sees at most w tokens before itself and w tokens after itself.
+    ``windows``: for each layer an int w or None. With w, a token sees at most w earlier and w later tokens.
     If ``windows`` is None, no layer has a window. Raise ValueError if ``mask`` is not a Band, ``windows`` does not have ``depth``
     values, or a value is neither None nor an int of at least 0.
     """
