@@ -51,7 +51,7 @@ def breaks() -> list[Break]:
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    parser.add_argument("--workers", type=int, default=2 * (os.cpu_count() or 1), help="two a core: many tests wait for ranks")
     parser.add_argument("name", nargs="*", help="a part of a break's name, or its room")
     given = parser.parse_args(arguments)
     named = [b for b in breaks() if not given.name or any(name in b.name or name == b.room for name in given.name)]
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         print(f"LEFT OUT {name}: its test needs {package}")
     chosen = [b for b in named if b.name not in lacking]
     tests = list(dict.fromkeys(b.test for b in chosen))
-    if run(ROOT, "-n", str(given.workers), "--dist", "loadfile", *tests) != 0:
+    if run(ROOT, "-n", str(os.cpu_count()), "--dist", "loadfile", *tests) != 0:
         print("NOT BROKEN, and already red: see above")
         return 1
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(given.workers) as workers:
