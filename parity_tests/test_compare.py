@@ -69,7 +69,6 @@ def of(found: tuple[Comparison, Path], variant: str) -> list[VariantResult]:
     return [result for result in found[0].results if result.variant == variant]
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ON_CPU)
 def test_every_variant_of_a_cpu_keeps_its_bounds_on_one_device_and_on_a_ring(found: tuple[Comparison, Path], variant: str):
@@ -85,7 +84,6 @@ def test_every_variant_of_a_cpu_keeps_its_bounds_on_one_device_and_on_a_ring(fou
             assert max(quantity.from_other_framework or 0, quantity.from_one_device or 0) < 1e-5
 
 
-@pytest.mark.exhaustive
 def test_a_variant_that_a_cpu_does_not_run_is_left_out_in_words(found: tuple[Comparison, Path]):
     reasons = {(each.variant, each.framework): each.reason for each in found[0].left_out}
     assert "pass --device gpu" in reasons["flash", "torch"]
@@ -93,7 +91,6 @@ def test_a_variant_that_a_cpu_does_not_run_is_left_out_in_words(found: tuple[Com
     assert reasons["sdpa", "torch"] == "it is attention on one device"
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(("framework", "mistake"), [*(("jax", name) for name in IN_JAX), *(("torch", name) for name in FOUND)])
 def test_a_planted_mistake_is_named_in_either_framework(found: tuple[Comparison, Path], mistake: str, framework: str):
     check_named(found[0], mistake, framework)
@@ -115,7 +112,6 @@ def check_named(comparison: Comparison, mistake: str, framework: str) -> None:
         assert len(each.diagnosis) == 1 and each.diagnosis[0].startswith(FOUND[mistake]), each.diagnosis
 
 
-@pytest.mark.exhaustive
 def test_the_files_hold_every_result(found: tuple[Comparison, Path]):
     comparison, folder = found
     written = json.loads((folder / "compare.json").read_text())
@@ -131,7 +127,6 @@ def test_the_files_hold_every_result(found: tuple[Comparison, Path]):
     assert cited.startswith("@misc{ring-attn-compare-") and cited.count("{") == cited.count("}") and "torch 2" in cited
 
 
-@pytest.mark.exhaustive
 def test_the_documented_schema_is_what_is_written(found: tuple[Comparison, Path]):
     written = json.loads((found[1] / "compare.json").read_text())
     page = (Path(__file__).parents[1] / "docs" / "compare.md").read_text()
