@@ -57,7 +57,8 @@ def made(problem: Problem, length: int) -> PreTrainedModel:
     attention = "sdpa" if problem.attention == "accelerate" else problem.attention
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     options: dict[str, Any] = {"offload": True} if problem.offload else {}
-    model.activation_checkpointing_enable(**options)
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)  # offload: transformers 5.23
+    enable(**options)
     return model
 
 

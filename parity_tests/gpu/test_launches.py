@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ring_attn_core import Band
+from ring_attn_core import Band, sliding_window
 from ring_attn_core.reference.tolerance import relative_error
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -45,6 +45,22 @@ def test_random_launches_end_and_agree(dim, heads, dtype, featured, programs):
         for name, mine, other in zip(("out", "dq", "dk", "dv"), ours, portable, strict=True):
             error = relative_error(mine.float().cpu().numpy(), other.float().cpu().numpy())
             assert error <= SAME, (name, error, [x.shape for x in arrays], options)
+
+
+def test_a_graph_captures_a_mask_that_no_call_had_before():
+    """The numbers of its mask come from the host, which may not copy to a stream that is being captured."""
+    from ring_attn_torch import ring_attention
+
+    q = torch.randn(1, 512, 4, 64, device="cuda", dtype=torch.bfloat16)
+    attend = lambda window: ring_attention(q, q, q, mask=sliding_window(window))
+    with torch.no_grad():
+        attend(100)  # loads the kernels
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            out = attend(101)
+        graph.replay()
+        assert torch.equal(out, attend(101))
 
 
 def problem(

@@ -134,13 +134,15 @@ def wait_value(stream: int, address: int, value: int) -> None:
     check(_driver().cuStreamWaitValue32_v2(stream, address, value, WAIT_GEQ), "cuStreamWaitValue32")
 
 
-def allow_queries_during_capture() -> None:
-    """Let this thread query events while another thread captures a CUDA graph.
+def exchange_capture_mode(mode: int) -> int:
+    """Set this thread's mode of CUDA graph capture, and return the earlier one.
 
-    By default such a query would invalidate the capture.
+    By default, a query of an event, or work that waits for the device, invalidates the capture of any thread. With
+    ``CAPTURE_RELAXED`` this thread may do both on streams that are not being captured.
     """
-    mode = ctypes.c_int(CAPTURE_RELAXED)
-    check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+    exchanged = ctypes.c_int(mode)
+    check(_driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(exchanged)), "cuThreadExchangeStreamCaptureMode")
+    return exchanged.value
 
 
 def use(device: int) -> None:

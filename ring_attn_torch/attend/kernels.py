@@ -23,7 +23,7 @@ from .backend import sink_gradient
 from .keys import Keys, clipped, zeroed
 from .launch import aligned, launch
 from .one_run import as_one_run
-from .recent import Unchanged, reusable, stream_of
+from .recent import Unchanged, beside_capture, reusable, stream_of
 from .score import Score
 from .state import BackwardInputs, Gradients, State
 from .tiles import Rows
@@ -221,5 +221,9 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
 
 @lru_cache(maxsize=4096)
 def on_device(rows: Rows, device: torch.device) -> Tensor:
-    """Copy ``rows`` to the device as int32 [q_runs, k_runs, Row fields]. Cache the copy, because copying waits for the device."""
-    return torch.tensor(rows, dtype=torch.int32, device=device)
+    """Copy ``rows`` to the device as int32 [q_runs, k_runs, Row fields]. Cache the copy, because copying waits for the device.
+
+    A CUDA graph cannot contain such a copy: during capture another stream makes it.
+    """
+    with beside_capture(device):
+        return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -1,12 +1,17 @@
-"""Lookup keys of caches that store results computed from extents. One cached result serves all layers of a model and both
-passes of a layer."""
+"""Caches of what a call puts on the GPU before its kernels: their lookup keys, and what CUDA graph capture permits.
+
+One result computed from extents serves all layers of a model and both passes of a layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+
+from ring_attn_core.kernels.driver import CAPTURE_RELAXED, exchange_capture_mode
 
 
 class Unchanged:
@@ -42,3 +47,17 @@ def reusable(tensors: Iterable[Tensor | None], device: torch.device) -> bool:
 def stream_of(device: torch.device) -> int:
     """Return the current CUDA stream of a device, 0 on CPUs. Cache keys include it: a stream may read only its own results."""
     return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+
+
+@contextmanager
+def beside_capture(device: torch.device) -> Iterator[None]:
+    """Inside the ``with``, use another stream if the current one is capturing a CUDA graph, so that the host may copy to it."""
+    if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
+        yield
+        return
+    mode = exchange_capture_mode(CAPTURE_RELAXED)
+    try:
+        with torch.cuda.stream(torch.cuda.Stream(device)):
+            yield
+    finally:
+        exchange_capture_mode(mode)

@@ -220,7 +220,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         """Wait in order for the CUDA event after each pass. End the process if one wait exceeds the group's timeout."""
-        driver.allow_queries_during_capture()
+        driver.exchange_capture_mode(driver.CAPTURE_RELAXED)
         while (end := self._events.get()) is not None:
             event, number, what = end
             began, nap = time.monotonic(), 0.001
