@@ -35,7 +35,6 @@ def ring_attn(*arguments: str) -> subprocess.CompletedProcess[str]:
 # --- the whole of it ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_quick_demo_keeps_every_bound_and_writes_its_three_files(tmp_path: Path):
     for package in ("torch", "jax", "flax", "optax", "typer"):

@@ -75,8 +75,11 @@ def test_the_text_is_the_models_and_a_mistake_is_one_line(folder):
         assert message in refused.stderr
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("weights", "option"), [("llama", ()), ("weights", ("--shard-weights",))], ids=["llama", "sharded"])
+@pytest.mark.parametrize(
+    ("weights", "option"),
+    [pytest.param("llama", (), marks=pytest.mark.exhaustive), ("weights", ("--shard-weights",))],
+    ids=["llama", "sharded"],
+)
 def test_jax_writes_the_same_text_also_of_a_folder_of_hugging_faces_and_of_sharded_weights(folder, weights, option):
     pytest.importorskip("jax")
     drawn = "--max-new-tokens", "12", "--framework", "jax", "--ranks", "2", "--temperature", "1", "--seed", "3"

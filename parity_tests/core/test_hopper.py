@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from ring_attn_core import kernels
 from ring_attn_core.kernels import steps
 from ring_attn_core.kernels.binary import stack_bytes
 from ring_attn_core.kernels.compile import compiled, triton_release
@@ -22,6 +25,11 @@ from ring_attn_core.kernels.tile_sizes import shared_memory
 from ..support.compilation import PLAIN, advice, compiled_with_advice, released_in_flight, resources, sass, step
 from ..support.selection import first
 from .hopper_launches import HOPPER, MEASURED, launches
+
+
+def test_every_module_of_kernels_is_imported_where_there_is_no_gpu():
+    for module in pkgutil.walk_packages(kernels.__path__, kernels.__name__ + "."):
+        importlib.import_module(module.name)
 
 
 def test_the_hopper_forward_takes_the_place_of_the_portable_one():

@@ -285,7 +285,6 @@ def test_a_mistake_is_answered_in_one_line_and_exit_status_2(arguments: list[str
     assert done.stdout == ""
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_two_cpu_ranks_are_measured(framework: str):
     pytest.importorskip(framework)

@@ -158,7 +158,6 @@ def _abstract(shape: Shape) -> dict[str, Any]:
     return of_problem(Problem(shape))
 
 
-@pytest.mark.exhaustive
 def test_a_list_of_pairs_is_merged_as_two_by_two():
     keys = jax.random.split(jax.random.key(0), 4)
     pairs = [(jax.random.normal(key, (1, 5, 2, 4)), 30 * jax.random.normal(key, (1, 5, 2))) for key in keys]

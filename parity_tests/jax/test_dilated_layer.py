@@ -163,7 +163,6 @@ def test_any_number_of_batch_dimensions_and_the_flag_is_the_mask():
     np.testing.assert_allclose(out.reshape(flat.shape), flat, atol=1e-6)
 
 
-@pytest.mark.exhaustive
 def test_a_traced_mask_that_does_not_fit_gives_nan_where_it_does_not():
     mask = np.ones((1, 1, 8, 8), bool)
     mask[..., 5, 2] = False

@@ -151,7 +151,6 @@ def test_packed_training_over_a_ring_is_the_one_on_one_device():
     assert alone["losses"][-1] < 0.5 * alone["losses"][0]
 
 
-@pytest.mark.exhaustive
 def test_transformer_on_a_mesh_with_explicit_axes_is_the_one_on_a_ring_of_one():
     mesh = jax.make_mesh((2, 2), ("data", "seq"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
     ids, labels = token_ids()

@@ -22,7 +22,7 @@ from ..support.models import apart
 from .hugging_face import make
 from .hugging_face_training import ROWS, TOKENS, Result, Rows, Run, all_trained, trained, tuned_by_trl
 
-pytestmark = [pytest.mark.exhaustive, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 NEAR = 1e-5
 """How far a run may be from one process: a bound that is asked for, since a rounding grows with every step of Adam."""
 
@@ -41,6 +41,7 @@ def near(got: Result, want: Result) -> None:
     assert max(map(apart, got.gradients, later)) < NEAR
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("steps", [10, pytest.param(50, marks=pytest.mark.full)])
 def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, tmp_path: Path, steps: int):
     """Uneven labels, packed rows, two batches in a step; a run that is killed goes on from its checkpoint as one that is not."""
@@ -65,6 +66,7 @@ def test_four_ranks_train_evaluate_predict_and_resume_as_one_process(four: Any, 
         near(resumed, got)
 
 
+@pytest.mark.exhaustive
 def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any, tmp_path: Path):
     """Of two ranks each, with the loss in chunks and layers that wait on the host; and by accelerate's mesh with a cp axis.
 
@@ -92,6 +94,7 @@ def test_two_rings_have_rows_of_their_own_and_count_the_labels_of_both(four: Any
         assert abs(results[0].metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
 
 
+@pytest.mark.exhaustive
 def test_a_model_that_divides_by_the_labels_of_a_batch_trains_and_rows_are_counted_once(four: Any, tmp_path: Path):
     """The Trainer multiplies its loss by no ranks, as Gemma 3's with images; tokens and operations are those of one process."""
     run = Run(3, str(tmp_path / "one"), evaluated=True, own_mean=True, settings=(("include_num_input_tokens_seen", "all"),))
@@ -103,6 +106,7 @@ def test_a_model_that_divides_by_the_labels_of_a_batch_trains_and_rows_are_count
         assert got.counted == one.counted
 
 
+@pytest.mark.exhaustive
 def test_rows_that_come_as_a_stream_go_to_every_rank_of_a_ring(four: Any, tmp_path: Path):
     """Where accelerate would let the first rank read all of them, and hand each rank its own."""
     one = trained(Run(3, str(tmp_path / "one"), streamed=True))
@@ -112,6 +116,7 @@ def test_rows_that_come_as_a_stream_go_to_every_rank_of_a_ring(four: Any, tmp_pa
             near(got, one)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated:FutureWarning")  # trl's own, which sets it by default
 def test_trls_sft_trainer_trains_on_packed_documents_as_on_one_process(four: Any, tmp_path: Path):
     pytest.importorskip("trl")
@@ -121,6 +126,7 @@ def test_trls_sft_trainer_trains_on_packed_documents_as_on_one_process(four: Any
         assert abs(got.metrics["eval_loss"] - one.metrics["eval_loss"]) < NEAR
 
 
+@pytest.mark.exhaustive
 def test_a_model_trained_with_lora_is_saved_and_comes_back(four: Any, tmp_path: Path):
     pytest.importorskip("peft")
     one = trained(Run(4, str(tmp_path / "one"), lora=True))
@@ -139,6 +145,7 @@ def saved_adapter(folder: str) -> dict[str, np.ndarray]:
     return {name: p.detach().numpy() for name, p in model.named_parameters() if p.requires_grad}
 
 
+@pytest.mark.exhaustive
 def test_a_model_trained_under_fsdp2_is_saved_and_comes_back(four: Any, tmp_path: Path):
     want = four(4, sharded_and_saved, str(tmp_path))
     from transformers import LlamaForCausalLM
@@ -201,6 +208,7 @@ def test_what_a_trainer_on_a_ring_cannot_honour_is_refused_by_name(tmp_path: Pat
         trained(Run(1, str(tmp_path), settings=tuple(settings.items()), trainer=tuple(trainer.items())), kind=hf.RingTrainer)
 
 
+@pytest.mark.exhaustive
 def test_rings_that_a_trainer_cannot_deal_rows_to_are_refused_on_every_rank(four: Any, tmp_path: Path):
     for messages in four(4, refused, str(tmp_path)):
         for words, message in zip(OF_RANKS, messages, strict=True):

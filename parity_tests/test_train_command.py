@@ -1,0 +1,65 @@
+"""``ring-attn train`` as people start it, on two CPU ranks: its output, its files, and the same losses however it is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ring_attn_cli.train.loop import lines
+
+from .support import corpus
+from .support.programs import started
+
+for package in ("jax", "flax", "optax", "orbax.checkpoint", "torch", "safetensors", "rich", "matplotlib"):
+    pytest.importorskip(package)
+
+CONFIG = """
+steps = 4
+save_every = 2
+[model]
+dim = 16
+depth = 1
+heads = 2
+kv_heads = 1
+hidden = 24
+[data]
+folder = "texts"
+pattern = "**/*.txt"
+held_out = "**/*.txt"
+length = 64
+[ring]
+ranks = 2
+[evaluation]
+every = 2
+batches = 1
+[passkey]
+lengths = [128]
+texts = 1
+"""
+TRAIN = "-m", "ring_attn_cli", "train", "config.toml"
+TORCHRUN = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"
+WAYS = {
+    "torch": (*TRAIN, "--framework", "torch"),
+    "torchrun": (*TORCHRUN, *TRAIN, "--framework", "torch"),
+    "jax": (*TRAIN, "--framework", "jax"),
+}
+
+
+@pytest.mark.slow
+def test_it_trains_alike_however_it_is_started(tmp_path: Path):
+    corpus.write_texts(tmp_path / "texts", (700, 61, 1, 900, 100, 3, 1300))
+    (tmp_path / "config.toml").write_text(CONFIG)
+    losses, root = {}, str(Path(__file__).resolve().parents[1])
+    for name, command in WAYS.items():
+        said = started([*command, "--out", name], tmp_path, {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"})
+        assert "weights on 2 x " in said and "step 1: loss " in said and "step 4: held-out loss " in said, said
+        out = tmp_path / name
+        assert (out / "weights" / "model.safetensors").exists() and (out / "train.png").read_bytes().startswith(b"\x89PNG")
+        assert len([*(out / "checkpoints").glob("step*")]) == 2
+        log = lines(out / "log.jsonl")
+        losses[name] = [line["loss"] for line in log if line["kind"] == "step"]
+        assert [line["step"] for line in log if line["kind"] == "evaluation"] == [2, 4]
+    assert len(losses["torch"]) == 4
+    assert losses["torchrun"] == losses["torch"]
+    assert losses["jax"] == pytest.approx(losses["torch"], rel=1e-5)
