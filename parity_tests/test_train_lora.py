@@ -205,6 +205,12 @@ def test_the_last_line_names_the_adapters(base: Path, tmp_path: Path, capsys):
         assert str(tmp_path / "weights") in words and (str(tmp_path / "adapters") in words) == named
 
 
+def test_the_last_line_names_a_picture_if_matplotlib_is_there(base: Path, tmp_path: Path, capsys, monkeypatch):
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
+    run._finish(config_of(base, tmp_path))
+    assert "train.png" not in capsys.readouterr().out
+
+
 def test_adapters_begin_as_in_peft_and_differ_by_name_and_seed():
     config = RingTransformer(**MODEL).config
     drawn, again, other = (first_adapters(ADAPTERS, config, seed) for seed in (3, 3, 4))

@@ -97,7 +97,7 @@ class Pool:
         self.kinds[framework] = found[0]["kind"]
 
     def _ask(self, framework: str, order: Order) -> list[Any]:
-        """Send ``order`` to each process that runs its ranks (in JAX a single one), and return the answers sorted by rank."""
+        """Send ``order`` to the processes that run the order's ranks (in JAX one), and return their answers sorted by rank."""
         members = 1 if framework == "jax" else order.ranks
         self._crews.send(TITLES[framework], members, order)
         return self._collect(framework, members, self._patience)

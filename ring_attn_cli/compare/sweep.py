@@ -20,7 +20,7 @@ SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
 
 @dataclass(frozen=True)
 class Sweep:
-    """The checked request of a comparison. ``cases``: one for each combination of the values of ``SWEPT``.
+    """The checked request of a comparison. ``cases``: one for each combination of values of the arguments named in ``SWEPT``.
 
     ``named``: the variants as the user named them. ``axis``: the argument with the most values, "ranks" or a name in ``SWEPT``.
     In a tie ``axis`` is the first of these arguments; if no argument has two values, it is "". ``patience``: timeout in seconds.

@@ -1,4 +1,4 @@
-"""The numbers of a training run that PyTorch and JAX share: learning rates, FLOPs, initial weights, position buckets."""
+"""Numbers of a training run that both frameworks share: learning rates, FLOPs, initial weights, bins of the held-out loss."""
 
 from __future__ import annotations
 

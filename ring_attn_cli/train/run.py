@@ -54,7 +54,9 @@ class Program:
 
 
 def run(config: Config, framework: str, program: Program | None = None) -> None:
-    """Train, or resume the run in ``config.out``; write log, checkpoints and weights there, and with matplotlib a picture.
+    """Train, or resume the run in ``config.out``, and write log, checkpoints and weights there.
+
+    If matplotlib is installed, also draw the log as ``train.png``.
 
     ``framework``: "torch" or "jax". Raise ValueError if the framework is unknown, if the run cannot start, or if another run uses
     the folder. Raise :class:`processes.Failure` if a process fails, and ModuleNotFoundError if a package is missing.
@@ -127,9 +129,9 @@ def _in_torch(config: Config) -> None:
 
 
 def _finish(config: Config) -> None:
-    log, drawn = Path(config.out, LOG), Path(config.out, "train.png")
-    if find_spec("matplotlib") is not None:
-        picture.draw(log, drawn)
+    drawn = ["train.png"] if find_spec("matplotlib") is not None else []
+    for name in drawn:
+        picture.draw(Path(config.out, LOG), Path(config.out, name))
     sys.stdout.flush()
-    folders = FOLDER, "weights", *(["adapters"] if config.lora is not None else []), "checkpoints"
-    Console(highlight=False).print(f"Written: {', '.join(map(str, (log, drawn, *(Path(config.out, name) for name in folders))))}")
+    written = LOG, *drawn, FOLDER, "weights", *(["adapters"] if config.lora is not None else []), "checkpoints"
+    Console(highlight=False).print(f"Written: {', '.join(str(Path(config.out, name)) for name in written)}")

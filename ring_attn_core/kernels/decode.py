@@ -79,8 +79,8 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
 
     A tile has at least 16 rows, the fewest that a matrix product takes. The bytes in flight decide the speed: an H200 reads at
     full speed if each of its 132 multiprocessors has some 50 KB in flight (4.2 TB/s times a latency of 1.5 us, over 132). A tile
-    of 64 slots, with k and v of 128 two-byte elements each, is 32 KiB. Triton loads the positions of a tile one loop iteration
-    before its k and v, which depend on them. So 4 stages keep one tile in flight, and 6 stages keep two.
+    of 64 slots, with k and v of 128 two-byte elements each, is 32 KiB. k and v depend on a tile's positions, so Triton
+    divides the stages between the two loads: 4 stages keep one tile in flight, and 6 stages keep two.
 
     With 16 rows, an H200 is fastest if a multiprocessor runs four programs with one tile in flight each: 3 % faster than with
     three programs of two tiles each (``benchmarks.decode --part tiles``). In FP8, two warps per program are faster than four by

@@ -80,8 +80,8 @@ class CheckpointFolder:
     def commit(self, new: Path, step: int, run: dict[str, Any]) -> None:
         """Complete a checkpoint: rename its folder ``new``, made by ``begin``, and then write ``run`` into ``run.json``.
 
-        Copy the files if the file system cannot rename folders. Raise OSError if another run has taken over the folder, or if the
-        step already has a complete checkpoint.
+        Copy the files if the file system cannot rename folders. Raise OSError if another run has taken over the lock of the run's
+        folder, or if the step already has a complete checkpoint.
         """
         done = self.where(step)
         if self._lock is not None:

@@ -15,7 +15,9 @@ T = TypeVar("T")
 
 
 def takes(record: Callable[P, Record]) -> Callable[[Callable[[Self, Record], T]], Callable[Concatenate[Self, P], T]]:
-    """Return a decorator of a method that takes one dataclass ``record``. The method then takes the record's fields instead.
+    """Return a decorator for a method whose only argument is an instance of the dataclass ``record``.
+
+    The decorated method takes the record's fields as arguments and makes the instance.
 
     ``inspect`` and ``help`` show the fields with their defaults, and type checkers derive them from the dataclass. A TypeError
     for a missing or unknown argument names the method, or the last decorated method if several share the ``record``.

@@ -116,7 +116,7 @@ class Generation:
         return {"capacity": _rounded(slots) * ranks, "window": None, "room": None}
 
     def _slots(self, layout: str, ranks: int, shards: Sequence[int], row: int) -> int:
-        """Return the number of cache slots per rank that request number ``row`` needs: the most of its tokens on any rank."""
+        """Return the number of cache slots per rank for request ``row``: the largest number of its tokens that a rank holds."""
         counts = [0] * ranks
         for (_, lengths), local in zip(self.chunks(), shards, strict=True):
             counts = [a + b for a, b in zip(counts, held(layout, ranks, local, lengths[row]), strict=True)]

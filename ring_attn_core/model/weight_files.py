@@ -110,10 +110,10 @@ def opened_folder(folder: str | Path, framework: str = "np", device: str = "cpu"
 
 
 def current(folder: str | Path) -> Path:
-    """Return the folder with complete weights: ``folder``, or the previous folder if a save was killed between its two renames.
+    """Return ``folder`` or, if a save was killed after it had moved ``folder`` aside, the folder that was moved.
 
-    Both may be missing for a moment while a save renames the folders, so this function looks up to LOOKS times. Raise ValueError
-    if neither appears, or if ``resolved`` raises it.
+    During a save one look may find neither, so look at most LOOKS times. Raise ValueError if neither appears, or if ``resolved``
+    raises it.
     """
     folder = resolved(folder)
     old = folder.with_name(REPLACED.format(folder.name))

@@ -177,7 +177,7 @@ class RingPlan:
 
     @property
     def band_of_one_run(self) -> Band | None:
-        """Return ``band`` in a balanced layout, whose shards ``attend/one_run.py`` converts to one run for kernels; else None."""
+        """Return ``band`` if the layout is balanced, else None. ``attend/one_run.py`` then makes a shard one run for kernels."""
         return self.band if isinstance(self.layout, BalancedLayout) else None
 
     def rows(self, rank: int, shift: int) -> Rows:

@@ -135,10 +135,10 @@ class RingAttention(Projections):
         return self.attended(attend, x, positions, context, context_positions)
 
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
-        """Return the mask of a call: ``causal()`` if ``longest_path`` is passed, else the layer's mask.
+        """Return the mask of a call: ``causal()`` on a tree, which passes ``longest_path``, else the layer's mask.
 
-        ``key_extents``: True if the call passes key extents. ``of_path``: True if ``positions`` are passed or the layer has no
-        rotary embedding, so that no rotary angle is computed from a position in the packed row.
+        ``key_extents``: True if the call passes key extents. ``of_path``: False if the layer has a rotary embedding and the call
+        passes no ``positions``.
 
         Raise ValueError, with the reason from ``tree_objection``, if the layer cannot attend over the key extents.
         """

@@ -34,5 +34,8 @@ def device_name() -> str:
 
 @lru_cache
 def _stored(device: str) -> Machine | None:
-    """Return this machine's record of measured speeds, or None. The cache lets equal calls trace to the same strategy."""
+    """Return this machine's record of measured speeds, or None.
+
+    ``lru_cache`` keeps the first answer even if the file changes, so that equal calls take the same strategy.
+    """
     return stored("jax", device)

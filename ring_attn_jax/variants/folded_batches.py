@@ -114,7 +114,7 @@ _mix.defvjp(_mix_forward, _mix_backward)
 
 
 def _heads(places: Places) -> int:
-    """Return the shard's number of heads, equal to the end (exclusive) of the heads that the last pattern uses."""
+    """Return the number of heads in the shard: the end (exclusive) of the range of heads that the last pattern uses."""
     return places[-1][1].end
 
 

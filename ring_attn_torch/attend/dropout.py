@@ -84,6 +84,9 @@ def keep_mask(philox_keys: Tensor, rate: float, q_pos: Tensor, k_pos: Tensor) ->
 
 
 def multiply(a: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """Return the upper and lower 32 bits of ``a * constant``. The product has up to 64 bits, so the int64 may be negative."""
+    """Return the upper and the lower 32 bits of ``a * constant``, both at least 0.
+
+    The product may need all 64 bits. It is then negative as an int64, but its bits are right.
+    """
     product = a * constant
     return (product >> 32) & WORD, product & WORD

@@ -183,7 +183,7 @@ def _recent_lists(each: Launch, inputs: tuple[Unchanged, ...], stream: int) -> t
 
 
 def _clipped(extents: Tensor) -> Tensor:
-    """Return the extents as int32, clipped to 0 .. ``BEYOND`` and aligned to 16 bytes. Cache them if ``reusable`` is True."""
+    """Return the extents as int32, clipped to 0 .. ``BEYOND``, aligned to 16 bytes. Cache them if ``recent.reusable`` permits."""
     if reusable((extents,), extents.device):
         return _recently_clipped(Unchanged(extents), stream_of(extents.device))
     return aligned(clipped(extents))

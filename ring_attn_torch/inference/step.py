@@ -24,8 +24,8 @@ class DecodeStep:
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
     slot, new tokens included. If ``layout`` is None, every rank computes the same ``tokens`` tokens of each request.
-    Otherwise each rank computes a shard of ``tokens`` tokens of a chunk of ``length`` tokens, and of request i only the first
-    ``chunk[i]`` tokens of the chunk are real.
+    Otherwise each request has a chunk of ``length`` tokens, of which each rank computes ``tokens``. Only the first ``chunk[i]``
+    tokens of request i's chunk are new tokens; the rest is padding.
     """
 
     positions: Tensor

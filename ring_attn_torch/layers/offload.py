@@ -129,7 +129,7 @@ class Page:
         return x
 
     def _settle(self) -> None:
-        """Let the stream that was current when the copy began wait for the end of the copy."""
+        """Make ``_stream``, which was current when the copy began, wait for the end of the copy."""
         if self._copied is not None and self._stream is not None:
             self._stream.wait_event(self._copied)
         self._copied = None

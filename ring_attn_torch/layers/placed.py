@@ -1,4 +1,4 @@
-"""The check of a causal RingTransformer, made on all ranks, that every nonempty extent begins at or before its query."""
+"""A check on all ranks that no nonempty extent of a causal RingTransformer begins after its query."""
 
 from __future__ import annotations
 

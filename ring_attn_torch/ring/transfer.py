@@ -82,7 +82,7 @@ def send(arrays: Arrays, hop: int, group: Group) -> Transfer:
 
 
 def send_inside(arrays: Arrays, hop: int, ranks: int, group: Group) -> Transfer:
-    """Send ``arrays`` as ``send`` does, but each ``ranks`` consecutive ranks form a ring."""
+    """Send ``arrays`` as ``send`` does, but within groups of ``ranks`` consecutive ranks, each of which is a ring of its own."""
     if hop == 0:
         return Transfer(arrays, arrays)
     sent = _contiguous(arrays)

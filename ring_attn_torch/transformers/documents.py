@@ -75,7 +75,10 @@ def check_documents(name: str, call_arguments: dict[str, Any], shape: tuple[int,
 
 
 def text_positions(position_ids: Tensor | None, batch: int) -> Tensor | None:
-    """Return the text positions [batch, length], or None if ``position_ids`` has none, such as [3, batch, length] of Qwen-VL."""
+    """Return the text positions in ``position_ids`` as [batch, length], or None if it has none.
+
+    Row 0 of [4, batch, length] has them; [3, batch, length], as Qwen-VL passes it, has none.
+    """
     if position_ids is not None and position_ids.ndim == 3:
         position_ids = position_ids[0] if position_ids.shape[0] == 4 else None
     return None if position_ids is None else position_ids.expand(batch, -1)

@@ -173,7 +173,7 @@ def _unknown(config: Any) -> str:
 
 
 def check_alone() -> None:
-    """Raise ValueError if the default group has several ranks. Only ``sequence_parallel`` shards attention over several."""
+    """Raise ValueError if the default group has several ranks. Called outside ``sequence_parallel``, where nothing is sharded."""
     if ranks_of(group_of(group_name(None))) > 1:
         raise ValueError(
             'attn_implementation="ring" was called outside of sequence_parallel on a group of several ranks: write "with '

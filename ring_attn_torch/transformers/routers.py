@@ -140,8 +140,9 @@ def coefficient(model: PreTrainedModel) -> float:
 def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached: bool) -> None:
     """Raise ValueError if a call requests the routers' auxiliary loss, and the loss cannot be computed.
 
-    The reason is a formula other than this module's, a model without a factor for the loss, or another argument with which the
-    model or the ring computes no such loss, such as ``tree``. ``cached``: True if the call has a cache.
+    It cannot be computed if the model has another formula than this module's or no factor for the loss, or if the call also
+    passes ``tree``, ``fused_lm_head`` or ``return_dict=False``. ``cached``: True if the call has a cache, and then this function
+    refuses a request by the call, not one by the config.
     """
     config, asked = model.config, call_arguments.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))

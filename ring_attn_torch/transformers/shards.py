@@ -202,7 +202,7 @@ class GlobalBatch(RunningCall):
 
 
 def ends_of_blocks(member: Tensor) -> Tensor:
-    """Return int64 [batch, length]: the exclusive end of each run of True in ``member`` bool [batch, length], 0 outside."""
+    """Return for each token the exclusive end of its run of True in ``member``, or 0 if it is in none: int64 [batch, length]."""
     length = member.shape[1]
     position = torch.arange(length, device=member.device)
     last = torch.cat([member[:, :-1] & ~member[:, 1:], member[:, -1:]], 1)

@@ -1,4 +1,4 @@
-"""Summary attention over a ring, an approximation: exact within a window, with a few summaries of each block before it.
+"""Summary attention over a ring: queries see the keys in a window exactly, and a few summaries of each earlier block.
 
 :func:`merge` combines two parts. The local part (``exact``) is ``ring_attention`` with extents. Each extent is a window that
 begins at the first token of a block. The compressed part attends to summaries. Each rank pools its tokens of a block by

@@ -222,7 +222,7 @@ def narrow_state(e: Evidence) -> Iterator[str]:
 
 
 def of_lse(e: Evidence) -> Iterator[str]:
-    """Test whether lse is in base 2 (as inside kernels) or off by a constant, and whether its gradient is lost in dq and dk."""
+    """Test whether lse is in base 2 (as inside kernels) or off by a constant, and whether dq and dk lack the part of dlse."""
     if "lse" in e.missed:
         got, right = e.pair("lse")
         finite = np.isfinite(right) & np.isfinite(got)

@@ -52,7 +52,7 @@ class Evidence:
         return first((of or self.got)[name], like).astype(np.float64)
 
     def pair(self, name: str, of: Arrays | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return array ``name`` from ``of``, by default the measured result, and from the exact result, both in float64."""
+        """Return the measured array ``name`` (or that of ``of``, if passed) and the exact array ``name``, both in float64."""
         right = self.truth.exact[name].astype(np.float64)
         return self.part(name, right, of), right
 
@@ -96,9 +96,9 @@ class Evidence:
         return self.got["out"][0, self.dense.rows.start :]
 
     def explains_out(self, out: np.ndarray, judged: np.ndarray | slice = np.s_[:]) -> bool:
-        """Return True if ``out``, of the last ``ROWS`` queries under a hypothesis, explains the measured out.
+        """Return True if ``out``, which a hypothesis gives for the last ``ROWS`` queries, explains the measured out.
 
-        ``judged``: the queries that count, as a bool mask or a slice.
+        ``judged``: which of these queries to compare, as a bool mask or a slice.
         """
         before, after = (relative_error(self.measured[judged], x[judged]) for x in (self.right.out, out))
         return self.explained("out", before, after)
@@ -116,7 +116,10 @@ class Evidence:
         return dense.parts(self.inputs.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
 
     def is_mean_of_values(self, masked: np.ndarray) -> bool:
-        """Return True if the out of the ``masked`` queries of batch row 0 (one at least) is the mean of all values within 5 %."""
+        """Return True if the out of the ``masked`` queries of batch row 0 equals, within 5 %, the mean of all values.
+
+        Return False if ``masked`` selects no query.
+        """
         got = self.got["out"][0, : len(masked)][masked]
         mean = self.inputs.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05

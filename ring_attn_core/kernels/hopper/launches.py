@@ -108,7 +108,7 @@ def _widths(call: RingCall) -> tuple[TileColumns, int]:
 
 
 def extent_lists(call: RingCall, *names: str) -> dict[str, Argument]:
-    """Return a dict from kernel parameters to those arrays ``names`` of portable/extent_lists.py that the call needs.
+    """Return a dict from kernel parameters to arrays: those of ``names`` (see portable/extent_lists.py) that the call needs.
 
     A call without extents of queries and keys needs none. A call with key extents needs ``intervals`` in place of ``key_tiles``.
     """

@@ -53,7 +53,7 @@ def dq(call: RingCall, portable: Launch) -> Launch:
 
 @lru_cache(maxsize=4096)
 def dkv(call: RingCall, portable: Launch) -> Launch:
-    """Return the launch of the pass of dk and dv, with the outputs of ``portable``, the launch of the portable dkv."""
+    """Return the launch that computes dk and dv. Its outputs are those of ``portable``, the launch of the portable dkv."""
     tiles = tiles_of(call)
     of_portable = dict(portable.constants)
     constants = {

@@ -100,9 +100,10 @@ def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
 
 
 def _own(plan: NeededPlan, rank: int) -> list[tuple[int, int]]:
-    """Return the ``Places.own`` of a rank as stretches for ``_indices``.
+    """Return ``Places.own`` of a rank, the index in the step's shard of each of its keys, as stretches for ``_indices``.
 
-    A stretch is (index of its first key in the rank's shard, index of the same key in the step's shard).
+    A stretch (first, base) maps key ``first`` of the rank's shard to index ``base``, the next key to ``base + 1``, and so on up
+    to the next stretch. It maps padding to ``plan.most_capacity`` and beyond.
     """
     own: list[tuple[int, int]] = []
     end = 0

@@ -108,7 +108,7 @@ class TwoLevelStep(RingStep):
         """Send ``dkv`` to the next rank of the inner ring, or in the last step to the rank at which the keys entered the host.
 
         In every inner ring but the first, the first step also adds the gradients of the previous inner ring to the sum over
-        hosts, and sends this sum ``crossing`` hosts onward (``HostSums.add``).
+        hosts, and sends this sum onward by ``HostSums.crossing`` hosts.
         """
         self.travelling = self._inside((dkv,), self._onward)
         self._sums.add()
