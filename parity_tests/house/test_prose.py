@@ -13,8 +13,9 @@ BASELINE = Path(__file__).with_name("prose_baseline.txt")
 
 def test_no_finding_is_new_and_none_of_the_baseline_is_gone():
     found, known = set(findings()), set(BASELINE.read_text(encoding="utf-8").splitlines())
-    assert sorted(found - known) == [], "rewrite these: subject, verb, object, in the words of the field (CONTRIBUTING.md)"
-    assert sorted(known - found) == [], "these are mended: take them out of prose_baseline.txt"
+    new, mended = "\n".join(sorted(found - known)), "\n".join(sorted(known - found))
+    assert new == "", f"rewrite these, subject, verb, object, in the words of the field (CONTRIBUTING.md):\n{new}"
+    assert mended == "", f"these are mended: take them out of prose_baseline.txt:\n{mended}"
 
 
 def test_every_file_that_a_docstring_names_exists():

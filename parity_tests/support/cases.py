@@ -207,8 +207,7 @@ def check(case: Case, got: Attention, allowed_error: Callable[[Case, str], float
             np.testing.assert_array_equal(mine[:, length:], -np.inf if name == "lse" else 0, err_msg=f"{name} at padding")
             mine = mine[:, :length]
         error, allowed = relative_error(mine, truth), (allowed_error or computed_bound)(case, name)
-        if not error <= allowed:
-            raise AssertionError(f"{name}: error {error:.3g} against float64, allowed {allowed:.3g} ({case})")
+        assert error <= allowed, f"{name}: error {error:.3g} against float64, allowed {allowed:.3g} ({case})"
         shares[name] = error / allowed
     return shares
 
