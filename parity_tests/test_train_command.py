@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,9 @@ def test_it_trains_alike_however_it_is_started(ways: tuple[str, ...], tmp_path: 
     corpus.write_texts(tmp_path / "texts", (700, 61, 1, 900, 100, 3, 1300))
     (tmp_path / "config.toml").write_text(CONFIG)
     losses, root = [], str(Path(__file__).resolve().parents[1])
+    packages = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     for name in ways:
-        said = started([*WAYS[name], "--out", name], tmp_path, {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"})
+        said = started([*WAYS[name], "--out", name], tmp_path, {"PYTHONPATH": packages, "JAX_PLATFORMS": "cpu", "COLUMNS": "200"})
         assert "weights on 2 x " in said and "step 1: loss " in said and "step 4: held-out loss " in said, said
         out = tmp_path / name
         assert (out / "weights" / "model.safetensors").exists() and (out / "train.png").read_bytes().startswith(b"\x89PNG")

@@ -29,7 +29,6 @@ ARGUMENTS = dilated_arguments()
 TOKENS = 13
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "name", "whole"),
     [
