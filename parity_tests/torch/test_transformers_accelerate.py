@@ -1,4 +1,7 @@
-"""A loop of one's own with accelerate on its cp axis: documents stay apart, and ten steps are those of one process."""
+"""A loop of one's own with accelerate on its cp axis: documents stay apart, and ten steps are those of one process.
+
+What accelerate's hooks do to masks is in ring_attn_torch/transformers/masks.py, and what its mesh is in trainer.py beside it.
+"""
 
 from __future__ import annotations
 

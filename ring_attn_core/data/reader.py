@@ -1,9 +1,10 @@
 """A reader of documents' tokens that detects changed files and counts the bytes that a rank reads (``bytes_read``).
 
-The reader reads the tokens and labels of its shard. In a striped layout the tokens of all ranks alternate, so it reads them all,
-once for ids and once for labels; ``bytes_read`` counts the ids and labels of its shard only. At the first read of a file
-of the cache, and if a file's ``stat`` has changed (see ``Reader``), the reader also reads at most 16 blocks of 4,096 bytes
-(``sample`` of files.py). Their digest shows if the content has changed. numpy is imported on first use.
+A rank reads the tokens of its shard, and for each piece of a span at most one token more, the label of the piece's last token.
+An id takes the bytes of its array's dtype; in the cache that is 1, 2 or 4. In a striped layout the tokens of all ranks alternate,
+so the rank reads them all, once for ids and once for labels; ``bytes_read`` counts the ids and labels of its shard only. At the
+first read of a file of the cache, and if a file's ``stat`` has changed (see ``Reader``), the reader also reads at most 16 blocks
+of 4,096 bytes (``sample`` of files.py). Their digest shows if the content has changed. numpy is imported on first use.
 """
 
 from __future__ import annotations
