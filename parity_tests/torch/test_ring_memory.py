@@ -1,0 +1,39 @@
+"""What a rank holds at a time in PyTorch: no more in a ring of 8 than in a smaller one, by every strategy but "gather"."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ring_attn_torch import ring_attention
+
+from .memory import peak_bytes
+
+TOKENS, HEADS, DIM = 128, 8, 16
+SHARD = 4 * TOKENS * HEADS * DIM
+"""Bytes of one array of a rank."""
+
+
+def held(group: Any, strategy: str) -> int:
+    """Return the most bytes that this rank allocates at a time in a forward and backward, after one call as a warm-up."""
+    q, k, v = (torch.randn(1, TOKENS, HEADS, DIM, requires_grad=True) for _ in range(3))
+
+    def call() -> None:
+        ring_attention(q, k, v, group=group, strategy=strategy).sum().backward()
+
+    call()
+    return peak_bytes(call)
+
+
+@pytest.mark.parametrize(("strategy", "ranks"), [("ring", 4), ("direct", 6), ("two_way", 6), ("ulysses", 4)])
+def test_a_rank_holds_no_more_in_a_larger_ring(gloo, strategy, ranks):
+    """``ranks``: the smallest ring in which a rank has as many transfers at a time as in any larger one."""
+    small, large = (max(gloo(n, held, strategy)) for n in (ranks, 8))
+    assert large < small + SHARD / 2, (small / SHARD, large / SHARD)
+
+
+def test_a_rank_that_gathers_holds_the_keys_of_all(gloo):
+    small, large = (max(gloo(ranks, held, "gather")) for ranks in (4, 8))
+    assert large > small + 4 * SHARD, (small / SHARD, large / SHARD)
