@@ -65,7 +65,7 @@ class Message(NamedTuple):
 
 
 class Failure(Exception):
-    """A failure of spawned processes: one of them raised an error or died, or none reported in time. The message says which."""
+    """A failure of spawned processes: one raised an error or died, or none reported in time. The message names the processes."""
 
 
 class Terminated(SystemExit):

@@ -130,7 +130,10 @@ class Case:
 
     @cached_property
     def masks(self) -> Arrays:
-        """Return the used masks: "extents" (a token's document), int32 [batch, length, 2]; "key_mask", bool [batch, length]."""
+        """Return the masks in use, by argument name: "extents", int32 [batch, length, 2]; "key_mask", bool [batch, length].
+
+        ``extents`` holds the first position and the end of each token's document. ``key_mask`` is True for keys that are seen.
+        """
         rng = np.random.default_rng((self.seed, 1))
         drawn = {}
         if self.documents:

@@ -101,8 +101,8 @@ class _Contestant:
 def compare(sweep: Sweep, tell: Tell = lambda words: None) -> Comparison:
     """Run a sweep and return its results. Call ``tell`` with a progress message before each stage.
 
-    Raise ValueError if a variant that the user named runs nowhere or fails, if nothing can run, or if devices are too few. Raise
-    :class:`processes.Failure` if a process dies or does not answer.
+    Raise ValueError if a variant that the user named runs nowhere or fails, if any variant fails on some ranks only, if nothing
+    can run, or if devices are too few. Raise :class:`processes.Failure` if a process dies or does not answer.
     """
     frameworks = _installed(sweep)
     cells, left_out = _contestants(sweep, frameworks)
@@ -192,10 +192,11 @@ def _cell(pool: Pool, sweep: Sweep, cell: list[_Contestant], tell: Tell) -> tupl
 def _judged(
     one: _Contestant, cotangents: frozenset[str], whole: dict[_Contestant, Arrays], truths: dict[object, Truth]
 ) -> VariantResult:
-    """Compare the result of ``one`` with the truth, with its result on one device, and with the other framework's result.
+    """Compare the arrays of contestant ``one`` with the truth, with those on one device, and with those of the other framework.
 
-    ``cotangents``: names of the cotangents that the gradients were computed from. ``whole``: each contestant's global arrays.
-    ``truths``: a cache, to which a new truth is added. The returned result lacks ``seconds`` and ``peak_bytes``.
+    ``cotangents``: names of the cotangents that the gradients were computed from. ``whole``: for each contestant, its results and
+    gradients as global arrays. ``truths``: a cache, to which a new truth is added. The returned VariantResult lacks ``seconds``
+    and ``peak_bytes``.
     """
     oracle = ORACLES[one.variant.oracle]
     inputs = oracle.inputs(one.case)

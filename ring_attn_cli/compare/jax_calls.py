@@ -1,6 +1,7 @@
-"""Calls of each variant in JAX: each takes a ``JaxCall`` and returns a function from a rank's named arrays to named results.
+"""The calls of the variants in JAX, such as ``ring``.
 
-The function runs inside the ring's shard_map. Other packages are called as their documentation says, in their own layout.
+A call takes a ``JaxCall`` and builds a function that maps a rank's arrays to its results, both as dicts by name. The function
+runs inside the ring's shard_map. Other packages are called as their documentation says, in their own layout.
 """
 
 from __future__ import annotations

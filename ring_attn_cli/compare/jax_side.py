@@ -70,7 +70,7 @@ class JaxWorker:
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
         """Compile the order's call, run forward and backward once, and return the results and gradients of all ranks.
 
-        ``inputs``: the global inputs. If None, ``ORACLES[order.oracle]`` draws them; it also computes the exact results.
+        ``inputs``: the global inputs. If None, the oracle ``ORACLES[order.oracle]`` (``oracles.py``) draws them.
         """
         oracle, case, plan = ORACLES[order.oracle], order.case, order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(case)

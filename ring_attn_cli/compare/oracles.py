@@ -27,8 +27,8 @@ VOCAB, DEPTH = 61, 2
 class GlobalArrays:
     """Global arrays in the natural order of tokens, by the argument names of a variant's function.
 
-    ``leaves``: names of the differentiated arrays; the gradient of x is named dx. ``cotangents``: cotangents of the results, by
-    name.
+    ``leaves``: names of the differentiated arrays; the gradient of x is named dx. ``cotangents``: the cotangent of each result,
+    under the name of the result, such as "out".
     """
 
     arrays: Arrays
@@ -107,7 +107,8 @@ def _attention_truth(case: Case, inputs: GlobalArrays, cotangents: Collection[st
 def first_heads(case: Case, inputs: GlobalArrays, cotangents: Collection[str], whole: bool = False) -> Arrays:
     """Return the inputs of attention and the cotangents dout and dlse, under the argument names of the reference's ``exact``.
 
-    Unless ``whole``, keep only batch row 0 and the heads of key head 0. Cotangents whose names are not in ``cotangents`` are 0.
+    If ``whole``, keep all rows and heads; else keep batch row 0, key head 0 and the query heads that read it. ``cotangents``:
+    names of the results whose cotangents count. Without "out" dout is 0, and without "lse" dlse is 0.
     """
     dout, dlse = (x if name in cotangents else np.zeros_like(x) for name, x in inputs.cotangents.items())
     arrays = inputs.arrays | {"dout": dout, "dlse": dlse}

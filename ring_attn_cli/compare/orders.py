@@ -82,7 +82,7 @@ def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
     """Execute the parent's orders until the pipe closes: for each, call the method of ``side`` that ``Order.kind`` names.
 
     Report "done" with (rank, the method's result), or "mistake" with (rank, the error in words). If one order takes longer than
-    0.8 ``patience`` (seconds), print a traceback to the log before the parent gives up; :func:`where_at` reads it there.
+    ``0.8 * patience`` seconds, print a traceback to the log before the parent gives up; :func:`where_at` reads it there.
     """
     while True:
         try:
@@ -101,7 +101,11 @@ def serve(parent: Parent, rank: int, side: Any, patience: float) -> None:
 
 
 def where_at(log: str) -> str | None:
-    """Return the main thread's line, as "file.py, line 3 in function", from the traceback of :func:`serve`; None without one."""
+    """Return the line of code at which the main thread was, such as "file.py, line 3 in function".
+
+    The line comes from the traceback that :func:`serve` printed to ``log``, the text of a process's log. Return None if the text
+    holds no such traceback.
+    """
     *_, dump = log.rpartition("Timeout (")
     threads = dump.split("most recent call first):")  # the main thread comes last
     found = re.search(r'File "(.*)", line (\d+) in (\S+)', threads[-1]) if len(threads) > 1 else None
@@ -109,7 +113,7 @@ def where_at(log: str) -> str | None:
 
 
 OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "can't allocate memory", "CUDA out of memory"
-"""Parts of out-of-memory messages whose error is not a MemoryError: of JAX, PyTorch on a CPU, and PyTorch on a GPU."""
+"""Texts in the out-of-memory errors of JAX, PyTorch on a CPU, and PyTorch on a GPU; these errors are not MemoryErrors."""
 
 
 def in_words(error: BaseException) -> str:

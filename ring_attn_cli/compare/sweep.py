@@ -22,8 +22,9 @@ SWEPT = "length", "heads", "head_dim", "dtype", "layout", "backend"
 class Sweep:
     """The checked request of a comparison. ``cases``: one for each combination of values of the arguments named in ``SWEPT``.
 
-    ``named``: the variants as the user named them. ``axis``: the argument with the most values, "ranks" or a name in ``SWEPT``.
-    In a tie ``axis`` is the first of these arguments; if no argument has two values, it is "". ``patience``: timeout in seconds.
+    ``named``: the variants as the user named them. ``axis``: the argument with the most values, "ranks" or a name in ``SWEPT``;
+    in a tie "ranks" wins, then the earlier name in ``SWEPT``. If no argument has two values, ``axis`` is "". ``patience``:
+    timeout in seconds.
     """
 
     variants: tuple[Variant, ...]

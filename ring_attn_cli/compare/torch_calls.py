@@ -1,4 +1,7 @@
-"""Calls of the variants in PyTorch: ``name(call)`` builds a function that maps this rank's arrays to results, both by name."""
+"""The calls of the variants in PyTorch, such as ``ring``.
+
+A call takes a ``TorchCall`` and builds a function that maps a rank's arrays to its results, both as dicts by name.
+"""
 
 from __future__ import annotations
 

@@ -46,9 +46,9 @@ class ReadyVariant(NamedTuple):
 
 
 def work(parent: Parent, rank: int, settings: WorkerSettings) -> None:
-    """Report this process's devices to the parent process, then execute its orders as rank ``rank`` until it closes the pipe.
+    """Report this process's devices, then execute each ``Order`` of the parent as rank ``rank``, until the pipe closes.
 
-    If there are fewer GPUs than ranks in the largest ring, return after the report.
+    If there are fewer GPUs than ranks in the largest ring, stop after the report; the parent then raises ValueError.
     """
     devices, kind = settings.most, "cpu"
     if settings.device == "gpu":
@@ -81,8 +81,8 @@ class TorchWorker:
     def prepare(self, order: Order, inputs: GlobalArrays | None = None) -> Outcome:
         """Build the order's call, run forward and backward once, and return this rank's results and gradients.
 
-        Only rank 0 returns replicated results. ``inputs``: the global inputs. If None, ``ORACLES[order.oracle]`` draws them; it
-        also computes the exact results.
+        Only rank 0 returns replicated results. ``inputs``: the global inputs. If None, the oracle ``ORACLES[order.oracle]``
+        (``oracles.py``) draws them.
         """
         oracle, plan = ORACLES[order.oracle], order.case.plan(order.ranks)
         inputs = inputs or oracle.inputs(order.case)

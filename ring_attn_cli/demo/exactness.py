@@ -130,8 +130,8 @@ def joined(parts: Mapping[int, DemoTruth]) -> DemoTruth:
 class CheckRow(NamedTuple):
     """The checks of one array computed over the ring, such as dq. Each check bounds a relative difference.
 
-    ``exact``: from the exact result, by framework. ``one_device``: from the same framework's result on one device, by framework.
-    ``frameworks``: between the rings of the two frameworks, or None if only one framework ran.
+    ``exact``: the difference from the exact result, by framework. ``one_device``: the difference from the same framework's result
+    on one device, by framework. ``frameworks``: the difference between the two frameworks' rings; None if only one framework ran.
     """
 
     name: str

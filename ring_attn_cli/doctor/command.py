@@ -76,7 +76,7 @@ def doctor(
 
 
 def _check_unused(option: str, used: bool, others: dict[str, object]) -> None:
-    """Raise ValueError if ``option`` is used together with an option in ``others``, which would then have no effect."""
+    """Raise ValueError if ``option`` is used and an option in ``others`` is passed too. The latter would have no effect."""
     if used and (ignored := [name for name, value in others.items() if value]):
         raise ValueError(f"{', '.join(ignored)} would change nothing with {option}: leave out one of them")
 

@@ -56,7 +56,7 @@ KEY_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_he
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a class. ``verdict``: key of VERDICTS. ``error``: largest relative error of logits or gradients, or None."""
+    """A model class's result. ``verdict``: key of VERDICTS. ``error``: largest relative error of logits or gradients, or None."""
 
     model: str
     verdict: str
@@ -119,7 +119,7 @@ def verdicts(names: Iterable[str], seconds: float) -> Iterator[Verdict]:
 
 
 def page(record: dict[str, Any], found: Iterable[Verdict]) -> str:
-    """Return the text of docs/tested_models.md: an introduction that quotes ``record``, and tables of the verdicts."""
+    """Return the text of docs/tested_models.md: an introduction with ``record`` (date, version, sizes) and tables of verdicts."""
     found = list(found)
     counts = Counter(each.verdict for each in found)
     lines = [
@@ -167,7 +167,7 @@ def work(parent: Parent, rank: int, store: str) -> None:
 
 
 def tiny(kind: Any, causal: bool) -> Any:
-    """Return a config of class ``kind`` with the sizes in SIZES and one layer per default layer type, but at least two layers."""
+    """Return a config of class ``kind`` with the sizes in SIZES. It has a layer per type in ``layer_types``, but at least two."""
     default = vars(kind())
     sizes: dict[str, Any] = {
         name: size

@@ -1,4 +1,7 @@
-"""Timings of runs (functions of the caller). After a warm-up, rounds call each run once; noisy series of rounds are repeated."""
+"""Timings of runs, which are functions that the caller passes.
+
+After a warm-up, runs are timed in a series of rounds. Each round calls every run once. A noisy series is repeated.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ SERIES = 4
 """Largest number of series, each of ``REPEATS`` rounds, in a measurement."""
 
 WARM_UP = 6
-"""Largest number of warm-up rounds before the first series; they end when two rounds in a row agree to ``NOISE``."""
+"""Largest number of warm-up rounds before the first series.
+
+The warm-up ends earlier if the times of each run in two successive rounds have a relative difference of at most ``NOISE``.
+"""
 
 WORST = 10.0
 """Upper bound of a noise (a relative difference of times), and its value if a time is not above 0."""

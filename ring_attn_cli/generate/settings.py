@@ -63,7 +63,7 @@ class GenerateSettings:
         self.check_ids([x for x in self.ends if is_integer(x)], "eos_token_id of config.json" if self.stop is None else "--stop")
 
     def _check_prompt(self) -> None:
-        """Raise ValueError if not exactly one of ``prompt`` and ``text`` is given, or if ``prompt`` is not an existing file."""
+        """Raise ValueError if both or neither of ``prompt`` and ``text`` are given, or if ``prompt`` is not an existing file."""
         if self.prompt is None and self.text is None:
             raise ValueError("pass what the text begins with: --prompt TEXT, or --prompt-file FILE")
         if self.prompt is not None and self.text is not None:

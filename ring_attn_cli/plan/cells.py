@@ -1,8 +1,8 @@
 """The data of a plan's drawings: sequences cut into cells, the ranks that hold each cell, and the pairs that the ranks compute.
 
-A cell of a sequence is a block of tokens. A drawing shows one rank for each cell. If several ranks hold tokens of neighbouring
-blocks, their cells show these ranks alternately. A cell of a matrix is a block of queries and a block of keys; it is filled if
-any query-key pair in it is computed.
+A cell of a sequence is a block of tokens. A drawing shows one rank for each cell. If the same ranks share the tokens of several
+neighbouring cells, these cells show the ranks alternately. A cell of a matrix is a block of queries and a block of keys; it is
+filled if any query-key pair in it is computed.
 """
 
 from __future__ import annotations
@@ -55,14 +55,17 @@ class Axis:
         return cls(cells, block, length, held)
 
     def ranks(self, cell: int) -> list[int]:
-        """Return the ranks that hold tokens of a cell ([] for padding), rotated by the cell's index so that cells alternate."""
+        """Return the ranks that hold tokens of a cell, [] for padding.
+
+        The list is rotated by the cell's index, so that neighbouring cells with the same ranks begin with different ones.
+        """
         ranks = sorted(self.cells[cell])
         first = cell % len(ranks) if ranks else 0
         return ranks[first:] + ranks[:first]
 
 
 def computed(plan: RingPlan, queries: Axis, keys: Axis, shift: int) -> list[list[int | None]]:
-    """Return one rank for each cell [query cell][key cell] of the matrix: a rank that computes pairs of it at ``shift``, or None.
+    """Return for each cell [query cell][key cell] of the matrix a rank that computes pairs of this cell at ``shift``, or None.
 
     At ``shift``, a rank computes with the keys of rank ``(rank - shift) % ranks``.
     """

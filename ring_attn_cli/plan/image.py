@@ -1,6 +1,7 @@
 """The picture of a RingPlan as PNG or SVG, drawn with matplotlib without pyplot's global state.
 
-Lengths are in inches from the left and top of the picture, which has the same width for every plan; positions are in tokens.
+In the code, places in the picture are in inches from its left and its top; positions in a sequence are in tokens. The picture
+has the same width for every plan.
 """
 
 from __future__ import annotations

@@ -184,8 +184,9 @@ def rank_table(
 ) -> Table:
     """Return a table with a row for each rank: its runs, documents, pairs, share of the mean work, and keys of other ranks.
 
-    ``documents``: for each rank, (documents wholly on it, documents with any token on it). ``what``: the heading for documents.
-    ``sent``: the number of keys that each rank sends under the strategy "direct"; None leaves out this column.
+    ``documents``: for each rank, (number of documents wholly on it, number of documents with any token on it). ``what``: the
+    heading for documents. ``sent``: the number of keys that each rank sends under the strategy "direct"; None leaves out this
+    column.
     """
     from rich import box
     from rich.table import Table
@@ -205,7 +206,7 @@ def rank_table(
 
 
 def layout_table(plans: list[PackedPlan]) -> Table:
-    """Return a table with a row per plan: balance, most pairs of a rank, remote keys, and their share of a ring's remote keys."""
+    """Return a table with a row per plan: balance, most pairs of any rank, remote keys of all ranks, and ``PackedPlan.share``."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""The predicted time of each strategy on a machine, as a table: the cost model of ``ring_attn_core.plan.cost``."""
+"""The table of each strategy's predicted time on a machine, by the cost model in ``ring_attn_core/plan/cost.py``."""
 
 from __future__ import annotations
 

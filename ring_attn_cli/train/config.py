@@ -131,7 +131,11 @@ class RingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """The evaluation: its interval in steps, its number of microbatches, and its number of position ranges with a loss each."""
+    """The evaluation on held-out text.
+
+    ``every``: steps from one evaluation to the next. ``batches``: largest number of microbatches. ``buckets``: largest number of
+    position buckets, each with a loss of its own (``edges`` in ``arithmetic.py``).
+    """
 
     every: int = 50
     batches: int = 4

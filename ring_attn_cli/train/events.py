@@ -18,7 +18,8 @@ from typing import Any
 
 FOLDER = "tensorboard"
 VERSION = b"brain.Event:2"
-"""The file_version in a file's first event. With it, a START event makes readers drop earlier events of its step or later."""
+"""The file_version in a file's first event. With this version, a START event of step n makes readers drop all events that they
+have read for step n and later steps."""
 START = 1
 """The value of tensorflow.SessionLog.START, the status in an event that marks a start of the run."""
 
@@ -109,8 +110,9 @@ def scalars(kind: str, line: dict[str, Any]) -> Iterator[tuple[str, float]]:
 class Events:
     """A new file of events in the folder of a run, for ``tensorboard --logdir``.
 
-    Each start of a run adds a file. The file's second event has the status START and the first step of this start, ``begin + 1``.
-    Readers therefore drop events of earlier files from this step on.
+    Each start of a run adds a file. ``begin``: the step of the checkpoint that the run resumes, or 0 for a new run. The file's
+    second event has the status START and the step ``begin + 1``. Readers therefore drop the events of earlier files from this
+    step on.
     """
 
     def __init__(self, out: Path, begin: int) -> None:

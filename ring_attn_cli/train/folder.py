@@ -70,7 +70,7 @@ def _check_lora(config: Config, framework: str) -> None:
 
 
 def adapters_of(config: Config) -> dict[str, Any]:
-    """Return an entry for a checkpoint, ``{"lora": table}``: the ``[lora]`` table in JSON types, or None without adapters."""
+    """Return ``{"lora": table}`` for a checkpoint. ``table``: the ``[lora]`` table in JSON types, or None without adapters."""
     return {LORA: json.loads(json.dumps(config.described()[LORA]))}
 
 

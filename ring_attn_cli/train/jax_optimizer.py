@@ -15,7 +15,10 @@ SCHEDULER = "xla_gpu_enable_latency_hiding_scheduler"
 
 
 def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
-    """Return AdamW for ``steps`` steps: clipping by the global norm, no weight decay of vectors, and rates from ``rates()``."""
+    """Return AdamW for ``steps`` steps, with clipping by the global norm and the learning rates of ``arithmetic.rates``.
+
+    Vectors, such as the weights of norms, have no weight decay.
+    """
     table = np.array(rates(of, steps))
     return optax.chain(
         optax.clip_by_global_norm(of.clip),
@@ -26,5 +29,9 @@ def adamw(of: Optimizer, steps: int) -> optax.GradientTransformation:
 
 
 def compiler_options(platform: str, activations: str) -> dict[str, bool] | None:
-    """Return XLA options for a step, or None for the defaults, by platform ("gpu", "cpu" or "tpu") and ``ring.activations``."""
+    """Return the XLA options with which a training step is compiled, or None for XLA's defaults.
+
+    ``platform``: "gpu", "cpu" or "tpu". ``activations``: the config's ``ring.activations``. The only option is ``SCHEDULER``; it
+    is off on a GPU if activations are offloaded.
+    """
     return {SCHEDULER: False} if platform == "gpu" and activations == "offload" else None

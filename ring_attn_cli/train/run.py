@@ -37,8 +37,9 @@ class Program:
     def of(cls, coordinator: str | None, process: str | None) -> Program:
         """Parse the options ``--coordinator`` and ``--process``.
 
-        ``process``: the index of this process and the number of processes, such as "0/4". ``coordinator``: HOST:PORT if
-        ``process`` is passed, else "auto". Raise ValueError otherwise, or if the index is not below the number of processes.
+        ``coordinator``: "auto", or the address HOST:PORT of process 0. ``process``: None with "auto"; with an address the index
+        of this process and the number of processes, such as "0/4". Raise ValueError if an option has another form, or if the
+        index is not below the number of processes.
         """
         if coordinator == "auto" and process is None:
             return cls(coordinator)

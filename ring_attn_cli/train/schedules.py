@@ -56,7 +56,8 @@ SWITCH = Kind("true or false", lambda x: isinstance(x, bool))
 NEEDED, PEAK, ALL, NONE = object(), object(), object(), None
 """Markers in place of an argument's default.
 
-NEEDED: the argument must be passed. PEAK: ``optimizer.learning_rate``. ALL: the schedule's steps. NONE: the argument stays unset.
+NEEDED: the argument must be passed. PEAK: the default is ``optimizer.learning_rate``. ALL: the default is the number of the
+schedule's steps. NONE: the argument stays unset.
 """
 
 Rate = Callable[[SimpleNamespace, int], float]
@@ -225,9 +226,9 @@ def schedule(tables: Sequence[Mapping[str, Any]], peak: float, steps: int) -> Ca
 
     Each table has a ``name`` and the schedule's arguments. All but the last also have ``until``, the step at which the next
     schedule begins. Each schedule counts its own steps from 0, as in ``optax.join_schedules`` and torch's ``SequentialLR``.
-    ``peak``: the run's learning rate, the default of a schedule's initial or peak rate and the base rate of torch's schedules.
-    ``steps``: steps of the run. Raise ValueError if a name or an argument is unknown, missing or out of its range, or if
-    arguments do not fit together.
+    ``peak``: the run's learning rate. It is the default of a schedule's initial or peak rate, and the base rate of torch's
+    schedules. ``steps``: steps of the run. Raise ValueError if a name or an argument is unknown, missing or out of its range, or
+    if arguments do not fit together.
     """
     parts: list[tuple[int, Callable[[int], float]]] = []
     begin = 0

@@ -18,7 +18,7 @@ class TrainStep(NamedTuple):
 
 
 class RunDevices(NamedTuple):
-    """The devices of a run: the name of one device, the number of devices, and the peak memory so far of one, in bytes.
+    """The devices of a run: the name of one device, the number of devices, and one device's peak memory so far, in bytes.
 
     On devices without memory statistics, such as CPUs, the memory is that of this process, as the system counts it.
     """

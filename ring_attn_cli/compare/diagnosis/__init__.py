@@ -2,7 +2,7 @@
 
 Most hypotheses assume a mistake and compute the result that it would give. Such a hypothesis holds if this result differs from
 the measured one by at most a few times the bound, or by a small fraction of the measured error. The hypotheses about infinities,
-NaN, out and dtypes are tested first; if one holds, only its sentence is reported, because other errors may follow from it.
+NaN, ``out`` and dtypes are tested first; if one holds, only its sentence is reported, because other errors may follow from it.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .dense import Backward, Dense
 from .evidence import ROWS, Evidence, cosine, minimizer, nearest
 
 LONGEST = 2048
-"""Longest sequence, in tokens, for which dense gradients are computed; their matrices grow with its square."""
+"""Longest sequence, in tokens, for which dense gradients are computed. Dense matrices grow with the square of its length."""
 NARROW = {"float64": ("float32", "float16", "bfloat16"), "float32": ("float16", "bfloat16"), "float16": ("bfloat16",)}
-"""Narrower dtypes of each dtype, the most precise first; tf32 rounds like float16."""
+"""Narrower dtypes of each dtype, the most precise first. float16 also stands for tf32, which has as many fraction bits."""
 LACKS = "the backward lacks delta = rowsum(dout * out){}: dq and dk are those of ds = p * {}, and ds = p * (dp - delta) is right"
 OF_SHARDS = "its probabilities are exp(score - lse), with lse and delta of all keys, in the backward of every shard"
 BACKWARDS = {
@@ -90,7 +90,7 @@ def alone(e: Evidence) -> Iterator[str]:
 
 
 def finite_fill(e: Evidence) -> Iterator[str]:
-    """Test whether masked scores are finite instead of -inf, so that out is wrong for fully masked queries and no others."""
+    """Test whether masked scores are finite instead of -inf, which makes ``out`` wrong for fully masked queries only."""
     sees = np.isfinite(e.truth.exact["lse"])
     got, right = e.pair("out")
     if relative_error(got[sees], right[sees]) <= 4 * e.truth.bounds["out"] and e.is_mean_of_values(~sees[0].any(-1)):
@@ -222,7 +222,7 @@ def narrow_state(e: Evidence) -> Iterator[str]:
 
 
 def of_lse(e: Evidence) -> Iterator[str]:
-    """Test whether lse is in base 2 (as inside kernels) or off by a constant, and whether dq and dk lack the part of dlse."""
+    """Test whether lse is in base 2 (as inside kernels) or off by a constant, and whether dq and dk lack the term of dlse."""
     if "lse" in e.missed:
         got, right = e.pair("lse")
         finite = np.isfinite(right) & np.isfinite(got)
@@ -238,7 +238,7 @@ def of_lse(e: Evidence) -> Iterator[str]:
 
 
 def wrong_backward(e: Evidence) -> tuple[str, set[str]] | None:
-    """Return (description, explained gradients) of a mistake that explains dq and dk, as far as these are wrong, or None."""
+    """Return (mistake, gradients that it explains) if a known mistake explains all wrong gradients among dq and dk, else None."""
     names = {"dq", "dk", "dv"} & {*e.missed}
     for backward, words in BACKWARDS.items() if "out" not in e.missed and e.plan.length <= LONGEST else ():
         if (backward.of_shards and e.plan.ranks == 1) or ("lse" not in e.cotangents and backward.dlse != 1):

@@ -34,8 +34,8 @@ class Forward(NamedTuple):
 class Backward(NamedTuple):
     """A variant of the backward, by default the correct one.
 
-    ``delta``, ``dlse``: factors of the two terms in delta = rowsum(dout * out) - dlse, 1 if correct. ``of_shards``: True if each
-    shard of keys uses the out and lse of its own keys alone.
+    ``delta``, ``dlse``: the factors that multiply rowsum(dout * out) and dlse in delta = rowsum(dout * out) - dlse; both are 1 if
+    correct. ``of_shards``: True if each shard of keys uses the ``out`` and lse of its own keys alone.
     """
 
     delta: float = 1.0

@@ -19,7 +19,7 @@ from ..oracles import GlobalArrays, Truth, by_name, first_heads
 from .dense import RIGHT, Backward, Dense, Forward
 
 ROWS = 96
-"""Number of queries that most hypotheses about out are tested on: the last ones, or all of a shorter sequence."""
+"""Number of queries on which most hypotheses about ``out`` are tested: the last ones, or all of a shorter sequence."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Evidence:
     def explained(self, name: str, before: float, after: float) -> bool:
         """Return True if a hypothesis explains the error of array ``name`` by lowering it from ``before`` to ``after``.
 
-        ``after`` must be at most 4 times the bound or 1/50 of ``before``. It must also be at most half of ``before``, because
-        under any hypothesis an error slightly above its bound is within 4 times the bound.
+        ``after`` must be at most 4 times the bound, or at most 1/50 of ``before``. In both cases it must also be at most half of
+        ``before``; else a hypothesis that changes nothing would explain any error slightly above its bound.
         """
         return bool(np.isfinite(after)) and after <= before / 2 and after <= max(4 * self.truth.bounds[name], before / 50)
 
@@ -52,7 +52,7 @@ class Evidence:
         return first((of or self.got)[name], like).astype(np.float64)
 
     def pair(self, name: str, of: Arrays | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return the measured array ``name`` (or that of ``of``, if passed) and the exact array ``name``, both in float64."""
+        """Return the array ``name`` twice in float64: from ``of``, by default the measured result, and from the exact result."""
         right = self.truth.exact[name].astype(np.float64)
         return self.part(name, right, of), right
 
@@ -116,19 +116,19 @@ class Evidence:
         return dense.parts(self.inputs.cotangents["out"][0], dlse, self.rank_of, self.plan.ranks, backward)
 
     def is_mean_of_values(self, masked: np.ndarray) -> bool:
-        """Return True if the out of the ``masked`` queries of batch row 0 equals, within 5 %, the mean of all values.
+        """Return True if ``out`` of the ``masked`` queries in batch row 0 is, within 5 %, the mean of v over all keys.
 
-        Return False if ``masked`` selects no query.
+        ``masked``: bool [n], for the first n queries. Return False if it selects no query.
         """
         got = self.got["out"][0, : len(masked)][masked]
         mean = self.inputs.arrays["v"][0].astype(np.float64).mean(0).repeat(self.case.heads // self.case.kv_heads, 0)
         return bool(masked.any()) and relative_error(got, np.broadcast_to(mean, got.shape)) < 0.05
 
     def counted_parts(self, name: str) -> np.ndarray | None:
-        """Return factors [rank, giver] by which the gradient on ``rank`` multiplies the contribution of the tokens of ``giver``.
+        """Return factors [rank, giver]: how many times the gradient on ``rank`` counts the contribution of ``giver``'s tokens.
 
         All factors of a correct gradient are 1. ``name``: "dq", "dk" or "dv". The contributions are the summands of
-        :meth:`parts`. A least-squares fit to the gradient of batch row 0 and key head 0 yields the factors. A factor is NaN if
+        :meth:`parts`. The factors are fitted by least squares to the gradient of batch row 0 and key head 0. A factor is NaN if
         its contribution is zero. Return None if the fit does not explain the gradient's error.
         """
         ranks, parts = range(self.plan.ranks), self.parts()[name]
