@@ -45,10 +45,11 @@ def attention_fn(
 
     The function takes all arguments that the modules of flax 0.12.2 to 0.12.12 pass:
         - ``is_causal``: the call also hides all keys after the query, in global positions.
-        - ``mask``, broadcasting against [batch..., heads, queries, keys], in the order of the arrays: padding, causal, windows or
-          documents. The mask must be the same for all heads. Each query must see one interval of keys, apart from keys that the
-          mask hides from all queries. Any other mask is refused. Under jit the mask's values are unknown, so a query that breaks
-          these rules gets NaN instead. A query that sees no key gets 0; in flax it gets the mean of all values.
+        - ``mask``, broadcasting against [batch..., heads, queries, keys], with queries and keys in the order of ``layout``: for
+          padding, causality, windows or documents. The mask must be the same for all heads. Each query must see one interval of
+          keys, apart from keys that the mask hides from all queries. Any other mask is refused. Under jit the mask's values are
+          unknown, so a query that breaks these rules gets NaN instead. A query that sees no key gets 0; in flax it gets the mean
+          of all values.
         - ``dropout_rng``, ``dropout_rate``, ``deterministic``: a call drops the same probabilities on any mesh, but not those
           that flax would drop. ``broadcast_dropout=True``, flax's default, is refused if there is dropout.
         - ``dtype``, ``promote_dtype``: q, k and v are cast. ``precision``, ``force_fp32_for_softmax``: accepted without effect,

@@ -43,16 +43,17 @@ class RingAttention(Projections):
     the dtype of the weights.
 
     ``rotary``: the position embedding, a ``Rotary`` of :mod:`ring_attn_core.model.rotary` with an optional scaling.
-    ``rotary_base`` is short for ``Rotary(base)``; None: no rotation. ``qk_norm``: apply an :class:`RMSNorm` over head_dim
-    with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have biases, as in Qwen2.
-    ``o_bias``: o has a bias, as in Llama with attention_bias. ``param_dtype``: the dtype of the weights, by name or as a
-    jax.numpy dtype.
+    ``rotary_base=b`` is short for ``rotary=Rotary(b)``. If both are None, q and k are not rotated. ``qk_norm``: apply an
+    :class:`RMSNorm` over head_dim with ``eps`` to q and k before the rotary embedding, as in Qwen3. ``qkv_bias``: q, k and v have
+    biases, as in Qwen2. ``o_bias``: o has a bias, as in Llama with attention_bias. ``param_dtype``: the dtype of the weights, by
+    name or as a jax.numpy dtype.
 
     ``softcap``: scores become ``softcap tanh(score / softcap)``. ``sinks``: each head has one learned logit in the softmax's
     denominator. It is the parameter ``sinks`` [heads], initially 0, in float32 unless ``param_dtype`` is float64. ``alibi``: add
     ``slope_h (k_pos - q_pos)`` in global positions to the scores, with the fixed slopes of
-    :func:`~ring_attn_core.model.alibi.alibi_slopes`. Combine it with ``rotary_base=None``. ``dropout_rate``: the fraction of the
-    attention probabilities that calls with a ``dropout_seed`` drop; calls without a seed drop nothing.
+    :func:`~ring_attn_core.model.alibi.alibi_slopes`. The slopes take the place of the rotary embedding, so usually pass
+    ``rotary_base=None`` too. ``dropout_rate``: the fraction of the attention probabilities that calls with a ``dropout_seed``
+    drop; calls without a seed drop nothing.
 
     JAX sums the gradients of replicated weights over the ranks by itself, unless they are computed inside
     ``shard_map(check_vma=False)``. Raise ValueError if sizes do not fit, a number is outside its range, or the mesh lacks an
@@ -90,20 +91,20 @@ class RingAttention(Projections):
         each step; dropout applies only if it is passed. ``dropout_offset``: as in ring_attention.
 
         ``layout``: the ``.layout`` of a shard of ``shard_batch(..., layout="balanced")``, or a TracedLayout of it. None: the
-        layer's own layout. With a balanced shard None silently gives wrong results (:class:`RingTransformer` detects most of
-        these mistakes).
+        layer's own layout. If the shard is balanced, None silently gives wrong results; :class:`RingTransformer` detects most
+        such calls.
 
-        ``longest_path``: if ``key_extents`` describe a tree, pass ``shard.longest_path``, the number of tokens of its longest
-        path. Windows and ALiBi slopes count positions of the packed row, not of a path. So with ``longest_path`` the layer
-        refuses slopes, a window of fewer than ``longest_path`` tokens (the query included), a mask that is not causal, and a
-        rotary embedding without ``positions``. Any other window hides nothing on any path and is ignored.
-        Without ``longest_path`` a layer with a window or slopes refuses ``key_extents``.
+        ``longest_path``: the number of tokens on the longest path of a prefix tree. Pass ``shard.longest_path`` if the shard's
+        ``key_extents`` describe a tree. Windows and ALiBi slopes count positions of the packed row, not of a path. So with
+        ``longest_path`` the layer refuses slopes, a window of fewer than ``longest_path`` tokens (the query included), a mask
+        that is not causal, and a rotary embedding without ``positions``. Any other window hides nothing on any path and is
+        ignored. Without ``longest_path`` a layer with a window or slopes refuses ``key_extents``.
 
         ``context`` [b t dim], sharded like x: a second sequence for cross-attention, the source of the keys and values.
         ``context_length``: the context's global number of tokens without padding (None: all tokens of its shards).
-        ``context_positions``: the positions of the context's tokens. With a context, ``key_mask`` [b t], ``extents`` and the mask
-        refer to the context's tokens. If the queries see the whole context, make the layer with ``mask=full()``, and usually with
-        ``rotary_base=None``.
+        ``context_positions``: int [t] or [b t], the positions of the context's tokens (None: those of the layout). With a
+        context, ``key_mask`` [b t], ``extents`` and the layer's mask refer to the context's tokens. If each query is to see the
+        whole context, construct the layer with ``mask=full()``, and usually with ``rotary_base=None``.
 
         Raise ValueError if x or context has a wrong shape, if a ``context_...`` argument lacks ``context``, or if ring_attention
         refuses an argument.
@@ -135,12 +136,12 @@ class RingAttention(Projections):
         return self.attended(attend, x, positions, context, context_positions)
 
     def _mask_on_tree(self, key_extents: bool, longest_path: int | None, of_path: bool) -> Band:
-        """Return the mask of a call: ``causal()`` on a tree, which passes ``longest_path``, else the layer's mask.
+        """Return the mask of a call: ``causal()`` if the call passes ``longest_path``, as for a tree; else the layer's mask.
 
         ``key_extents``: True if the call passes key extents. ``of_path``: False if the layer has a rotary embedding and the call
         passes no ``positions``.
 
-        Raise ValueError, with the reason from ``tree_objection``, if the layer cannot attend over the key extents.
+        Raise ValueError if the layer cannot attend over the key extents. The error is the reason that ``tree_objection`` returns.
         """
         wrong = tree_objection(self.options.mask, key_extents, longest_path, self.config.alibi, of_path)
         if wrong is not None:

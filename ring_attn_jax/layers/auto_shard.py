@@ -66,7 +66,10 @@ def check_global(ids: Any, mask: Any) -> None:
 
 
 def check_alone(auto_shard: bool, mask: Any, **of_shards: jax.Array | int | None) -> None:
-    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument for shards is passed with ``auto_shard``."""
+    """Raise ValueError if ``mask`` is passed without ``auto_shard``, or an argument for shards is passed with ``auto_shard``.
+
+    ``of_shards``: the arguments for shards by name; None if not passed.
+    """
     if not auto_shard and mask is not None:
         raise ValueError("mask is for whole sequences, with auto_shard=True: of shards pass key_mask, which shard_batch makes")
     for name, x in of_shards.items():

@@ -86,7 +86,8 @@ class Block(nnx.Module):
     ) -> jax.Array:
         """Apply the block to x [b s dim]; return [b s dim].
 
-        ``call``: a function from :func:`caller` that runs the block, or None. The other arguments are those of RingAttention.
+        ``call``: a ``Caller`` from :func:`caller`, which runs the block under a jax.checkpoint policy; None: JAX saves what it
+        saves by default. The other arguments are those of RingAttention.
         """
         masks: dict[str, Any] = {"extents": extents, "key_extents": key_extents, "key_mask": key_mask}
         masks |= {"longest_path": longest_path, "layout": layout}

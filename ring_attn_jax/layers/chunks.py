@@ -68,7 +68,7 @@ def _beside_explicit_axes(function: Callable[[Any, jax.Array], jax.Array], weigh
 def to_chunks(x: jax.Array, chunk: int, pad_value: Any = 0) -> jax.Array:
     """Split x [b s ...] into [chunks b c ...] with c <= chunk. Pad the end with ``pad_value``.
 
-    Chunk i holds the tokens at index i modulo the number of chunks. So if XLA shards the tokens, and a device has at least
+    Chunk i holds the tokens whose index is i modulo the number of chunks. So if XLA shards the tokens, and a device has at least
     ``chunks`` of them, then the device computes on tokens of every chunk.
     """
     batch, tokens = x.shape[:2]

@@ -50,8 +50,9 @@ def mask_arguments(visible: jax.Array, layout: str | BalancedLayout, ranks: int)
 
     The extent of a query is the tightest interval around the keys that it sees in the first head. The extents are None if the
     mask is empty or has one row for all queries. The key mask hides the keys that no query of any head sees. ``fits`` is True for
-    a query if it sees the same keys in all heads, and extents and key mask together permit exactly these keys. If ``fits`` is
-    None, that holds for all queries. If ``fits`` is False for a query, no extents and key mask express the whole mask.
+    a query if it sees the same keys in all heads, and extents and key mask together permit exactly these keys; None means True
+    for all queries. If ``fits`` is False for a query, no extents and key mask express the whole mask. ``layout``, ``ranks``: the
+    layout of the tokens and its number of ranks.
     """
     visible = whole(whole(visible, 2), 3)
     key_mask = visible.any((1, 2))

@@ -45,8 +45,9 @@ def dilated_attention_fn(
     The function takes all arguments that flax's modules pass, like the function that :func:`attention_fn` returns:
         - ``is_causal``: the call also hides all keys after the query.
         - ``mask``, broadcasting against [batch..., heads, tokens, tokens]: it may hide keys from all queries. It may hide all
-          keys from a query; this query's output is then 0. Pairs that ``is_causal`` or the band passed here hides may
-          have any value. Any other mask is refused. Under jit its values are unknown, so queries that break these rules get NaN.
+          keys from a query; this query's output is then 0. At pairs that ``is_causal`` or the band passed here hides, it may have
+          any value. Any other mask is refused. Under jit the mask's values are unknown, so queries that break these rules get
+          NaN.
         - Dropout is refused, and so are the arguments that ``attention_fn`` refuses.
 
     Raise ValueError if an argument is refused, patterns do not fit, the mesh lacks an axis, keys and queries differ in length, or

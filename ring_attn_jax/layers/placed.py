@@ -38,9 +38,12 @@ def placed(
     """Return ``x`` [b s dim] with NaN at misplaced tokens.
 
     A causal query is misplaced if its extent begins after it. A token of a tree is misplaced if it lies outside its key extent.
-    Empty extents fit anywhere. ``extents``: of causal queries, or None. ``key_extents``: of a tree, or None. ``length``,
-    ``layout``: arguments of the call. Arrays of wrong shapes and dtypes are not checked, because the layers refuse them. Raise
-    ValueError at a misplaced token instead if the extents are known: outside of jit, with a mesh of this process's devices only.
+    Empty extents fit anywhere. ``extents``: the extents of causal queries, or None. ``key_extents``: the key extents of a tree,
+    or None. ``length``, ``layout``: arguments of the call. Arrays of wrong shapes and dtypes are not checked, because the layers
+    refuse them.
+
+    If the values of the extents are known, raise ValueError if a token is misplaced, instead of returning NaN. They are known
+    outside of jit, if all devices of the mesh belong to this process.
     """
     arrays = [(of_tree, given) for of_tree, given in ((False, extents), (True, key_extents)) if _fits(given, x)]
     tokens = _tokens(x.shape[1], layout, ring) if arrays else None

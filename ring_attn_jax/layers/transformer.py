@@ -137,9 +137,9 @@ class RingTransformer(nnx.Module):
         ``length``, ``extents``, ``key_extents``, ``key_mask``, ``longest_path``, ``layout``: as in :class:`RingAttention`;
         ``shard_batch`` returns them. Raise ValueError if ids are not integers [b s], or if a layer refuses an argument.
 
-        Raise ValueError if an extent begins after its query under a causal mask. With ``longest_path`` also raise it if a key
-        extent does not contain its own token. Both point to a call that omits the shard's ``layout``. If the arrays are
-        traced, or partly on devices of other processes, nothing is raised, and the logits of such tokens are NaN.
+        Raise ValueError if a nonempty extent begins after its query under a causal mask. With ``longest_path`` also raise it if a
+        nonempty key extent does not contain its own token. Both point to a call that omits the shard's ``layout``. If the arrays
+        are traced, or partly on devices of other processes, nothing is raised, and the logits of such tokens are NaN.
 
         ``dropout_seed``: dropout applies only if it is passed. One seed serves all layers. Head h of layer i, both counted from
         0, draws the random numbers of head ``i * heads + h``, so layers drop independently. ``dropout_offset``: as in

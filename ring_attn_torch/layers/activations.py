@@ -16,10 +16,10 @@ Caller = Callable[..., Tensor]
 
 
 def caller(activations: str) -> Caller | None:
-    """Return the ``Caller`` that runs the blocks of one forward pass as ``activations`` demands, or None.
+    """Return the ``Caller`` for the blocks of one forward pass, or None if autograd is to save all tensors as usual.
 
-    Return None for "keep", and whenever gradients are disabled. With "recompute" the saved tensors stay on the device, with
-    "offload" they go to host memory. Raise ValueError if ``activations`` is any other text.
+    Return None for "keep", and for any value while gradients are disabled. The Caller of "recompute" keeps the saved tensors on
+    the device; that of "offload" moves them to host memory. Raise ValueError if ``activations`` is any other text.
     """
     check_activations(activations)
     if activations == "keep" or not torch.is_grad_enabled():

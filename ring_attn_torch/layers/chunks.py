@@ -20,9 +20,10 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
     what is recomputed.
 
     Inside an outer torch.utils.checkpoint, without torch.compile, ``function`` runs once in the forward and once for the
-    backward, as often as without chunks. The reason: an outer checkpoint recomputes until it has restored the last tensor that it
-    saved. This is the last chunk of x, because autograd saves all chunks before ``function`` first runs. So the outer checkpoint
-    stops before ``function``, and only the inner checkpoints, one for each chunk, run it again.
+    backward, as often as without chunks. The reason: an outer checkpoint stops its recomputation when it has restored the last
+    tensor that it saved. Autograd saves all chunks of x before ``function`` first runs, so the last saved tensor is the last
+    chunk. The outer checkpoint therefore stops before ``function``. Only the inner checkpoints, one for each chunk, run
+    ``function`` again.
     """
     from torch.utils.checkpoint import checkpoint  # takes a while to import
 
@@ -40,7 +41,7 @@ def in_chunks(function: Callable[[Tensor], Tensor], x: Tensor, chunk: int) -> Te
 
 
 class SavedTensor:
-    """A tensor that autograd saves for the backward. The saved-tensor hooks active at its creation pack and unpack the tensor."""
+    """A tensor that autograd saves for the backward. Saved-tensor hooks that are active at its creation pack and unpack it."""
 
     def __init__(self, x: Tensor) -> None:
         self._first: Tensor | None = x

@@ -1,9 +1,9 @@
 """Conversion of MultiheadAttention's attn_mask to a band or to extents, with a key mask if needed.
 
-A band allows the lags (query - key) between two limits: the least and the greatest lag of the visible pairs, only one of these
-limits, or none. The extent of a query is the tightest interval around the keys that it sees. A key mask hides keys from all
-queries. The result is the first that equals the mask: a band, a band with a key mask, extents, extents with a key mask. Any other
-mask is refused, and so is a mask that differs between the heads of a batch row.
+A band allows an interval of lags (query position - key position). Its limits are the least and the greatest lag of the visible
+pairs; it may lack one or both of them. The extent of a query is the tightest interval around the keys that it sees. A key mask
+hides keys from all queries. The result is the first of the following that equals the mask: a band, a band with a key mask,
+extents, extents with a key mask. Any other mask is refused, and so is a mask that differs between the heads of a batch row.
 
 The functions of ``functional/`` use ``data/dense_masks.py`` of the core instead, which finds key extents too.
 """
@@ -22,7 +22,8 @@ from ring_attn_core.runs import Band
 class MaskArguments(NamedTuple):
     """A mask as a band, extents and a key mask. A query sees a key if all three allow the pair.
 
-    Extents and key mask are those of the global sequence in natural order, or those of this rank's shards.
+    In the result of ``mask_arguments``, extents and key mask cover the global sequences in natural order. ``MultiheadBase`` then
+    takes this rank's shards of them.
     """
 
     band: Band
@@ -38,11 +39,11 @@ class MaskArguments(NamedTuple):
 
 
 def visible_of(name: str, mask: Tensor) -> Tensor:
-    """Convert a torch mask to the opposite convention: a bool mask that is True if attention is allowed.
+    """Convert a torch mask to a bool mask that is True where attention is allowed.
 
-    In torch a bool mask allows attention at False, and an additive mask at 0. ``name``: the mask's name in errors. Raise
-    ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other than 0 and -inf. Under
-    torch.compile the values of an additive mask are unknown and not checked.
+    A bool mask of torch's MultiheadAttention allows attention where it is False, an additive mask where it is 0. ``name``: the
+    mask's name in errors. Raise ValueError if the dtype is neither bool nor floating, or if an additive mask holds a value other
+    than 0 and -inf. Under torch.compile the values of an additive mask are unknown and not checked.
     """
     if mask.dtype == torch.bool:
         return ~mask
@@ -79,13 +80,13 @@ def visible_pairs(attn_mask: Tensor, batch: int, heads: int) -> Tensor:
 def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
     """Convert ``visible``, bool [batch, queries, keys] in natural order, to a band if one fits, else to extents.
 
-    Try the tightest band around the visible pairs, and this band without one or both of its limits. Then try extents: the
-    tightest interval of keys for each query. Try each without and with a key mask that hides the keys that no query sees. If none
-    of these equals ``visible``, then no combination of a band, extents and a key mask does. ``is_causal``: the caller states that
-    ``visible`` is causal; then return the band ``causal()``.
+    Try bands: the tightest band around the visible pairs, and this band without one or both of its limits. Then try extents: the
+    tightest interval of keys for each query. Try both kinds first without a key mask, then with a key mask that hides the keys
+    that no query sees. If none of these equals ``visible``, then no combination of a band, extents and a key mask does.
+    ``is_causal``: True if the caller states that ``visible`` is causal; then return the band ``causal()``.
 
-    Raise ValueError if nothing fits, or if ``is_causal`` is wrong. torch.compile hides the values: under it, raise ValueError if
-    ``is_causal`` is False, and check nothing if ``is_causal`` is True.
+    Raise ValueError if nothing fits, or if ``is_causal`` is True and ``visible`` is not causal. Under torch.compile the values
+    are unknown: raise ValueError if ``is_causal`` is False, and check nothing if it is True.
     """
     _, queries, keys = visible.shape
     if is_causal:
@@ -123,7 +124,10 @@ def mask_arguments(visible: Tensor, is_causal: bool = False) -> MaskArguments:
 
 
 def _between(mask: Tensor, first: Tensor, end: Tensor) -> Tensor:
-    """Return int [batch, queries]: the number of True keys of ``mask`` [batch, keys] in each query's ``first`` .. ``end - 1``."""
+    """Return, for each query, the number of keys in its interval ``first`` .. ``end - 1`` at which ``mask`` is True.
+
+    ``mask``: bool [batch, keys]. ``first``, ``end`` and the result: int [batch, queries].
+    """
     before = torch.nn.functional.pad(mask.long().cumsum(-1), (1, 0))
     rows = (mask.shape[0], first.shape[-1])
     return before.gather(1, end.expand(rows)) - before.gather(1, first.expand(rows)) if mask.numel() else before[:, :0]

@@ -40,8 +40,8 @@ class DilatedAttention(MultiheadBase):
     Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout`` above 0; query and key of different
     lengths; nested tensors and DTensors; inputs of another dtype than the weights, except under autocast; a mask with numbers
     other than 0 and -inf; patterns that do not fit; anything that dilated_attention refuses. Raise it too on an ``attn_mask``
-    that differs between heads, or is neither causal nor a sliding window; in addition the mask may hide keys from all queries.
-    Without ``is_causal``, raise it on every ``attn_mask`` under torch.compile, which hides the values.
+    that differs between heads, or is neither causal nor a sliding window. A mask of either kind may also hide some keys from all
+    queries. Without ``is_causal``, raise it on every ``attn_mask`` under torch.compile, which hides the values.
     """
 
     @takes(DilatedMultiheadArguments)

@@ -39,9 +39,9 @@ class MultiheadAttention(MultiheadBase):
     Raise ValueError, which names the argument, on: ``need_weights=True``; ``dropout=1``; ``add_bias_kv`` with dropout while
     training; nested tensors and DTensors; inputs of another dtype than the weights, except under autocast; a mask with numbers
     other than 0 and -inf; anything that ring_attention refuses. Raise it too on an ``attn_mask`` that differs between heads, or
-    is neither a band (limits of query minus key position) nor one interval of keys per query; in addition the mask may hide keys
-    from all queries. With ``is_causal=True`` raise it on an ``attn_mask`` that is not causal. Without ``is_causal``, raise it on
-    every ``attn_mask`` under torch.compile, which hides the values.
+    is neither a band (limits of query minus key position) nor one interval of keys per query. A mask of either kind may also hide
+    some keys from all queries. With ``is_causal=True`` raise it on an ``attn_mask`` that is not causal. Without ``is_causal``,
+    raise it on every ``attn_mask`` under torch.compile, which hides the values.
     """
 
     @takes(RingMultiheadArguments)
@@ -67,15 +67,17 @@ class MultiheadAttention(MultiheadBase):
         """Apply attention to this rank's shards in layout order; return (out, None) with out shaped like query.
 
         ``query``: [tokens, batch, embed_dim], [batch, tokens, embed_dim] with batch_first, or [tokens, embed_dim]. ``key`` and
-        ``value`` have the same axes, with another number of tokens, and kdim and vdim features.
+        ``value`` have the same axes. Their number of tokens may differ from that of ``query``, and they have kdim and vdim
+        features.
 
         ``key_padding_mask`` [batch, tokens of key] or [tokens of key]: this rank's shard, True or -inf where a key is padding.
         ``attn_mask`` [all queries, all keys] or [batch * heads, all queries, all keys]: the global mask in natural order, the
         same on every rank. Its values are read on the host, so for long sequences pass ``is_causal=True`` alone.
 
-        ``length``, ``kv_length``: as in :func:`ring_attention`. With an ``attn_mask``, None stands for its number of queries or
-        keys. ``dropout_seed``: as in ring_attention. None: draw a seed from torch's generator; on several ranks, the first rank
-        broadcasts its seed. Dropout applies only if ``self.training`` is True and ``dropout`` is above 0.
+        ``length``, ``kv_length``: as in :func:`ring_attention`. If an ``attn_mask`` is passed, None stands for the mask's number
+        of queries (``length``) or keys (``kv_length``). ``dropout_seed``: as in ring_attention. None: draw a seed from torch's
+        generator; on several ranks, the first rank broadcasts its seed. Dropout applies only if ``self.training`` is True and
+        ``dropout`` is above 0.
 
         Raise ValueError before any array is sent if the class refuses an argument or shapes do not fit.
         """

@@ -79,7 +79,7 @@ class MultiheadBase(nn.MultiheadAttention):
         self._qkv_same_embed_dim = False
 
     def _taken(self, inputs: Tensors, call_options: CallOptions) -> tuple[Tensors, MaskArguments, Options]:
-        """Check query, key and value of a call. Return them batch-first, with this rank's mask and the call's options.
+        """Check query, key and value of a call. Return (the three inputs batch-first, this rank's mask, the call's options).
 
         Raise ValueError before any array is sent if an input does not fit.
         """
@@ -117,15 +117,18 @@ class MultiheadBase(nn.MultiheadAttention):
             raise ValueError(f"key {list(key.shape)} and value {list(value.shape)} must have the same tokens and batch")
 
     def _batch_first(self, x: Tensor) -> Tensor:
-        """Return an input as [batch, tokens, features]. Called on a 3-D result, restore the caller's order of axes."""
+        """Return an input as [batch, tokens, features].
+
+        On 3-D tensors the method is its own inverse, so ``_returned`` calls it to restore the caller's order of axes.
+        """
         return x[None] if x.ndim == 2 else x if self.batch_first else x.transpose(0, 1)
 
     def _mask_of(self, q: Tensor, k: Tensor, call_options: CallOptions, options: Options) -> tuple[MaskArguments, Options]:
-        """Return attn_mask and is_causal as the mask of this rank's shards, and the options with the lengths of attn_mask.
+        """Return the mask of this rank's shards, made of attn_mask and is_causal, and the options with the lengths of attn_mask.
 
         The numbers of queries and keys of attn_mask become ``length`` and ``kv_length``. Without attn_mask, return ``options``
-        unchanged. Raise ValueError if attn_mask is not global, if ``options`` hold other lengths, or if ``mask_arguments``
-        refuses attn_mask.
+        unchanged. Raise ValueError if attn_mask does not cover the global sequences, if ``options`` hold other lengths, or if
+        ``mask_arguments`` refuses attn_mask.
         """
         attn_mask = call_options.attn_mask
         if attn_mask is None:
@@ -165,7 +168,7 @@ class MultiheadBase(nn.MultiheadAttention):
         return merge((out, lse), (bias_v, score))[0].to(out.dtype)
 
     def _returned(self, out: Tensor, query: Tensor) -> Tensor:
-        """Apply the output projection to out [batch, tokens, heads, head_dim]. Return the result with query's dimensions."""
+        """Apply the output projection to out [batch, tokens, heads, head_dim]. Return the result with the axes of ``query``."""
         projected = self.out_proj(out.flatten(2))
         return projected[0] if query.ndim == 2 else self._batch_first(projected)
 

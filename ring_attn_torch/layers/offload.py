@@ -28,7 +28,10 @@ from torch.utils.checkpoint import checkpoint
 from .recompute import Fetch, Function, contexts
 
 PIECE = 2**26
-"""Maximum bytes of a pinned allocation. torch rounds each up to a power of two, which could double a large tensor's memory."""
+"""Maximum bytes of a pinned allocation; larger tensors are split.
+
+torch rounds each allocation up to a power of two. For an unsplit tensor this could double the memory.
+"""
 
 ON_THEIR_WAY = 3
 """Maximum number of tensors that stay on the device while they are copied: a block's input, out and lse."""

@@ -1,8 +1,9 @@
 """Activation checkpointing of a block: the backward recomputes the block, but not its ring attention.
 
-A block saves only its inputs and attention's (out, lse); in float32 and float64 also lse's rounding error, as a tensor. It runs
-under torch.utils.checkpoint. In the first run a context manager of this module stores each (out, lse). In the recomputation
-another context manager returns them to attention. Under torch.compile, selective checkpointing saves (out, lse) instead.
+A block saves only its inputs and attention's (out, lse). In float32 and float64 it also saves the rounding error of lse, in one
+tensor with lse. The block runs under torch.utils.checkpoint. In the first run a context manager of this module stores each (out,
+lse). In the recomputation another context manager returns them to attention. Under torch.compile, selective checkpointing saves
+(out, lse) instead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The check that the shards of all ranks of a model's ring belong to the same prefix trees, before any tensor is sent."""
+"""The check that the shards of all ranks of a model's ring belong to the same prefix trees.
+
+The check comes before any tensor is sent. ``data/trees.py`` of the core defines prefix trees. ``data/tree_shards.py`` explains
+how the shards are compared.
+"""
 
 from __future__ import annotations
 
