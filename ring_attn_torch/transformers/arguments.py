@@ -1,8 +1,8 @@
 """The argument checks of a model call inside ``sequence_parallel``: on each rank, then between ranks, before the model runs.
 
-If one rank refuses a call, every rank raises. At every call ranks exchange the names of their arguments, dtypes and shapes of
-tensors, and plain values (numbers, bools, text). They also exchange digests of label_weights, of the tree and of tensors that are
-not floating point. If any of these differ, the error names the argument.
+If one rank refuses a call, every rank raises. At every call, the ranks exchange the names of the passed arguments, the dtypes and
+shapes of tensors, and the plain values (numbers, bools, text). They also exchange digests of label_weights, of the tree and of
+tensors that are not floating point. If any of these differ, the error names the argument.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ VISUAL = ("visual_pos_masks", "deepstack_visual_embeds")
 """Arguments of Qwen3-VL and similar models: the mask of visual tokens, and the features that each of the first layers adds."""
 
 UNSPLIT = ("deepstack_features", "per_layer_inputs")
-"""Arguments of other models that have values for each token. A model with such an argument cannot take inputs_embeds here."""
+"""Arguments with values per token that sequence_parallel does not split. A model with one of them cannot take inputs_embeds."""
 
 
 class CheckedArguments(NamedTuple):
-    """A call's checked arguments: all but None ``by_name``, the ``tokens`` (ids or inputs_embeds), and the dropout ``seed``."""
+    """A call's checked arguments. ``by_name``: those that are not None. ``tokens``: ids or embeddings. ``seed``: for dropout."""
 
     by_name: dict[str, Any]
     tokens: Tensor
@@ -227,7 +227,7 @@ def _compare(exchanged: list[list[Any]]) -> None:
 
 
 def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel | None:
-    """Return the last PreTrainedModel in ``model.modules()`` with an argument in ``names``, innermost if nested, or None."""
+    """Return the last (innermost) PreTrainedModel of ``model.modules()`` whose forward has an argument in ``names``, or None."""
     found = None
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and not {*names}.isdisjoint(inspect.signature(module.forward).parameters):
@@ -236,7 +236,7 @@ def reader_of(model: PreTrainedModel, names: tuple[str, ...]) -> PreTrainedModel
 
 
 def _check_visual(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tuple[int, ...], cached: bool) -> None:
-    """Raise ValueError if inputs_embeds lack image features that the layers add, or if features are unsupported or misshapen."""
+    """Raise ValueError if image features, which layers add, are missing beside inputs_embeds, unsupported or misshapen."""
     name, passed = type(model).__name__, [argument for argument in VISUAL if argument in call_arguments]
     if "inputs_embeds" not in call_arguments and not passed:
         return

@@ -1,9 +1,9 @@
 """The attention function ``"ring"`` for transformers, and the changes to a model that make it call this function.
 
 ``ring_attention_forward`` calls ``ring_attention`` with one layer's q, k and v of this rank's tokens, and a mask from
-``ring_mask``. Inside ``sequence_parallel`` a model's modules hold copies of their configs set to "ring" (``ring_configs``), so
-other models of the same config are not affected. Layers under activation checkpointing also save attention's (out, lse), so the
-backward does not run the ring's forward again (``Checkpointing``).
+``ring_mask``. Inside ``sequence_parallel`` each module of a model holds a copy of its config, and the copy is set to "ring"
+(``ring_configs``). Other models that share the config are not affected. Layers under activation checkpointing also save
+attention's (out, lse), so the backward does not run the ring's forward again (``Checkpointing``).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ IGNORED = {
     "token_type_ids",
     "use_cache",
 }
-"""Arguments without effect: the mask holds documents, positions and causality. ``output_attentions`` must not be True."""
+"""Ignored arguments: the mask holds documents, positions and causality. But ``output_attentions=True`` is refused."""
 
 
 def ring_attention_forward(
@@ -288,12 +288,12 @@ class Checkpointing:
                 setattr(layer, CHECKPOINT, self.ours[_offloads(function)])
 
     def restore(self) -> None:
-        """Restore each layer's checkpoint function from before ``keep_attention``."""
+        """Give each layer the checkpoint function that it had before ``keep_attention``."""
         for layer, function in self.before.items():
             if layer.__dict__.get(CHECKPOINT) in self.ours:
                 setattr(layer, CHECKPOINT, function)
 
 
 def _offloads(function: Any) -> bool:
-    """Return True if a layer's checkpoint function is not torch's own, so it must be transformers' offloading one."""
+    """Return True if a layer's checkpoint function is not torch's own. It is then the function of transformers that offloads."""
     return getattr(function, "func", function) is not checkpoint

@@ -53,10 +53,10 @@ def dealt(ring: CallRing, model: PreTrainedModel, extents: torch.Tensor | None, 
 
 
 def layer_masks(config: PreTrainedConfig) -> dict[Band, float]:
-    """Return the weight of each mask, causal or a window, in the work of all layers, which the balanced layout balances.
+    """Return the weight of each mask in the work that the balanced layout distributes: the number of layers with this mask.
 
-    The weight is the number of layers that have the mask. If the config has no window, the result is {causal: 1.0}. If it has a
-    window but no ``layer_types``, the result is {the window: 1.0}.
+    A mask is causal, with or without a window. If the config has no window, the result is {causal: 1.0}. If it has a window but
+    no ``layer_types``, the result is {the window: 1.0}.
     """
     window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
     if not window or window < 1:

@@ -1,7 +1,7 @@
 """The cache of ``generate`` over a ring: RingCache holds keys and values, CachedCall is one model call that uses it.
 
 Each rank holds the keys and values of a part of the tokens. The first call shards its tokens like a batch without a cache. A
-later call shards its tokens if it has more than ``FEW`` and keeps the logits of one token. In a sharded call ``prefill`` attends
+later call with more than ``FEW`` tokens shards them if it keeps the logits of one token. In a sharded call ``prefill`` attends
 over the ring, and a sum over the ranks collects the hidden states of the kept logits. In other calls every rank computes all new
 tokens: each layer appends their keys and values to the cache, and ``tree_attention_decode`` merges the ranks' partial attention.
 """
@@ -114,7 +114,7 @@ class RingCache(Cache):
         return self.tokens
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return (query_length, 0): masks cover the call's own tokens, and attention adds the cached ones."""
+        """Return (query_length, 0): the number and offset of the keys in a mask. It omits cached keys; attention adds them."""
         return query_length, 0
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
@@ -234,7 +234,7 @@ class CachedCall(RunningCall):
 
 
 def cached_call(model: PreTrainedModel, cache: RingCache, call_arguments: dict[str, Any], tokens: Tensor) -> CachedCall:
-    """Return the CachedCall of checked arguments. It computes ``tokens`` (ids or embeddings) or this rank's shard of them."""
+    """Return the CachedCall of checked arguments: a call on ``tokens`` (ids or embeddings), or on this rank's shard of them."""
     (batch, count), ring, device = tokens.shape[:2], cache.ring, tokens.device
     keep = max(1, int(call_arguments.get("logits_to_keep", 1)))
     position_ids, mask = call_arguments.get("position_ids"), call_arguments.get("attention_mask")

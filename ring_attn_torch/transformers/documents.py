@@ -13,13 +13,13 @@ from ..data.extents import document_extents, integers
 
 
 class DocumentBounds(NamedTuple):
-    """The documents and padding of global sequences. Unneeded arrays are None. ``packed``: rows may have several documents."""
+    """The documents and padding of global sequences. Arrays not needed are None. ``packed``: a row may hold several documents."""
 
     extents: Tensor | None = None
     """``int32`` [batch, length, 2], the interval of each token's document. If key_mask is None, padding has [0, 0) and
     is in no interval."""
     key_mask: Tensor | None = None
-    """``bool`` [batch, length], False for padding. None if no token is padding, or the intervals in ``extents`` exclude it."""
+    """``bool`` [batch, length], False for padding. None if padding is absent, or if ``extents`` exclude it."""
     begins: Tensor | None = None
     """``int64`` [batch, length], the first position of each token's document, from which chunks of attention are counted."""
     packed: bool = False

@@ -33,10 +33,10 @@ PER_TOKEN = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1
 
 
 def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_logits: bool, factor: int) -> Any:
-    """Return the model's ``output`` with the loss over all ranks' labels, if any, and with global logits if ``gather_logits``.
+    """Return the model's ``output`` with the loss, if the call has labels, and with global logits if ``gather_logits``.
 
-    ``batch``: the running call, with this rank's labels. ``factor``: the backward multiplies the gradient of the loss by it.
-    Raise ValueError if the head returns one result per row.
+    The loss is over the labels of all ranks. ``batch``: the running call, with this rank's labels. ``factor``: the backward
+    multiplies the gradient of the loss by it. Raise ValueError if the head returns one result per row.
     """
     fields = dict(output) if isinstance(output, ModelOutput) else None
     name = next((name for name in ("logits", "last_hidden_state") if fields and name in fields), None)
@@ -61,7 +61,7 @@ def with_loss(model: PreTrainedModel, output: Any, batch: GlobalBatch, gather_lo
 
 
 def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Tensor:
-    """Return the mean loss over all ranks' labels, or the summed loss / ``num_items_in_batch`` if that was passed.
+    """Return the mean loss of all ranks' labels, or their summed loss divided by ``num_items_in_batch`` if the call passes it.
 
     ``batch.label_weights`` are factors of the labels' losses; the mean then divides by the sum of the weights. ``result``: this
     rank's logits, or the summed loss of its labels from a ChunkedHead.
@@ -83,10 +83,10 @@ def _loss(result: Tensor, labels: Tensor, batch: GlobalBatch, factor: int) -> Te
 def with_log_probs(output: Any, batch: GlobalBatch, factor: int) -> Any:
     """Return the output of trl's head with the loss over all ranks' labels, and each ``PER_TOKEN`` field gathered from all ranks.
 
-    ``PER_TOKEN`` fields have one number per token. A gathered field is in natural order. As on one device, it has ``length - 1``
-    tokens if the call passed labels, and ``length`` if the call passed shift_labels. If a loss is computed from a gathered field,
-    the sum of the ranks' gradients is the gradient on one device times the number of ranks, as for global logits.
-    ``factor``: the backward multiplies the gradient of the loss by it.
+    trl's head: see ``trl.py``. ``PER_TOKEN`` fields have one number per token. A gathered field is in natural order. As on one
+    device, it has ``length - 1`` tokens if the call passed labels, and ``length`` if the call passed shift_labels. If a loss is
+    computed from a gathered field, the sum of the ranks' gradients is the gradient on one device times the number of ranks, as
+    for global logits. ``factor``: the backward multiplies the gradient of the loss by it.
     """
     assert batch.labels is not None
     ring, end = batch.ring, batch.length - 1 if batch.shifted else batch.length
@@ -122,7 +122,7 @@ class ChunkedHead:
 
     @contextmanager
     def summing(self, batch: GlobalBatch, labels: Tensor) -> Iterator[None]:
-        """Make the head return the summed loss of ``labels``, a tensor [1, 1, 1], inside this ``with``.
+        """Make the head return the summed loss of ``labels`` as a tensor [1, 1, 1], inside this ``with``.
 
         The model's forward raises ValueError if the model changes the head's output, for example by a softcap. It also raises
         ValueError if the head gets the hidden states of only some tokens, or if the head's weight is a DTensor.

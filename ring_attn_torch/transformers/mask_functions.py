@@ -45,7 +45,11 @@ class Pattern(NamedTuple):
 
 
 def candidates(size: int | None, both_sides: bool, chunk_size: int | None) -> list[Pattern]:
-    """Return the patterns of a mask with window or chunk ``size``, likeliest first. ``both_sides``: tokens see later ones too."""
+    """Return the patterns that a mask may have, likeliest first.
+
+    ``size``: the tokens of its window or chunk; None for neither. ``both_sides``: True if queries see later keys too.
+    ``chunk_size``: the config's chunk size; if it equals ``size``, chunks are likelier than a window.
+    """
     if size is None:
         return [Pattern(full() if both_sides else causal())]
     if both_sides:

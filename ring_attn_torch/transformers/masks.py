@@ -84,7 +84,7 @@ class RunningCall(ABC):
     kwargs: dict[str, Any] = field(default_factory=dict)
     """The model's arguments on this rank."""
     longest: Tensor | None = None
-    """The largest of the global position_ids, 0-d, which a shard may lack; None if every rank computes all tokens."""
+    """The largest of the global position_ids, as a 0-d tensor; a shard may lack it. None if every rank computes all tokens."""
     model: nn.Module | None = None
     called: nn.Module | None = None
     """The module whose hooks began the call: ``model``, or the wrapper around it."""
@@ -139,8 +139,9 @@ def ring_mask(
 
     Functions of transformers such as create_causal_mask call this function. Raise ValueError if the layer is cross-attention, if
     a cache other than a RingCache holds tokens, or if the mask fits no pattern of ``mask_functions.py``. Under torch.compile,
-    inside ``sequence_parallel``, the likeliest pattern is taken unchecked, and only a mask that needs vmap is refused. Outside of
-    ``sequence_parallel`` any mask with one interval of keys for each query is accepted, but only on one rank.
+    inside ``sequence_parallel``, the likeliest pattern is taken without samples, and a mask is refused only if transformers
+    passes ``use_vmap`` for it. Outside of ``sequence_parallel`` any mask with one interval of keys for each query is accepted,
+    but only on one rank.
     """
     offset, call = others.get("q_offset", 0), running()
     cached = call is not None and call.cached  # such a call reports kv_length as if its cache were empty
@@ -186,7 +187,11 @@ def check_alone() -> None:
 def _on_one_device(
     function: MaskFunction, attention_mask: Tensor | None, tried: list[Pattern], size: int | None, shape: tuple[int, int]
 ) -> LayerMask:
-    """Return the mask outside of ``sequence_parallel``, where one device holds the sequences of ``shape`` [batch, tokens]."""
+    """Return the mask outside of ``sequence_parallel``, where one device holds the sequences of ``shape`` [batch, tokens].
+
+    ``tried``: the patterns to try. ``size``: the tokens of a window or chunk, or None. Raise ValueError if nothing fits
+    ``function``.
+    """
     check_alone()
     (batch, tokens), ring = shape, CallRing(group_of(group_name(None)), "contiguous")
     device = torch.device("cpu") if attention_mask is None else attention_mask.device

@@ -7,7 +7,7 @@ Entering registers hooks; leaving restores the model's attention, hooks, head an
     attention.py   ``ring_attention_forward`` computes each layer's attention over the ring, with a mask of masks.py
     loss.py        ``with_loss`` computes the loss from this rank's logits and sums over the ranks
 
-``enable`` stores a model's ring, which each ``sequence_parallel`` takes, except for a group or layout passed to it.
+``enable`` stores the ring of later ``sequence_parallel`` calls. A group or layout passed to such a call replaces the stored one.
 """
 
 from __future__ import annotations
@@ -176,8 +176,8 @@ class ModelHooks:
             self.gather_logits = before
 
     def before(self, module: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
-        """Return an outermost call's arguments with this rank's shards, and None (no change) for a call of the model inside it.
-        A call that continues a cache gets all tokens if they are at most FEW (cache.py), or if it keeps several logits."""
+        """Return this rank's arguments of the model: shards, or all tokens in some calls with a cache (see cache.py).
+        Return None, which changes nothing, if the call is made inside another call of this model."""
         outer = running()
         if outer is not None and outer.model is self.model:
             return None
@@ -228,7 +228,7 @@ def enable(
 
     Raise ValueError, with the reason, if a model cannot run over a ring: layers other than softmax attention (Mamba, linear
     attention, convolutions), encoder-decoders, models with attention code of their own. Raise ValueError also if an option is
-    unknown, or if a model's backend has no CPU kernels and the host no GPU. The first call checks all other requirements.
+    unknown, or if a model's backend has no CPU kernels and the host has no GPU. The first call checks all other requirements.
     """
     check_layout_name(layout)
     Options(strategy=strategy, backend=backend)
@@ -251,7 +251,7 @@ def enable(
 
 
 def ring_of_model(model: PreTrainedModel, group: dist.ProcessGroup | DeviceMesh | None, layout: str | None) -> CallRing:
-    """Return ``enable``'s ring, else one of the default group. A ``group`` or ``layout`` other than None replaces the ring's."""
+    """Return the ring of ``enable``, or a ring of the default group. ``group`` and ``layout`` replace its own if not None."""
     settings = getattr(text_config(model.config), SETTINGS, None) or {}
     ring = _rings.get(model, CallRing(group_of(group_name(None)), **settings))
     if group is not None:
@@ -284,7 +284,7 @@ def _check_launched() -> None:
 
 
 def check_weights(model: nn.Module, ring: CallRing, prefix: str = "", ranks: str = "the ring") -> None:
-    """Raise ValueError if ranks hold different unsharded weights, by sums of bytes. ``prefix``, ``ranks``: words of the error."""
+    """Raise ValueError if the byte sum of an unsharded weight differs between ranks. ``prefix``, ``ranks``: for the error."""
     whole = {name: p.detach() for name, p in model.named_parameters() if not (is_dtensor(p) or p.is_meta)}
     if ring.ranks == 1 or not whole:
         return

@@ -141,8 +141,8 @@ def check_routers(model: PreTrainedModel, call_arguments: dict[str, Any], cached
     """Raise ValueError if a call requests the routers' auxiliary loss, and the loss cannot be computed.
 
     It cannot be computed if the model has another formula than this module's or no factor for the loss, or if the call also
-    passes ``tree``, ``fused_lm_head`` or ``return_dict=False``. ``cached``: True if the call has a cache, and then this function
-    refuses a request by the call, not one by the config.
+    passes ``tree``, ``fused_lm_head`` or ``return_dict=False``. ``cached``: True if the call has a cache. Calls with a cache have
+    no loss, so a request in such a call is refused too; a request in the config is not.
     """
     config, asked = model.config, call_arguments.get("output_router_logits")
     in_config = any(getattr(c, "output_router_logits", False) for c in (config, config.get_text_config()))

@@ -1,13 +1,13 @@
 """The shards of a call: the conversion of global input_ids, labels, positions and images to this rank's tokens.
 
 ``sharded`` checks the arguments (``arguments.py``) and shifts labels for the next token. Then it takes from each argument the
-tokens at this rank's positions in the layout. Padding repeats the last token; its labels are ignore_index. The result is a
-``GlobalBatch``: the shards, and the documents, padding and image blocks of the global sequences, from which ``ring_mask`` makes
-masks. A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length get
-the largest position of all shards (``with_largest_position``).
+tokens at this rank's positions in the layout. Padding repeats the last token; the labels of padding are ignore_index. The result
+is a ``GlobalBatch``: the shards, and the documents, padding and image blocks of the global sequences, from which ``ring_mask``
+makes masks. A call with a cache is a ``CachedCall`` (``cache.py``) instead. Rotary embeddings that depend on the sequence length
+get the largest position of all shards (``with_largest_position``).
 
-Positions count the tokens of the global sequence from 0, padding included. They are not the argument ``position_ids``, which
-restarts at each document of a packed row, and from which a model computes rotary angles.
+Positions count the tokens of the global sequence from 0, padding included. The argument ``position_ids`` is different: it
+restarts at each document of a packed row, and a model computes rotary angles from it.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class GlobalBatch(RunningCall):
     shifted: bool = False
     """True if labels were shifted here; False if the caller has shifted them, or if a token predicts its own label."""
     fused: bool = False
-    """True if trl's head returns log-probabilities in place of logits."""
+    """True if trl's head (``trl.py``) returns log-probabilities in place of logits."""
     ignore_index: int = -100
     divisor: Any = None
     """num_items_in_batch, the divisor of the loss; None: the number of labels of all ranks, or the sum of their weights."""
@@ -145,7 +145,7 @@ class GlobalBatch(RunningCall):
     present: Tensor | None = None
     """``bool`` [batch, local], False for padding, which the auxiliary loss of routers leaves out."""
     head_sums: bool = False
-    """True if the model's head returns the sum of the losses in place of logits."""
+    """True if the model's head returns the sum of the losses in place of logits (``ChunkedHead``)."""
     known: dict[Pattern, LayerMask] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -169,7 +169,7 @@ class GlobalBatch(RunningCall):
         return self.shard(x).masked_fill(outside, value)
 
     def mask_of(self, pattern: Pattern) -> LayerMask:
-        """Return the mask of layers with ``pattern``, within the documents and blocks of this rank's tokens."""
+        """Return the mask of layers with ``pattern`` (mask_functions.py), inside the documents and blocks of this rank."""
         if torch.compiler.is_compiling():
             return self._mask(pattern)  # a compiled graph of torch 2.11 cannot store a Band
         if pattern not in self.known:

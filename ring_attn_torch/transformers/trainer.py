@@ -142,7 +142,7 @@ class RingTraining(Base):
 
     @contextmanager
     def compute_loss_context_manager(self) -> Iterator[None]:  # type: ignore[override]
-        """Enter the Trainer's contexts. On several ranks, add a note on labels and logits to most errors of a user's own loss."""
+        """Enter the Trainer's contexts. On several ranks, add a note on labels and logits to common errors of a user's loss."""
         owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind) and kind is not RingTraining)
         self._in_loss = True
         try:

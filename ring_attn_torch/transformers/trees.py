@@ -45,7 +45,10 @@ class RowTrees(NamedTuple):
     """The number of tokens on the longest path."""
 
     def band(self, pattern: Pattern) -> Band:
-        """Return ``causal()``, the band for a layer. Raise ValueError if ``pattern`` may hide ancestors or show later tokens."""
+        """Return the band of a layer on a tree, which is always ``causal()``.
+
+        ``pattern``: the mask of the layer without a tree. Raise ValueError if it may hide ancestors or show later tokens.
+        """
         if pattern.band.lo != 0:
             raise ValueError("tree goes with causal layers, and this model has layers that see later tokens: leave tree out")
         if pattern.chunk:
@@ -92,8 +95,8 @@ def check_tree(model: PreTrainedModel, call_arguments: dict[str, Any], shape: tu
 def _check_label_weights(call_arguments: dict[str, Any]) -> None:
     """Raise ValueError if label_weights come without shift_labels.
 
-    Without ``num_items_in_batch`` the loss is divided by the sum of the weights. Raise ValueError then also if a weight is
-    negative or not finite, unless its label is ``ignore_index``.
+    Without ``num_items_in_batch`` the loss is divided by the sum of the weights. So raise ValueError also if one of these weights
+    is negative or not finite. Weights of labels ``ignore_index`` are left out.
     """
     weights, labels = call_arguments.get("label_weights"), call_arguments.get("shift_labels")
     if weights is None:

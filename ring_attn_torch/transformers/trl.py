@@ -26,7 +26,10 @@ def is_sft(kind: type) -> bool:
 
 
 def check_kind(trainer: Any) -> None:
-    """Raise ValueError if a Trainer is or extends a trl Trainer with its own loss, such as GRPOTrainer; ``TRAINERS`` may run."""
+    """Raise ValueError if a Trainer is, or extends, a Trainer of trl that cannot run on a ring.
+
+    Such a Trainer computes its own loss, as GRPOTrainer does, and is not in ``TRAINERS``.
+    """
     for kind in type(trainer).__mro__:
         if of_trl(kind) and kind.__name__ not in TRAINERS and {"compute_loss", "_compute_loss"} & vars(kind).keys():
             raise ValueError(
