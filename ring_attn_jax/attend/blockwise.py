@@ -6,7 +6,8 @@
 
 This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
 so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator (rest: the rounding error of lse). Key tiles
-outside of the band, or outside of the extents, are skipped. No score matrix is larger than one tile for each batch row and head.
+outside of the band (the mask ``lo <= q_pos - k_pos <= hi``) or of the extents are skipped. No score matrix is larger than one
+tile for each batch row and head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v) or [b t g d] (v in k), rows int32 [q_runs, k_runs, fields];
            state out [b s h e], lse and rest [b s h]. b: batch, s and t: tokens in the q and k shard, h and g: query and key
@@ -44,7 +45,7 @@ from .tiles import Pair, TileInputs, accumulation_dtype, dot
 class Blockwise:
     """The backend "blockwise": plain jnp, tile by tile. ``even``: True if the slots of a shard have equal length.
 
-    ``v_dim``: the number of first columns of k that are the values; None if ``Keys.kv`` holds v behind k.
+    ``v_dim``: if the values are the first columns of k, the number of these columns; None if ``Keys.kv`` holds v behind k.
     """
 
     two_arrays: ClassVar[bool] = False
@@ -94,7 +95,7 @@ class Blockwise:
 def nothing(q: jax.Array, v_dim: int, rows: jax.Array, score: Score) -> State:
     """Return the initial attention state, in the accumulation dtype.
 
-    ``out`` is 0. ``lse`` is the sink of the head, but -inf without sinks or if the query is padding.
+    ``out`` is 0. ``lse`` is the sink of the head. Without sinks, and for queries that are padding, it is -inf.
     """
     b, s, h, _ = q.shape
     dtype = accumulation_dtype(q.dtype)

@@ -28,9 +28,9 @@ from .launch import launch
 from .tiles import accumulation_dtype, dot
 
 CHUNK, CONVERTED = 2**24, 1024
-"""The size of a chunk of slots: CHUNK scores, or CONVERTED slots if k and v are converted to a wider dtype.
+"""The size of a chunk of slots in ``blockwise``: about CHUNK scores, but at least CONVERTED slots.
 
-A chunk of CHUNK scores has at least CONVERTED slots. CONVERTED is small, so that converted chunks may stay in a CPU's cache.
+If k and v must be converted to a wider dtype, a chunk has CONVERTED slots, so that the converted values may fit into a CPU cache.
 """
 
 FEW_ROWS = 128

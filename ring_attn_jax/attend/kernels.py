@@ -86,8 +86,9 @@ class Kernels:
     ) -> tuple[jax.Array, Gradients]:
         """Compute a step's gradients by kernels. See ``Backend.attend_backward``.
 
-        If ``steps.in_one_pass`` is True, one Hopper kernel computes dq, dk and dv. This kernel sums dq in float32, and another
-        kernel scales and rounds dq after the ``last`` step. If False, one kernel computes dq, and another computes dk and dv.
+        If ``in_one_pass`` (``kernels/steps.py`` of the core) is True, one Hopper kernel computes dq, dk and dv. This kernel sums
+        dq in float32, and another kernel scales and rounds dq after the ``last`` step. If it is False, one kernel computes dq,
+        and another computes dk and dv.
         """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
@@ -129,7 +130,7 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend with launch parameters for key shards as long as ``keys``.
+        """Return this backend with launch parameters for key shards of the length of ``keys``.
 
         In a balanced layout with the strategy "direct", a key shard may be longer or shorter than the rank's own shard.
         """

@@ -46,7 +46,7 @@ class Tile(NamedTuple):
     def of(
         cls, run: jax.Array, base: jax.Array, length: jax.Array, tile: jax.Array, slot: Any, block: int, batch: BatchRows
     ) -> Tile:
-        """Build tile ``tile`` of ``run``. The run has ``length`` tokens; its slot has ``slot``, from shard index ``base`` on."""
+        """Build tile ``tile`` of ``run``. The run fills ``length`` of ``slot`` tokens of a slot that begins at index ``base``."""
         first = tile * block
         begin = jnp.minimum(first, slot - block)
         index = begin + jnp.arange(block, dtype=jnp.int32)
@@ -126,7 +126,7 @@ class TileInputs:
 
     @property
     def tiles_of_row(self) -> int:
-        """Return the number of query tiles per batch row: an upper bound unless ``even``, since runs then have any length."""
+        """Return the number of query tiles per batch row; if not ``even``, an upper bound, since runs then have any length."""
         runs, block = self.rows.shape[0], self.blocks[0]
         return runs * -(-self.slots[0] // block) if self.even else self.q.shape[1] // block + runs
 
@@ -147,7 +147,7 @@ class TileInputs:
         return Row(*jnp.unstack(self.rows[q_run, k_run]))
 
     def over_keys(self, queries: Tile, key_tile, state):  # type: ignore[no-untyped-def]
-        """Set ``state = key_tile(pair, state)`` for each pair of ``queries`` and a key tile that it may see. Return state."""
+        """Set ``state = key_tile(pair, state)`` for each pair of ``queries`` and a key tile that they may see. Return state."""
         block_k = self.blocks[1]
 
         def key_run(k_run: jax.Array, state):  # type: ignore[no-untyped-def]
@@ -183,7 +183,7 @@ class TileInputs:
         return begin, end
 
     def extents(self, queries: Tile) -> tuple[jax.Array, jax.Array]:
-        """Return the first and the end (exclusive) key position that each query may see, int32 [1 block_q] each, at least 0."""
+        """Return first and end (exclusive) of the key positions that each query may see, int32 [1 block_q] each, at least 0."""
         assert self.score.extents is not None
         extents = jnp.maximum(queries.tokens_of(self.score.extents), 0)
         if extents.dtype.itemsize >= 4:
@@ -202,7 +202,7 @@ class Pair:
     row: Row
 
     def load_kv(self, v_dim: int) -> tuple[jax.Array, jax.Array]:
-        """Return the key tile's k [b g block_k d] and v [b g block_k v_dim]. Keys that no query sees are 0: they may hold NaN."""
+        """Return k [b g block_k d] and v [b g block_k v_dim] of the key tile. Set unseen keys to 0: they may be NaN."""
         tile = self.keys.load(self.inputs.kv, self.inputs.groups, valid_only=False)[:, :, 0]
         tile = zero_unless(self.visible.any(-2)[:, :, 0, :, None], tile)
         d = self.inputs.q.shape[-1]
@@ -210,7 +210,7 @@ class Pair:
         return tile[..., :d], tile[..., begin : begin + v_dim]
 
     def queries_that_see(self, tile: jax.Array) -> jax.Array:
-        """Return ``tile`` [b g r block_q width], but 0 at queries that see no key of the key tile, since these may hold NaN."""
+        """Return ``tile`` [b g r block_q width] with 0 at queries that see no key of the key tile: it may hold NaN there."""
         return zero_unless(self.visible.any(-1)[..., None], tile)
 
     def scores(self, q_tile: jax.Array, k_tile: jax.Array) -> tuple[jax.Array, jax.Array | None]:
@@ -287,7 +287,7 @@ class Pair:
 
 
 def zero_unless(visible: jax.Array, tile: jax.Array) -> jax.Array:
-    """Return ``tile`` with 0 where ``visible`` is False. Skip the select if all are visible: a full tile needs none."""
+    """Return ``tile`` with 0 where ``visible`` is False. Skip the select if all of ``visible`` is True."""
     return lax.cond(visible.all(), lambda: tile, lambda: jnp.where(visible, tile, 0))
 
 

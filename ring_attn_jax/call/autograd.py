@@ -99,7 +99,7 @@ def _backward(compiled: CompiledCall, axis_name: str, residuals: tuple[OpInputs,
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _gradients(inputs: OpInputs, total: State, dtotal: State, compiled: CompiledCall, axis_name: str) -> OpInputs:
-    """Return the gradients of the inputs as ``OpInputs``, with None, which custom_vjp accepts, for arrays without one."""
+    """Return the gradients of the inputs as ``OpInputs``. Arrays without a gradient get None, which custom_vjp accepts."""
 
     def backward(inputs: OpInputs, total: State, dtotal: State) -> Any:
         q, k, v, arrays = inputs

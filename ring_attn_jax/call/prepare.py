@@ -1,7 +1,7 @@
 """Conversion of a user's arguments into a checked Problem with its plan, score and backend.
 
-All ranks of a process run one traced program, so they cannot disagree about the arguments. Between several processes a call does
-not compare the arguments: users call ``check_ranks`` of ``training/ranks.py`` for that.
+All ranks of a process run one traced program, so they cannot disagree about the arguments. Ranks of different processes can
+disagree, and a call does not compare their arguments: users call ``check_ranks`` of ``training/ranks.py`` for that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call, each named like its public argument, or their gradients. None: not passed, or no gradient.
+    """The optional arrays of a call, or their gradients, each named like the public argument. None: not passed, or no gradient.
 
     The checks of ring_attn_core look the arrays up by these names. Callers pass them by position, so append a new array at the
     end. ``dropout_seed``: the dropout state, made from the public ``dropout_seed`` and ``dropout_offset``. ``positions``, not

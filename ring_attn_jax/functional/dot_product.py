@@ -75,7 +75,7 @@ def dot_product_attention(
     except for queries beyond ``query_seq_lengths``.
 
     Raise ValueError if a ``bias`` is passed, if ``implementation`` is neither None nor "xla", or if a mask with known values
-    differs between heads or lacks this form. Raise it too if ring_attention refuses an argument.
+    differs between heads or does not have the form described above. Raise it too if ring_attention refuses an argument.
     """
     if bias is not None:
         raise ValueError(
@@ -183,7 +183,7 @@ def _batched(name: str, x: Any, unbatched: bool) -> jax.Array:
 
 
 def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
-    """Return the number of tokens of each row, int32 [batch, 1]. Raise ValueError if ``x`` is not integers [batch]."""
+    """Return ``x``, the number of tokens of each row, as int32 [batch, 1]. Raise ValueError if it is not integers [batch]."""
     x = jnp.asarray(x)
     if x.shape != (batch,) or not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be integers [batch] = [{batch}], the tokens of each row, got {x.dtype} {list(x.shape)}")
@@ -191,7 +191,7 @@ def _row_lengths(name: str, x: Any, batch: int) -> jax.Array:
 
 
 def _window(size: Any) -> Band:
-    """Return the band of ``local_window_size``, full if None. Raise ValueError if it is neither None nor one or two ints."""
+    """Return the band of ``local_window_size``, full for None. Raise ValueError if it is not None, an int or a pair of ints."""
     if size is None:
         return full()
     sides = (size, size) if is_integer(size) else size
@@ -204,9 +204,9 @@ def _window(size: Any) -> Band:
 def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[DenseMaskArguments, Any]:
     """Convert a global mask to ring arguments. Return them, and bool [rows, queries]: True for each query that they fit.
 
-    The second result is None if the host can read the values of the mask, because the arguments then fit every query. They fit a
-    query if they express exactly its row of the mask. ``shape``: batch, heads, length and kv_length, to which the mask must
-    broadcast. Raise ValueError if the shape or dtype of the mask does not fit. Raise it too if a mask that the host can read
+    The arguments fit a query if they express exactly the query's row of the mask. If the host can read the values of the mask,
+    the arguments fit every query, and the second result is None. ``shape``: batch, heads, length and kv_length, to which the mask
+    must broadcast. Raise ValueError if the shape or dtype of the mask does not fit. Raise it too if a mask that the host can read
     differs between heads, or if no arguments can express it.
     """
     sizes = (*[1] * (4 - getattr(mask, "ndim", 0)), *getattr(mask, "shape", ()))
@@ -235,9 +235,9 @@ def _mask_arguments_of(mask: Any, shape: tuple[int, int, int, int]) -> tuple[Den
 
 
 def _traced_mask_arguments(visible: jax.Array) -> tuple[DenseMaskArguments, jax.Array]:
-    """Return the tightest extents and key extents around ``visible`` bool [rows, queries, keys], and the queries that they fit.
+    """Return the tightest extents and key extents around ``visible`` bool [rows, queries, keys], and bool [rows, queries].
 
-    The last result is bool [rows, queries]: True if extents and key extents together permit exactly the query's visible keys.
+    The bool result is True for a query if extents and key extents together permit exactly the query's visible keys.
     """
     extents, key_extents = _hull(visible), _hull(visible.swapaxes(1, 2))
     query = jnp.arange(visible.shape[1], dtype=jnp.int32)[None, :, None]

@@ -41,10 +41,10 @@ class Backend(Protocol):
         the rounding error of lse, so a probability is ``exp(s - lse - rest)``. In every gradient a probability is multiplied by
         dout or delta. The steps compute only ``exp(s - lse)``, so this function scales dout and delta by ``exp(-rest)``.
 
-        A query with lse -inf sees no key. This function sets the query's dout and delta to 0, unless the kernels do so, because a
-        NaN in them would reach the keys' gradients. With sinks, a query that sees no key has a finite lse and out 0. This
-        function keeps the dout of such a query out of the sinks' gradient. This function or the steps keep dout and delta of such
-        a query out of the keys' gradients.
+        For a query that sees no key, dout and delta may hold NaN. The NaN must not reach the gradients of keys and sinks. If the
+        query's lse is -inf, this function or the kernels set its dout and delta to 0. With sinks, such a query can have a finite
+        lse; its out is 0. Then this function keeps its dout out of the sinks' gradient, and this function or the steps keep its
+        dout and delta out of the keys' gradients.
         """
         ...
 

@@ -6,7 +6,8 @@
 
 This is the online softmax of FlashAttention-2 (arXiv:2307.08691, algorithms 1 and 2). It starts from the state over the keys seen
 so far, with lse as row max, exp(rest) as row sum and out * exp(rest) as accumulator (rest: the rounding error of lse). Key tiles
-outside of the band, or outside of the extents, are skipped. No score matrix is larger than one tile for each batch row and head.
+outside of the band (the mask ``lo <= q_pos - k_pos <= hi``) or of the extents are skipped. No score matrix is larger than one
+tile for each batch row and head.
 
 Shapes     q [b s h d], keys.kv [b t g d+e] (k then v on the last dimension) or [b t g d] (v in k), rows [q_runs][k_runs] of Row;
            state out [b s h e], lse and rest [b s h]. b: batch, s and t: tokens in the q and k shard, h and g: query and key
@@ -40,7 +41,7 @@ LOG2E = math.log2(math.e)
 class Blockwise:
     """The backend "blockwise": plain torch, tile by tile. Vendors' backends override only ``merged`` and ``gradients``.
 
-    ``v_dim``: the number of first columns of k that are the values; None if ``Keys.kv`` holds v behind k.
+    ``v_dim``: if the values are the first columns of k, the number of these columns; None if ``Keys.kv`` holds v behind k.
     """
 
     two_arrays: ClassVar[bool] = False
@@ -98,7 +99,7 @@ class Blockwise:
 def nothing(q: Tensor, v_dim: int, rows: Rows, score: Score) -> State:
     """Return the initial attention state, in the accumulation dtype.
 
-    ``out`` is 0. ``lse`` is the sink of the head, but -inf without sinks or if the query is padding.
+    ``out`` is 0. ``lse`` is the sink of the head. Without sinks, and for queries that are padding, it is -inf.
     """
     b, s, h, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
@@ -179,7 +180,7 @@ def _exp_(x: Tensor) -> Tensor:
     """Compute exp(x) in place, as a power of 2.
 
     On a CPU torch's exp is slower than exp2, and many times slower if the result underflows. The caller subtracts the row max or
-    lse, a natural log, from the scores before this function changes the base. So if one key outweighs all others, its x is 0 and
-    its probability exactly 1, however large the scores are.
+    the lse (a natural log) from the scores; only then does this function change the base to 2. So if one key outweighs all
+    others, its x is 0 and its probability exactly 1, however large the scores are.
     """
     return x.mul_(LOG2E).exp2_()

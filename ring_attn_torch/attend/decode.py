@@ -27,7 +27,7 @@ from ring_attn_core.problem.decode import Decode
 from .launch import aligned, launch
 
 CHUNK, CONVERTED = 2**20, 1024
-"""The approximate number of scores of a chunk of slots in ``blockwise``, and the least number of its slots.
+"""The size of a chunk of slots in ``blockwise``: about CHUNK scores, but at least CONVERTED slots.
 
 If k and v must be converted to a wider dtype, a chunk has CONVERTED slots, so that the converted values may fit into a CPU cache.
 """
@@ -111,8 +111,8 @@ def blockwise(arrays: DecodeArrays, problem: Decode) -> Tensor:
     """Compute attention over this rank's slots in plain torch, one batch row and chunk of slots at a time.
 
     Return out and lse packed in one array [b n h e+1]. If no query sees a slot, the v of the slot may be NaN and is replaced by
-    0. A CPU can read values without synchronization, and so saves work: it replaces v only if the product of the probabilities
-    and v is not finite, and it skips each chunk without a visible slot.
+    0. On a CPU, where reading a value needs no synchronization, two tests save work. v is replaced only if the product of the
+    probabilities and v is not finite, and each chunk without a visible slot is skipped.
     """
     q, k, v = arrays.q, arrays.k, arrays.v
     (b, n, h, d), (t, g, e) = q.shape, v.shape[1:]

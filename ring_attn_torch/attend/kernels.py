@@ -90,8 +90,9 @@ class Kernels:
     ) -> tuple[Tensor, Gradients]:
         """Compute a step's gradients by kernels. See ``Backend.attend_backward``.
 
-        If ``steps.in_one_pass`` is True, one Hopper kernel computes dq, dk and dv. This kernel sums dq in float32, and another
-        kernel scales and rounds dq after the ``last`` step. If False, one kernel computes dq, and another computes dk and dv.
+        If ``in_one_pass`` (``kernels/steps.py`` of the core) is True, one Hopper kernel computes dq, dk and dv. This kernel sums
+        dq in float32, and another kernel scales and rounds dq after the ``last`` step. If it is False, one kernel computes dq,
+        and another computes dk and dv.
         """
         if keys.kv.shape[1] != self.call.kv_local:
             return self._for(keys).attend_backward(of_q, keys, rows, score, dq, arrived, last)
@@ -132,7 +133,10 @@ class Kernels:
         return dkv[0] if len(dkv) == 1 else dkv
 
     def _for(self, keys: Keys) -> Kernels:
-        """Return this backend for key shards as long as ``keys``. With the strategy "direct" key shards differ in length."""
+        """Return this backend with launch parameters for key shards of the length of ``keys``.
+
+        In a balanced layout with the strategy "direct", a key shard may be longer or shorter than the rank's own shard.
+        """
         return replace(self, call=self.call.of_keys(keys.kv.shape[1]))
 
     def _arrays(self, q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor]:
@@ -223,7 +227,7 @@ def _arrays(q: Tensor, keys: Keys, rows: Rows, score: Score) -> dict[str, Tensor
 def on_device(rows: Rows, device: torch.device) -> Tensor:
     """Copy ``rows`` to the device as int32 [q_runs, k_runs, Row fields]. Cache the copy, because copying waits for the device.
 
-    A CUDA graph cannot contain such a copy: during capture another stream makes it.
+    A CUDA graph cannot contain such a copy: during capture another stream runs the copy.
     """
     with beside_capture(device):
         return torch.tensor(rows, dtype=torch.int32, device=device)

@@ -1,8 +1,8 @@
 """The rows (``runs.Row``), keys and score of a step in a balanced layout, converted so that each shard is one run.
 
-Kernels require this. A run is an arithmetic progression of positions. A query at ``q_pos`` sees the keys of its extent
-[first, end) that the mask ``lo <= q_pos - k_pos <= hi`` allows. A rank's positions ascend, so the indices of these keys in the
-shard are one interval, which the interval of their positions determines:
+Kernels require one run per shard. A run is an arithmetic progression of positions. A query at ``q_pos`` sees the keys of its
+extent [first, end) that the mask ``lo <= q_pos - k_pos <= hi`` allows. The positions in a shard ascend, so these keys are
+neighbours in the shard. Their interval of positions is converted to an interval of indices:
 
     [max(first, q_pos - hi), min(end, q_pos - lo + 1)) -> [index of the first such key, index after the last such key)
 
@@ -26,7 +26,7 @@ from .score import Score
 from .tiles import Rows
 
 Runs = tuple[tuple[int, ...], ...]
-"""(base, length, start) of each run of a shard: the index of its first token, its length, and that token's position."""
+"""(base, length, start) of each run of a shard: its first token's index in the shard, its length, its first token's position."""
 
 
 class StepShards(NamedTuple):

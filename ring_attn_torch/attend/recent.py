@@ -1,6 +1,7 @@
-"""Caches of what a call puts on the GPU before its kernels: their lookup keys, and what CUDA graph capture permits.
+"""Rules for caching the arrays that a call puts on the GPU before its kernels: cache keys, and limits of CUDA graph capture.
 
-One result computed from extents serves all layers of a model and both passes of a layer.
+The caches are in ``kernels.py`` and ``one_run.py``. One result computed from extents serves all layers of a model and both passes
+of a layer.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def stream_of(device: torch.device) -> int:
 
 @contextmanager
 def beside_capture(device: torch.device) -> Iterator[None]:
-    """Inside the ``with``, use another stream if the current one is capturing a CUDA graph, so that the host may copy to it."""
+    """Inside the ``with``, use another stream if the current one is capturing a CUDA graph.
+
+    So the host can copy to the GPU during capture.
+    """
     if device.type != "cuda" or not torch._C._cuda_isCurrentStreamCapturing():
         yield
         return

@@ -36,8 +36,8 @@ class BackwardInputs(NamedTuple):
 
     ``lse``, ``delta`` (defined in ``Backend.backward_inputs``): [b s h]; for kernels [b h s], with lse in base 2. ``sinks`` [h]:
     the contribution of these queries to the gradient of the sinks; the steps do not change it. ``bounds`` int32 [b, q tiles, 4],
-    for kernels: the least first, greatest end, greatest first and least end of the extents [first, end) in each query tile.
-    ``out`` [b s h e]: the output of the forward, for the vendors' backends.
+    for kernels: the least ``first``, the greatest ``end``, the greatest ``first`` and the least ``end`` of the extents [first,
+    end) in each query tile. ``out`` [b s h e]: the output of the forward, for the vendors' backends.
     """
 
     q: Tensor

@@ -196,7 +196,7 @@ class Pair:
     def load_kv(self, v_dim: int) -> tuple[Tensor, Tensor]:
         """Copy k [b*g, block_k, d] and v [b*g, block_k, v_dim] of the key tile.
 
-        Set keys that no query of the query tile sees to 0, because they may hold NaN.
+        If no query of the query tile sees a key, set the key's k and v to 0, because they may hold NaN.
         """
         tile = self.keys.load(self.inputs.kv)
         if self.masked is not None:
@@ -207,7 +207,7 @@ class Pair:
         return tile[..., :d], tile[..., begin : begin + v_dim]
 
     def queries_that_see(self, tile: Tensor) -> Tensor:
-        """Return ``tile`` [b*g, r*block_q, width], but 0 at queries that see no key of the key tile, since these may hold NaN."""
+        """Return ``tile`` [b*g, r*block_q, width] with 0 at queries that see no key of the key tile: it may hold NaN there."""
         if self.fully_masked is None:
             return tile
         per_head = tile.view(self.inputs.q.shape[0], -1, self.fully_masked.shape[1], tile.shape[-1])

@@ -1,8 +1,8 @@
-"""The ring under autograd: an eager autograd.Function, or a torch.library op under torch.compile, modes and transforms.
+"""The ring under autograd: an eager autograd.Function, or an op of torch.library under torch.compile, modes and transforms.
 
 An eager call skips the op's dispatch and the encoding of its options as text. ``eager_only`` tests if a call may be eager. The
-op and the Function ``Eager`` both call ``forward`` and ``backward`` of this file. The backward of ``Eager`` calls the op instead
-if ``eager_only`` then returns False, or under create_graph.
+op and the Function ``Eager`` both call ``forward`` and ``backward`` of this file. The backward of ``Eager`` calls the op for the
+backward instead, if ``eager_only`` returns False at that time, or under create_graph.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ def as_op(schema: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
 
 Outputs = tuple[Tensor, Tensor, Tensor]
-"""The outputs of a forward op: out, lse, and the rounding error of lse, or an empty tensor if ``State.rest`` is None."""
+"""The outputs of a forward op: out, lse and the rounding error of lse (an empty tensor if ``State.rest`` is None)."""
 
 
 def as_outputs(total: State) -> Outputs:
@@ -256,7 +256,7 @@ class Eager(torch.autograd.Function):
 
 
 def eager_only(tensors: Iterable[Any]) -> bool:
-    """Return True if no compiler, tracer, mode or transform is active, and no tensor is meta, nested or outside ``PLAIN``."""
+    """Return True if no compiler, tracer, mode or transform is active, and tensors are of ``PLAIN`` types, not meta or nested."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._len_torch_dispatch_stack() == 0

@@ -23,7 +23,7 @@ from ..ring.groups import Group, capturing, rank_in, ranks_of
 from .prepare import Arrays, checked
 
 EACH_TIME = ("cpu",)
-"""The device types whose extents are checked at each call. On other devices a remembered tensor is not checked again."""
+"""The device types on which extents are checked at each call. On other devices a remembered tensor is not checked again."""
 
 MOST_LOOKED = 32
 """The largest number of tensors of extents that are remembered as checked. A remembered tensor stays in memory."""
@@ -54,7 +54,7 @@ class Settled(NamedTuple):
 
 
 def settle(problem: Problem, arrays: Arrays, group: Group) -> Settled:
-    """Set ``within_documents`` in the returned problem if the extents of all ranks are found to stay within the documents.
+    """Return the problem, with ``within_documents`` set if the extents of all ranks are found to stay within the documents.
 
     Raise ValueError, the same on every rank, if a rank's extents are invalid or if the ranks disagree on the problem.
     """

@@ -1,4 +1,4 @@
-"""Conversion of a call to a Problem (plain data), and its check, which raises an error or gives plan, backend and strategy."""
+"""Conversion of a call to a Problem (plain data). The check of a Problem raises an error or gives plan, backend and strategy."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ..ring.step import Ring
 
 
 class Arrays(NamedTuple):
-    """The optional arrays of a call, each named like its public argument, or their gradients. None: not passed, or no gradient.
+    """The optional arrays of a call, or their gradients, each named like the public argument. None: not passed, or no gradient.
 
     The ops take the arrays in this order, so append a new array at the end. The checks of ring_attn_core use these names.
     ``dropout_seed``: the dropout state, int64 [4]: the seed's two words and the global indices of the first batch row and head.
@@ -60,7 +60,11 @@ def problem_of(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, ranks: int, opti
 
 
 def problem_on(q: Tensor, k: Tensor, v: Tensor, arrays: Arrays, group: Group, options: Options, exchange: bool = True) -> Problem:
-    """Describe the call as a Problem with the ring's speeds, hosts and peer access. ``exchange``: False to read only a cache."""
+    """Describe the call as a Problem. For strategy "auto" on GPUs add the ring's speeds, hosts and peer access.
+
+    ``exchange``: if True, the ranks exchange these additions at the group's first call; if False, only the cache is read. See
+    ``on_hardware``.
+    """
     return on_hardware(problem_of(q, k, v, arrays, ranks_of(group), options), q.device, group, exchange)
 
 
@@ -87,7 +91,7 @@ class CompiledCall(NamedTuple):
     backend: Backend
     strategy: str
     steps: RingPlan
-    """The plan by which the strategy moves keys: ``plan`` itself, or for example a plan over the joined shards of a group."""
+    """The plan by which the strategy moves keys: ``plan`` itself, or for example a plan over shards that the strategy joins."""
     values_in_keys: bool = False
 
     def keys(self, k: Tensor, v: Tensor, arrays: Arrays) -> Keys:
@@ -101,20 +105,29 @@ class CompiledCall(NamedTuple):
         return Score(scale, softcap, rate, arrays.extents, arrays.sinks, arrays.alibi_slopes, arrays.dropout_seed)
 
     def check_values(self, arrays: Arrays, rank: int) -> None:
-        """Raise ValueError if extents or key extents of this rank are invalid. Their values are read from the device."""
+        """Raise ValueError if ``check_intervals`` does, or if ``extents`` permit a key that this rank neither holds nor receives.
+
+        The values of extents and key extents are read from the device.
+        """
         self.check_intervals(arrays, rank)
         if arrays.extents is not None and isinstance(self.steps, NeededPlan):
             check_available(arrays.extents.cpu().numpy(), self.steps, rank)
 
     def check_intervals(self, arrays: Arrays, rank: int) -> None:
-        """Raise ValueError if an interval in extents or key extents is invalid, whatever keys the strategy sends to this rank."""
+        """Raise ValueError if an interval in this rank's extents or key extents is invalid.
+
+        An interval may contain keys that the strategy does not send to this rank; ``check_values`` refuses these.
+        """
         if arrays.extents is not None:
             check_extents(arrays.extents.long(), self.plan.q_runs[rank], self.plan.kv_length)
         if arrays.key_extents is not None:
             check_key_extents(arrays.key_extents.long(), self.plan.k_runs[rank], self.plan.length)
 
     def within_documents(self, extents: Tensor, rank: int) -> bool:
-        """Return True if ``extents`` let this rank's queries see no keys beyond the documents of the balanced layout."""
+        """Return True if this rank holds or receives each key that its queries may see.
+
+        If False, ``extents`` reach beyond the documents of the balanced layout.
+        """
         assert isinstance(self.steps, NeededPlan)
         return unavailable(extents.cpu().numpy(), self.steps, rank) is None
 
@@ -169,8 +182,8 @@ def dtype_name(dtype: torch.dtype | str) -> str:
 def values_of(k: Tensor, v: Tensor | None, v_dim: int | None) -> tuple[Tensor, int | None]:
     """Return (v, None). If v is None, return (the first ``v_dim`` columns of k, ``v_dim``) instead.
 
-    With v, raise ValueError unless ``v_dim`` is None or the last dimension of v. Without v, raise it unless ``v_dim`` is an int
-    from 1 to k's head_dim.
+    Raise ValueError if ``v_dim`` does not fit. With v it must be None or the last dimension of v; without v, an int from 1 to
+    k's head_dim.
     """
     v_dim = check_v_dim(v_dim, getattr(k, "shape", ()), None if v is None else getattr(v, "shape", ()))
     if v is None:
@@ -200,11 +213,11 @@ def refuse_transforms(tensors: Iterable[Any]) -> None:
 _alone: set[tuple[Any, ...]] = set()
 _on: WeakKeyDictionary[dist.ProcessGroup, set[tuple[Any, ...]]] = WeakKeyDictionary()
 MOST_CHECKED = 4096
-"""The largest number of checked combinations to remember (see ``check_plain``), for each group and for a ring of one rank."""
+"""The most combinations of devices and layouts that ``check_plain`` remembers, for each group and for a ring of one rank."""
 
 
 def check_plain(tensors: list[Tensor], arrays: Arrays, group_name: str) -> None:
-    """Run ``check_tensors``, unless tensors with the same ``device`` and ``layout`` have passed it before.
+    """Run ``check_tensors``, but skip it if tensors with the same devices and layouts (``Tensor.layout``) have passed it before.
 
     A call with ALiBi slopes is always checked, because the slopes of a later call may require a gradient. The caller guarantees
     that no tensor is nested, or of a subclass other than Parameter.

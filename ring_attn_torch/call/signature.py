@@ -78,11 +78,11 @@ def ring_attention(
             wrong results for such a shard.
         mask: ``causal()``, ``full()`` or ``sliding_window(before, after)``, in global positions.
         extents: integers ``[batch, seq_local, 2]``, sharded like q: first and end (exclusive) of the global *key* positions that
-            each query may see: ``document_extents``, ``prefix_extents``. An extent that ends before it begins or reaches beyond
-            the keys is refused at every call on a CPU. On a GPU, where reading values waits for the device, it is refused at the
-            first call of a problem and clamped later.
+            each query may see, such as those of ``document_extents`` or ``prefix_extents``. An extent that ends before it begins
+            or reaches beyond the keys is refused at every call on a CPU. On a GPU, where reading values waits for the device, it
+            is refused at the first call of a problem and clamped later.
         key_extents: integers ``[batch, kv_local, 2]``, sharded like k: first and end (exclusive) of the global *query* positions
-            that may see each key, as in a prefix tree: ``tree_extents``.
+            that may see each key, such as those of ``tree_extents`` for a prefix tree.
         key_mask: bool ``[batch, kv_local]``, sharded like k, True if a key may be attended; any pattern.
         scale: the factor of q . k; None is ``head_dim ** -0.5``.
         softcap: scores become ``softcap tanh(s_ij / softcap)`` (Gemma 2, arXiv:2408.00118, section 2).

@@ -58,9 +58,10 @@ class _FlashOptions(NamedTuple):
     def window(self, queries: int, keys: int) -> tuple[int | None, int | None]:
         """Return ``sides``. Raise ValueError if flash_attn 2.8 computes another window on ``queries`` and ``keys`` tokens.
 
-        Its kernels read ``right >= keys`` as open. If ``left < keys``, they then read an open right side as ``right = keys``. The
-        window differs only for queries more than r tokens before the last query, with r the smaller of both values of ``right``.
-        For packed documents, ``queries`` is the number in the longest document, and ``keys`` is max_seqlen_k, as in the kernels.
+        Its kernels treat a right side of at least ``keys`` as open. If also ``left < keys``, they replace an open right side by
+        ``keys``. So they may compute another right side than ``sides`` has. Let r be the smaller of the two right sides. The
+        windows differ only for queries more than r tokens before the last query. For packed documents, ``queries`` is the number
+        of queries in the longest document, and ``keys`` is max_seqlen_k, as in the kernels.
         """
         left, right = self.sides
         documented = queries if right is None else right
@@ -191,8 +192,8 @@ def flash_attn_varlen_func(
     Raise ValueError, the same on every rank and before anything is sent, if cu_seqlens decrease, end beyond the row, differ in
     number, or begin with another number than 0. Also raise it if a document is longer than max_seqlen_q or max_seqlen_k, if a
     ``block_table`` is passed, or if flash_attn_func would raise it. Under torch.compile the values of cu_seqlens are unknown, so
-    only their dtypes and shapes are checked. A window is then accepted even if flash_attn's kernels compute another one than its
-    documentation says.
+    only their dtypes and shapes are checked. A window is then accepted even if flash_attn's kernels compute another window than
+    its documentation says.
     """
     ring = RingArguments(group, layout, length, kv_length)
     options = _FlashOptions(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)

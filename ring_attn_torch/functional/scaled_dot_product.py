@@ -57,8 +57,8 @@ def scaled_dot_product_attention(
     ``dropout_p``: needs ``dropout_seed``, as in :func:`ring_attention`; it drops other probabilities than torch.
     ``group``, ``layout`` (a name), ``length``, ``kv_length``: as in ring_attention.
 
-    Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf,
-    differs between heads, or lacks this form. Raise it too if torch.compile traces an attn_mask, if one is passed
+    Raise ValueError, the same on every rank and before anything is sent, if attn_mask holds floats other than 0 and -inf, differs
+    between heads, or does not have the form described above. Raise it too if torch.compile traces an attn_mask, if one is passed
     together with is_causal=True, or if ring_attention refuses an argument.
     """
     ring = RingArguments(group, layout, length, kv_length)
@@ -87,7 +87,7 @@ def tokens_first(query: Any, key: Any, value: Any, enable_gqa: bool) -> Qkv:
 
 
 def _mask(attn_mask: Any, is_causal: bool, shards: Shards, q: Tensor) -> Arguments:
-    """Convert attn_mask and is_causal to this rank's arguments of ``ring_attention``. Raise ValueError if none express them."""
+    """Convert attn_mask and is_causal to this rank's arguments of ``ring_attention``. Raise ValueError if no arguments fit."""
     if attn_mask is None:
         return {"mask": causal() if is_causal else full()}
     if is_causal:

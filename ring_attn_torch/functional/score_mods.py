@@ -43,7 +43,7 @@ def arguments_of(score_mod: Any, device: torch.device) -> Arguments:
     """Convert a score_mod to keyword arguments of ``ring_attention``. Return an empty dict if ``score_mod`` is None.
 
     Trace the score_mod. For each constant c in its graph, compare the graph with those of ``softcap(c)`` and ``alibi(c)``. Raise
-    ValueError if none is equal, or if slopes are neither float32 nor float64.
+    ValueError if no graph is equal, or if slopes are neither float32 nor float64.
     """
     if score_mod is None:
         return {}

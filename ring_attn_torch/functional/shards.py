@@ -26,10 +26,11 @@ Arguments = dict[str, Any]
 
 
 class RingArguments(NamedTuple):
-    """The keyword arguments that describe the ring. Each function of this folder adds them to those of the function it replaces.
+    """The keyword arguments that describe the ring. Each attention function of this folder takes them.
 
-    ``layout``: a name in LAYOUTS. ``length``, ``kv_length``: global lengths of queries and keys in tokens, without padding; None:
-    all tokens of the shards (``kv_length``: ``length`` if the shards of q and k are equally long).
+    ``layout``: a name in LAYOUTS. ``length``, ``kv_length``: global lengths of queries and keys in tokens, without padding. If
+    None, ``length`` counts all tokens of the q shards. ``kv_length`` is ``length`` if the shards of q and k are equally long,
+    else it counts all tokens of the k shards.
     """
 
     group: dist.ProcessGroup | DeviceMesh | None
@@ -88,7 +89,10 @@ def shards_of(q: Tensor, k: Tensor, ring: RingArguments) -> Shards:
 
 
 def attend(prepare: Callable[[], tuple[Qkv, Arguments]], ring: RingArguments) -> Any:
-    """Call ``ring_attention`` on q, k, v and arguments from ``prepare``. If ``prepare`` fails on a rank, all raise the error."""
+    """Call ``ring_attention`` on q, k, v and arguments from ``prepare``.
+
+    If ``prepare`` fails on a rank, all ranks raise the error.
+    """
     with same_error(group_of(group_name(ring.group))):
         (q, k, v), arguments = prepare()
     return ring_attention(q, k, v, group=ring.group, **arguments)
