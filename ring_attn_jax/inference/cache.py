@@ -48,7 +48,7 @@ class KVCache(Requests):
         counts: int32 [batch, ranks], the number of a request's tokens that each rank has stored, overwritten tokens included.
         lengths: int32 [batch], the number of tokens of each request.
         reached: int32 [batch], a request's greatest length since its reset, including appended steps that were never advanced.
-        owners: int16 [batch, n], the ranks that store the newest n tokens; the token at position p has index p modulo n.
+        owners: int16 [batch, n], ranks of the newest n = ``spec.remembered`` tokens; the token at position p has index p % n.
         k_scale, v_scale: float32 [layers, kv_heads], the scales of a float8 cache; 0 until they are known.
 
     Run a step of new tokens inside ``jax.shard_map``, with ``cache.specs`` as the specs of the cache:
@@ -80,7 +80,7 @@ class KVCache(Requests):
         axis_name: str = "seq",
         mesh: Mesh | None = None,
     ) -> KVCache:
-        """Create an empty cache for ``batch`` requests of at most ``capacity`` tokens each, over all ranks together.
+        """Create an empty cache for ``batch`` requests, each with at most ``capacity`` tokens on all ranks together.
 
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
@@ -93,8 +93,8 @@ class KVCache(Requests):
         ranks, and whole pages if ``page`` is set. So a prompt of ``capacity`` tokens fits in every layout.
 
         ``window``: the number of positions before its own that a query sees. With a window a request may have any length.
-        ``capacity`` is then the number of newest tokens of a request that each rank keeps: at least ``window + room``, the
-        default. ``room`` (by default ``window``): the maximum number of tokens that a rollback removes or a step adds; a
+        ``capacity`` is then the number of newest tokens of a request that each rank keeps: at least ``window + room``, which
+        is the default. ``room`` (by default ``window``): the maximum number of tokens that a rollback removes or a step adds; a
         ``fresh`` prefill may add more. ``page`` (not with a window): the number of slots per rank by which :meth:`reserve` grows
         the cache. ``mesh``: make global arrays, sharded over the mesh axis ``axis_name``. Without a mesh, call ``make`` inside
         ``jax.shard_map`` over that axis, to make this rank's arrays.
@@ -230,7 +230,10 @@ def _name(dtype: Any) -> Any:
 
 
 def _empty(spec: CacheSpec, ranks: int) -> list[jax.Array]:
-    """Return the fields ``k`` to ``owners`` of an empty cache. The arrays hold the slots of ``ranks`` ranks, 1 or all."""
+    """Return k, v, positions, counts, lengths, reached and owners of an empty cache.
+
+    ``ranks``: the number of ranks whose slots k, v and positions hold: 1 or all.
+    """
     sizes, slots = spec.sizes, spec.slots * ranks
     heads = [(sizes.layers, spec.batch, slots, sizes.kv_heads, dim) for dim in (sizes.head_dim, sizes.v_dim)]
     keys = [jnp.zeros(shape, spec.dtype) for shape in heads]

@@ -122,7 +122,7 @@ def as_int32(name: str, positions: Any) -> Any:
     """Convert positions of any integer dtype to int32. Clamp traced positions to at most 2^31 - 1.
 
     If ``positions`` is not an integer array, return it unchanged. Raise ValueError if a position exceeds int32. Traced positions
-    are not checked.
+    are not checked. ``name``: the name of the argument, for the message.
     """
     dtype = str(getattr(positions, "dtype", ""))
     if dtype not in INTEGERS or dtype == "int32":
@@ -137,7 +137,10 @@ def as_int32(name: str, positions: Any) -> Any:
 
 
 def _problem(arrays: DecodeArrays, options: tuple[Any, Any, Any, Any]) -> Decode:
-    """Return a Decode record of a call: its arrays, the device, and ``options``, which are (window, scale, softcap, backend)."""
+    """Return the Decode record of a call: shapes and dtypes of its arrays, its device, and its options.
+
+    ``options``: (window, scale, softcap, backend).
+    """
     dtypes = dtype_names(arrays.q, arrays.k, arrays.v)
     others = described(dict(zip(arrays._fields[3:], arrays[3:], strict=True)))
     for name in ("q_positions", "k_positions"):

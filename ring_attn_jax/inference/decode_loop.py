@@ -153,8 +153,8 @@ def _ended(tokens: jax.Array, cache: KVCache, ends: tuple[jax.Array, jax.Array])
 class DecodeLoop:
     """The state of the decode loop: the cache, and each request's newest token.
 
-    ``newest``: the newest tokens, int32 [requests], and a mask, bool [requests], True if the request is finished: it has drawn a
-    stop id or its maximum number of new tokens.
+    ``newest``: the pair (tokens, finished). ``tokens`` int32 [requests]: the newest tokens. ``finished`` bool [requests]: True if
+    the request has drawn a stop id or its maximum number of new tokens.
     """
 
     def __init__(self, placed: PlacedModel, cache: KVCache, generation: Generation) -> None:

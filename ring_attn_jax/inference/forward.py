@@ -57,8 +57,8 @@ def decode_step(
     cache rounds keys and values. To check for room, call ``cache.check_room`` before.
 
     Raise ValueError if the ids or the cache do not fit the model, or if a layer's mask is neither causal nor a sliding window of
-    earlier tokens. Raise it too if the model has a mesh and a ``head_axis``, if a weight is sharded, but not over the model's
-    mesh, or if an id is outside the vocabulary (a traced id gives NaN instead).
+    earlier tokens. Raise it too if the model has both a mesh and a ``head_axis``, if a weight is sharded in another way than over
+    the model's mesh, or if an id is outside the vocabulary (a traced id gives NaN instead).
     """
     _check(model, ids, cache)
     return _on_ring(decoded, model, cache, (ids, valid))
@@ -100,7 +100,10 @@ def prefill_prompts(
 
 
 def _on_ring(function: Callable[..., Any], model: RingTransformer, cache: KVCache, new: tuple[Any, ...]) -> Any:
-    """Call ``function(rank_model, cache, new)``, inside a shard_map if the model has a mesh; ``new`` is the same on each rank."""
+    """Call ``function(rank_model, cache, new)`` in a new shard_map if the model has a mesh, else in the caller's shard_map.
+
+    ``new``: a tuple of arguments that are equal on all ranks.
+    """
     from flax import nnx
 
     if model.ring.mesh is None:
@@ -118,7 +121,10 @@ def _on_ring(function: Callable[..., Any], model: RingTransformer, cache: KVCach
 
 
 def decoded(model: RankModel, cache: KVCache, new: tuple[jax.Array, jax.Array | None]) -> tuple[jax.Array, KVCache]:
-    """Run ``decode_step`` inside shard_map; ``new``: the pair (ids, mask of real tokens or None)."""
+    """Return the logits and the cache of ``decode_step``; call inside shard_map.
+
+    ``new``: the pair (ids, mask of real tokens or None).
+    """
     ids, valid = new
     step = cache.step(ids.shape[1], valid=valid)
 

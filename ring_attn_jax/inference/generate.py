@@ -45,7 +45,7 @@ def generated(
 
 
 def _chunks(generation: Generation) -> list[tuple[int, list[int], int]]:
-    """Return for each chunk of the prompts (first position, number of tokens of each prompt in the chunk, padded size)."""
+    """Return a tuple for each chunk: (first position, number of tokens of each prompt in the chunk, padded size of the chunk)."""
     return [(start, lengths, bucket(max(lengths))) for start, lengths in generation.chunks()]
 
 

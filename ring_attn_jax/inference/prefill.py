@@ -94,7 +94,10 @@ def prefill(
 
 
 def _over_cached(q: jax.Array, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32."""
+    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32.
+
+    A State holds out and lse (``attend/state.py``).
+    """
     axis, ranks = cache.axis_name, cache.spec.ranks
     batch, local, heads, _ = q.shape
     queries = lax.all_gather(q, axis, axis=1, tiled=True)
@@ -139,16 +142,19 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _first_of(positions: jax.Array, lowest: jax.Array) -> jax.Array:
-    """Return the index of the first of the sorted ``positions`` [b, slots] that is at least ``lowest``, int32 [b, queries].
+    """Return for each query the index of the first of ``positions`` that is at least ``lowest``, as int32 [b, queries].
 
-    ``lowest`` int32 [b, queries]: the lowest position that each query sees.
+    ``positions`` [b, slots]: sorted. ``lowest`` int32 [b, queries]: the lowest position that each query sees.
     """
     positions, lowest = vary_alike((), positions, lowest)
     return jax.vmap(jnp.searchsorted)(positions, lowest).astype(jnp.int32)
 
 
 def _merged(parts: State) -> State:
-    """Merge States of the same queries over disjoint keys, stacked along dimension 0 of each array, in the order of the stack."""
+    """Merge the States (out and lse, ``attend/state.py``) of the same queries over disjoint sets of keys.
+
+    The States are stacked along dimension 0 of each array of ``parts``, and merged in that order.
+    """
     out, lse, rest = parts
     top = lse.max(0)
     top = jnp.where(top == -jnp.inf, 0, top)
@@ -162,7 +168,7 @@ def _merged(parts: State) -> State:
 
 
 def _with_sinks(total: State, sinks: jax.Array) -> State:
-    """Merge the attention sinks into a State: head h gets one more key, with value 0 and score ``sinks[h]``."""
+    """Merge the attention sinks into (out, lse) of ``total``: head h gets one more key, with value 0 and score ``sinks[h]``."""
     lse = jnp.broadcast_to(sinks.astype(total.lse.dtype)[None, None], total.lse.shape)
     sink = State(jnp.zeros_like(total.out), lse, None if total.rest is None else jnp.zeros_like(total.rest))
     return _merged(jax.tree.map(lambda *both: jnp.stack(both), total, sink))

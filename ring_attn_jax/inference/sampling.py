@@ -104,8 +104,8 @@ def _column(x: Any, dtype: Any) -> jax.Array:
 def gumbel(parameters: SamplingParameters, requests: jax.Array, positions: jax.Array, tokens: jax.Array, dtype: Any) -> jax.Array:
     """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n].
 
-    Each uniform number u comes from 32 bits that Philox computes from the seed, the request's index, its position and the token
-    id.
+    ``requests``, ``positions`` [b]: as in :func:`drawn`. Each uniform number u comes from 32 bits that Philox computes from the
+    seed, the request's index and position, and the token id.
     """
     word = lambda x: x.astype(jnp.uint32)
     at = word(requests)[:, None], word(positions)[:, None]

@@ -44,8 +44,7 @@ def of_first(
     """Return a layer's scales of k and v [kv_heads], with each 0 replaced by the smallest power of two above max |x| / 448.
 
     The largest float8 number is 448. The maximum is over the ``new`` k or v of all ranks, so that every x / scale fits into
-    float8; if the maximum is 0, the scale is 1. A product of a float8 number and a power of two has no rounding error within the
-    range of a wider dtype.
+    float8; if the maximum is 0, the scale is 1. Multiplication by a power of two is exact.
 
     ``nothing`` (0-d bool): True if the cache is empty. Then nonzero scales are replaced too, since an earlier step that was
     never advanced may have set them. If ``nothing`` is False, nonzero scales stay.

@@ -27,8 +27,8 @@ class DecodeStep:
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
     slot, new tokens included. If ``layout`` is None, every rank computes the same ``tokens`` tokens of each request.
-    Otherwise each rank computes a shard of ``tokens`` tokens of a chunk of ``length`` tokens, and of request i only the first
-    ``chunk[i]`` tokens of the chunk are real.
+    Otherwise each request has a chunk of at most ``length`` tokens, and each rank computes a shard of ``tokens`` tokens of the
+    padded chunk. Only the first ``chunk[i]`` tokens of request i's chunk are new tokens; the rest is padding.
     """
 
     positions: jax.Array
@@ -47,16 +47,19 @@ class DecodeStep:
     lengths: jax.Array
     """Lengths of the requests after the step, int32 [requests]."""
     chunk: jax.Array
-    """Number of new tokens of each request, int32 [requests]."""
+    """Number of new tokens of each request, int32 [requests], including tokens that do not fit."""
     counts: jax.Array
     """Number of tokens that each rank has stored after the step, int32 [requests, ranks]; the next ``KVCache.counts``."""
     slots: jax.Array
     """Slots that this rank writes, int32 [requests, writes]. Tokens of other ranks have an index beyond the slots."""
     source: jax.Array | None
-    """Index, among the step's tokens, of the token written to each slot, int32 [requests, writes]; None for a single token."""
+    """Index, among the step's tokens, of the token written to each slot, int32 [requests, writes].
+
+    None in a step of one token without a layout.
+    """
     owner_slots: jax.Array
     owners: jax.Array
-    """The rank of each newest token, int16 [requests, owners]; ``owner_slots``: the token's index in ``KVCache.owners``."""
+    """The ranks that cache the newest tokens, int16 [requests, owners]; ``owner_slots``: where ``KVCache.owners`` stores them."""
 
     @property
     def into(self) -> jax.Array:

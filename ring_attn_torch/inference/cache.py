@@ -49,9 +49,9 @@ class KVCache(Requests):
         counts: int32 [batch, ranks], the number of a request's tokens that each rank has stored, overwritten tokens included.
         lengths: int32 [batch], the number of tokens of each request.
         reached: int32 [batch], a request's greatest length since its reset, including appended steps that were never advanced.
-        owners: int16 [batch, n + 1], the ranks that store the newest n tokens; the token at position p has index p modulo n.
+        owners: int16 [batch, n + 1], ranks of the newest n = ``spec.remembered`` tokens; the token at position p has index p % n.
         k_scale, v_scale: float32 [layers, kv_heads], the scales of a float8 cache; 0 until they are known.
-    The last slot and the last index of ``owners`` are unused: tokens cached elsewhere go to that slot, padding to that index.
+    The last slot only absorbs tokens that this rank does not cache. The last index of ``owners`` only absorbs padding.
 
     A step of new tokens is
 
@@ -83,7 +83,7 @@ class KVCache(Requests):
         group: dist.ProcessGroup | DeviceMesh | None = None,
         device: torch.device | str | None = None,
     ) -> KVCache:
-        """Create an empty cache for ``batch`` requests of at most ``capacity`` tokens each, over all ranks together.
+        """Create an empty cache for ``batch`` requests, each with at most ``capacity`` tokens on all ranks together.
 
         ``config``: a TransformerConfig, or ``CacheSizes(layers, kv_heads, head_dim, v_dim)``. ``dtype``: "bfloat16", "float16",
         "float32", "float64" or "float8_e4m3fn"; None for the compute dtype of a TransformerConfig, and bfloat16 for CacheSizes.
@@ -95,10 +95,10 @@ class KVCache(Requests):
         ranks, and whole pages if ``page`` is set. So a prompt of ``capacity`` tokens fits in every layout.
 
         ``window``: the number of positions before its own that a query sees. With a window a request may have any length.
-        ``capacity`` is then the number of newest tokens of a request that each rank keeps: at least ``window + room``, the
-        default. ``room`` (by default ``window``): the maximum number of tokens that a rollback removes or a step adds; a prefill
-        of empty requests may add more. ``page`` (not with a window): the number of slots per rank by which :meth:`reserve` grows
-        the cache. ``group``: the ring.
+        ``capacity`` is then the number of newest tokens of a request that each rank keeps: at least ``window + room``, which
+        is the default. ``room`` (by default ``window``): the maximum number of tokens that a rollback removes or a step adds; a
+        prefill of empty requests may add more. ``page`` (not with a window): the number of slots per rank by which
+        :meth:`reserve` grows the cache. ``group``: the ring.
 
         Raise ValueError, the same on every rank, if arguments do not fit or differ between ranks. Ranks compare them at the first
         call with these arguments, and at every call that passes scales.
@@ -123,7 +123,7 @@ class KVCache(Requests):
         Every rank computes q, k and v of all these tokens; each token is cached on one rank. ``valid`` bool [requests, tokens],
         the same on every rank: True for real tokens; None: all. ``rows``: the requests' indices, one int or several; None: all.
         Raise ValueError if the tokens do not fit. The number of ``valid`` tokens is on the device, so the host first assumes that
-        all are real, and reads the number only if all would not fit.
+        all are real, and reads the number only if not all would fit.
         """
         of = self._requests(rows)
 
@@ -278,7 +278,7 @@ class KVCache(Requests):
             return checks.check_step_rows(list(range(self.spec.batch)) if rows is None else rows, self.spec.batch)
 
     def _rows(self, rows: list[int], every: bool) -> dict[str, Any]:
-        """Return DecodeStep's ``rows``, ``into`` and ``of`` for the requests ``rows``. ``every``: True if these are all."""
+        """Return a step's ``rows``, ``into``, ``of`` for the requests ``rows``. ``every``: True if ``rows`` are all requests."""
         into, of = (known_rows(tuple(x), self.counts.device) for x in (rows, range(len(rows))))
         return {"rows": None if every else into, "into": into[:, None], "of": of[:, None]}
 

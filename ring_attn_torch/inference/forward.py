@@ -196,7 +196,10 @@ def check_model(model: RingTransformer) -> None:
 
 
 def _agree(call: str, model: RingTransformer, ids: Any, cache: Any) -> None:
-    """Raise ValueError if model, ids and cache do not fit: the same error on all ranks at the first call with a shape of ids."""
+    """Raise ValueError if model, ids and cache do not fit together. ``call``: the name of the calling function.
+
+    At the first call with a given shape of ids, all ranks raise the same error. In later calls a rank with an error raises alone.
+    """
     shape = tuple(ids.shape) if isinstance(ids, Tensor) else ()
     device = ids.device.type if isinstance(ids, Tensor) else "cpu"
     agree_on(AgreedCall(call, device, (("ids_shape", shape),)), _ring(model, cache), lambda: _check(model, ids, cache))

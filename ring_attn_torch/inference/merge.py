@@ -26,8 +26,8 @@ def merge_ring(pair: tuple[Tensor, Tensor], *, group: dist.ProcessGroup | Device
 
     For inference: not differentiable. Raise ValueError, before any tensor is sent, if ``pair`` is not (out, lse) in floating
     dtypes, or if lse's shape is not ``out.shape[:-1]``. Also raise ValueError if ``pair`` requires a gradient while gradients are
-    enabled, or if shapes or dtypes differ between ranks. At the first call with given shapes and dtypes, unless under
-    torch.compile, the ranks compare them, and all raise the same error. In later calls a rank with an error raises alone.
+    enabled, or if shapes or dtypes differ between ranks. At the first call with given shapes and dtypes the ranks compare them,
+    and all raise the same error. In later calls, and under torch.compile, a rank with an error raises alone.
     """
     ring = ring_of(group)
 

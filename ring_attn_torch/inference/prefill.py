@@ -107,7 +107,10 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cache: KVCache, layer: int, step: De
 
 
 def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, options: Options) -> State:
-    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32."""
+    """Return the State of this rank's queries over the keys that any rank cached before the step, in at least float32.
+
+    A State holds out and lse (``attend/state.py``).
+    """
     ring, ranks = cache.ring, ranks_of(cache.ring)
     batch, local, heads, dim = q.shape
     queries = q
@@ -128,7 +131,10 @@ def _over_cached(q: Tensor, cache: KVCache, layer: int, step: DecodeStep, option
 
 
 def _to_owners(x: Tensor, ranks: int, ring: Group) -> Tensor:
-    """Send results ``x`` [b ranks*local ...] to the ranks that own the queries. Return those received, [ranks b local ...]."""
+    """Send each rank the results of its queries in ``x`` [b ranks*local ...].
+
+    Return the results that all ranks have sent for this rank's queries, [ranks b local ...].
+    """
     of_rank = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
     mine = torch.empty_like(of_rank)
     dist.all_to_all_single(mine, of_rank, group=ring)
@@ -165,7 +171,10 @@ def _in_order(cache: KVCache, layer: int, step: DecodeStep, window: int | None) 
 
 
 def _merged(parts: State) -> State:
-    """Merge States of the same queries over disjoint keys, stacked along dimension 0 of each array, in the order of the stack."""
+    """Merge the States (out and lse, ``attend/state.py``) of the same queries over disjoint sets of keys.
+
+    The States are stacked along dimension 0 of each array of ``parts``, and merged in that order.
+    """
     out, lse, rest = parts
     top = lse.amax(0)
     top = top.masked_fill(top == -math.inf, 0)
@@ -179,7 +188,7 @@ def _merged(parts: State) -> State:
 
 
 def _with_sinks(total: State, sinks: Tensor) -> State:
-    """Merge the attention sinks into a State: head h gets one more key, with value 0 and score ``sinks[h]``."""
+    """Merge the attention sinks into (out, lse) of ``total``: head h gets one more key, with value 0 and score ``sinks[h]``."""
     sink = State(torch.zeros_like(total.out), sinks.to(total.lse.dtype).expand_as(total.lse))
     if total.rest is not None:
         sink = sink._replace(rest=torch.zeros_like(total.rest))

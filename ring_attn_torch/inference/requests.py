@@ -51,12 +51,15 @@ class Requests:
     group: dist.ProcessGroup | DeviceMesh | None = None
     host_state: HostState = field(init=False)
     version: int = field(init=False)
-    """A number that ``advance``, ``rollback``, ``reset``, ``evict``, ``fork``, and a ``reserve`` that grows the cache renew.
+    """A number that changes with each ``advance``, ``replayed``, ``rollback``, ``reset``, ``evict`` and ``fork``.
 
-    The cache refuses a step that was made before the last such call.
+    It changes also if ``reserve`` grows the cache. The cache refuses a step that was made before the last change.
     """
     scaled: set[int] = field(init=False)
-    """The layers whose scales are set: all, unless a float8 cache chooses its scales in the first step that advances."""
+    """The layers whose scales the host knows to be set: all layers, except in a float8 cache that was made without scales.
+
+    In such a cache, ``advance`` adds the layers of a step if the host knows that the step has tokens (``DecodeStep.certain``).
+    """
 
     def __post_init__(self) -> None:
         self.host_state = HostState(self.spec)

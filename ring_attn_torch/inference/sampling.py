@@ -106,8 +106,8 @@ def _column(x: Any, dtype: torch.dtype) -> Any:
 def gumbel(parameters: SamplingParameters, requests: Tensor, positions: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return Gumbel noise [b n], -log(-log(1 - u)), for the token ids ``tokens`` [b n].
 
-    Each uniform number u comes from 32 bits that Philox computes from the seed, the request's index, its position and the token
-    id.
+    ``requests``, ``positions`` [b]: as in :func:`drawn`. Each uniform number u comes from 32 bits that Philox computes from the
+    seed, the request's index and position, and the token id.
     """
     at = requests.long()[:, None], positions.long()[:, None]
     bits = words((parameters.low, parameters.high), *at, tokens, (multiply, int))

@@ -24,8 +24,8 @@ class DecodeStep:
     ``positions`` int32 [requests, tokens]: the positions of the tokens whose q, k and v this rank computes, for the rotary
     embedding and as ``q_positions``; -1 for padding. ``k_positions`` int32 [requests, slots]: the position of the token in each
     slot, new tokens included. If ``layout`` is None, every rank computes the same ``tokens`` tokens of each request.
-    Otherwise each request has a chunk of ``length`` tokens, of which each rank computes ``tokens``. Only the first ``chunk[i]``
-    tokens of request i's chunk are new tokens; the rest is padding.
+    Otherwise each request has a chunk of at most ``length`` tokens, and each rank computes a shard of ``tokens`` tokens of the
+    padded chunk. Only the first ``chunk[i]`` tokens of request i's chunk are new tokens; the rest is padding.
     """
 
     positions: Tensor
@@ -57,7 +57,7 @@ class DecodeStep:
     """
     owner_slots: Tensor
     owners: Tensor
-    """The rank that caches each newest token, int16 [requests, owners]; ``owner_slots``: where ``KVCache.owners`` stores it."""
+    """The ranks that cache the newest tokens, int16 [requests, owners]; ``owner_slots``: where ``KVCache.owners`` stores them."""
     certain: bool = True
     """True if the host knows that some request gets a token. With ``valid`` only the device knows."""
     version: int = 0
