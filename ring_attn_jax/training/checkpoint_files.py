@@ -22,10 +22,10 @@ STATE = "state"
 """The folder of the arrays within a checkpoint."""
 
 EARLIER = "run/metadata"
-"""The file with the run's progress in checkpoints of earlier versions, which have no digests."""
+"""The file with the run's progress in a checkpoint of an earlier version. Such a checkpoint has no digests."""
 
 PATIENCE_MS = 20 * 60 * 1000
-"""Milliseconds that a process waits for the others at each of the two barriers at the end of a save. Orbax waits as long."""
+"""Milliseconds that a process waits for the others at each of the two barriers at the end of a save. Orbax has the same limit."""
 
 WRITTEN = ".written-{}"
 """Name of the file by which process ``{}`` says that its shards are written. Process 0 deletes these files afterwards."""
@@ -90,7 +90,10 @@ class CheckpointFiles:
             raise OSError("process 0 could not complete it")
 
     def read(self, where: Path, like: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Return the arrays of a checkpoint that ``like`` names, sharded as in ``like``. No process waits for another."""
+        """Return the checkpoint's arrays whose names are in ``like``, each sharded like the array of that name in ``like``.
+
+        ``where``: the folder of the checkpoint. No process waits for another.
+        """
         import orbax.checkpoint as orbax
 
         places = jax.tree.map(orbax.utils.to_shape_dtype_struct, like)
@@ -151,7 +154,7 @@ def _check_written(marks: list[Path]) -> None:
 
 
 def kinds_of(arrays: dict[str, Any]) -> Kinds:
-    """Map the name of each array to (dtype, shape). The values of ``arrays`` may also be descriptions of arrays."""
+    """Map the name of each array to (dtype, shape). A value may be any object with dtype and shape."""
     return {name: (str(x.dtype), tuple(x.shape)) for name, x in arrays.items()}
 
 

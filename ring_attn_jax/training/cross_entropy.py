@@ -8,7 +8,7 @@ Traced values cannot raise an error. Instead, a label outside the vocabulary mak
 that label's token, and the gradient of the head.
 
 From hidden states the logits are computed chunk by chunk, so arrays [tokens, vocab] hold one chunk of tokens. Passed logits
-are not split into chunks, but XLA fuses most of these arrays away. Logits and softmax are computed in at least float32.
+are not split into chunks, but XLA fuses most arrays of this shape away. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _entropy(logits: jax.Array, of: Labels, settings: ChunkSettings) -> tuple[ja
 def _dlogits(logits: jax.Array, of: Labels, lse: jax.Array, settings: ChunkSettings) -> jax.Array:
     """Return the gradient of the summed cross-entropy with respect to the logits, in at least float32.
 
-    The gradient of a token is 0 if its label is ignored. Otherwise it is NaN if the label is outside the vocabulary.
+    The gradient of a token is 0 at an ignored label, and NaN at any other label outside the vocabulary.
     """
     labels = of.labels
     tokens = jnp.arange(logits.shape[-1], dtype=labels.dtype).reshape(*[1] * labels.ndim, -1)

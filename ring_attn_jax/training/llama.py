@@ -42,13 +42,13 @@ def save_llama(
     The architecture is Qwen3 if the model has ``qk_norm``, Qwen2 if its only biases are ``qkv_bias``, Mistral if it has windows,
     and otherwise Llama. ``length``: the maximum number of tokens in a sequence, written as ``max_position_embeddings``. None: the
     value in ``model.config.published``, which ``load_llama`` sets, or else 131072. ``source``: the Hugging Face folder from which
-    the model was loaded. Its tokenizer is copied; if it has the same architecture, the keys of its config.json that the model
-    does not determine are copied too. None: no tokenizer is written. Shards are gathered and ``folder`` is replaced as in
-    :func:`save_weights`.
+    the model was loaded. The folder's tokenizer is copied. If the folder's config.json names the same architecture, its entries
+    that the model does not determine are copied too. None: no tokenizer is written. Shards are gathered and ``folder`` is
+    replaced as in :func:`save_weights`.
 
-    Raise ValueError if none of the four architectures supports the model. Examples are softcap, sinks, ALiBi, a mask that is not
-    causal, windows of several sizes, NTK scaling, no rotary embedding, rotary embeddings that differ between layers, and other
-    combinations of biases. Raise ValueError also if ``source`` has no config.json or tokenizer, or has more token ids than the
-    model, and in the cases of :func:`save_weights`, which may also raise OSError.
+    Raise ValueError if none of the four architectures supports the model. All four need causal masks, windows of one size, and
+    the same rotary embedding (but not NTK's) in all layers. No architecture has softcap, sinks or ALiBi. The model's biases must
+    be those of one architecture. Raise it too if ``source`` has no config.json or tokenizer, or more token ids than the model.
+    :func:`save_weights` has further errors.
     """
     save_folder(model, folder, lambda config: files_of(config, length, source), llama_name)

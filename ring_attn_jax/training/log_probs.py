@@ -6,7 +6,7 @@
 
 Here dx is the gradient of the caller's loss with respect to x. From hidden states the logits are computed chunk by chunk, so
 arrays [tokens, vocab] hold one chunk of tokens; the backward recomputes the logits. Logits that the caller passes are not split
-into chunks, but XLA fuses most of these arrays away. Logits and softmax are computed in at least float32.
+into chunks, but XLA fuses most arrays of this shape away. Logits and softmax are computed in at least float32.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ def _length(x: jax.Array, settings: LogProbSettings) -> int:
 
 
 def _logits(x: jax.Array, weight: jax.Array, labels: jax.Array, settings: LogProbSettings) -> tuple[jax.Array, jax.Array]:
-    """Return the chunk ``x`` with 0 at ignored labels, where it may hold NaN, and its logits [b c vocab] in at least float32."""
+    """Return (copy of ``x`` with 0 at ignored labels, the logits [b c vocab] of that copy in at least float32).
+
+    ``x``: the hidden states [b c dim] of a chunk; they may be NaN at ignored labels. ``weight``: [vocab dim].
+    """
     x = jnp.where((labels != settings.ignored)[..., None], x, 0)
     return x, jnp.einsum("bcd,vd->bcv", x, weight, preferred_element_type=accumulation_dtype(x.dtype))
 

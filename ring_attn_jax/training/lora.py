@@ -39,9 +39,9 @@ class Adapter(nnx.Module):
 def add_adapters(model: RingTransformer, lora: LoRA, first: Mapping[str, tuple[Any, Any]]) -> None:
     """Add adapters with the initial values ``first`` to ``model``.
 
-    ``first``: NumPy arrays (a, b) by projection name, such as ``blocks.0.attention.q``. Adapters are stored in at least float32,
-    whatever the dtype of the weights. To keep the weights of the model unchanged, differentiate and update only variables of type
-    ``nnx.LoRAParam``.
+    ``first``: the initial NumPy arrays (a [rank, in], b [out, rank]) by the name of the linear map, such as
+    ``blocks.0.attention.q``. Adapters are in at least float32, whatever the dtype of the weights. To keep the weights of the
+    model unchanged, differentiate and update only variables of type ``nnx.LoRAParam``.
     """
     linears = dict(_linears(model))
     for name, arrays in first.items():

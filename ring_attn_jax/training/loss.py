@@ -137,7 +137,7 @@ def _constants(labels: Labels, ignored: int, dtype: Any, reduction: str) -> Labe
 
 
 def int32_labels(labels: jax.Array) -> jax.Array:
-    """Return labels as int32, which can hold -100 unlike unsigned dtypes. A label beyond int32 becomes the nearest int32."""
+    """Return labels as int32, because unsigned dtypes cannot hold -100. A label beyond int32 becomes the nearest int32."""
     narrow, own = jnp.iinfo(jnp.int32), jnp.iinfo(labels.dtype)
     if own.max > narrow.max:
         labels = labels.clip(max(own.min, narrow.min), narrow.max)

@@ -99,10 +99,10 @@ def check_exists(name: str, x: Any) -> None:
 def _replicas(x: Any) -> list[Replica]:
     """Return the Replicas of ``x`` in this process: its copies that must equal other copies, in this process or in others.
 
-    A value that is not a jax.Array has one Replica, because every process should hold the same value. A jax.Array has one for
-    each local device whose shard is also on another device, of this or another process. If several processes run and the array
-    lies only on this process's devices, it has one for each of these devices, because every process should hold the same array.
-    An array without either kind of copy has one Replica, of its dtype and shape only.
+    A value that is not a jax.Array has one Replica, because every process should hold the same value. A jax.Array has one Replica
+    for each local device whose shard is also on another device, of this or another process. If several processes run and the
+    array lies only on this process's devices, it has one Replica for each of these devices, because every process should hold the
+    same array. In all other cases a jax.Array has one Replica, of its dtype and shape only.
     """
     if not isinstance(x, jax.Array):
         return [plain_replica(("process", jax.process_index()), x)]

@@ -40,9 +40,9 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
     """Save the weights and the config of a RingTransformer in ``folder``, replacing an existing save.
 
     The folder holds ``config.json``, written by ``TransformerConfig.to_json``, and ``model.safetensors``, or beyond 5 GB several
-    files and an index. Weights have the names and orientation of ``to_numpy``, each in its own dtype. ``load_weights`` of either
-    package reads the folder. The files are written to a temporary folder beside ``folder``, and renamed at the end. So an
-    error or a kill before the end leaves the previous save complete.
+    files and an index. Weights have the names and orientation of ``to_numpy``, each in its own dtype. ``load_weights`` of the JAX
+    or the PyTorch package reads the folder. A temporary folder is written beside ``folder`` and then renamed, so after an error
+    or a kill the previous save is complete.
 
     Sharded weights are gathered. With several processes (``jax.distributed``) each must call ``save_weights``. Process 0 writes,
     and no call returns before the save is complete. Raise ValueError if the model is not a RingTransformer, if names, shapes or
@@ -53,7 +53,7 @@ def save_weights(model: RingTransformer, folder: str | Path) -> None:
 
 
 def load_weights(folder: str | Path, *, dtype: Any = None, compute_dtype: Any = None, **ring: Any) -> RingTransformer:
-    """Load a RingTransformer from a ``folder`` that ``save_weights`` of either package wrote.
+    """Load a RingTransformer from a folder that ``save_weights`` of the JAX or the PyTorch package wrote.
 
     ``dtype``, ``compute_dtype``: the dtypes of the weights and of the computation; None: the dtype in the config. ``ring``: the
     arguments of ``RingTransformer.from_config``, such as ``mesh`` and ``layout``, except ``rngs``. With ``mesh`` the weights are

@@ -20,7 +20,7 @@ Module = TypeVar("Module", bound=nnx.Module)
 def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
     """Return numpy copies of a module's parameters by dotted name, such as ``blocks.0.attention.q.weight`` [out, in].
 
-    bfloat16 and float16 become float32. ``from_numpy`` of either package reads the result.
+    bfloat16 and float16 become float32. ``from_numpy`` of the JAX or the PyTorch package reads the result.
     """
     state = {}
     for name, (path, p) in _parameters(module).items():
@@ -29,10 +29,11 @@ def to_numpy(module: nnx.Module) -> dict[str, np.ndarray]:
 
 
 def from_numpy(module: Module, state: Mapping[str, np.ndarray]) -> Module:
-    """Set the parameters of ``module`` to arrays from ``to_numpy`` of either package, and return ``module``.
+    """Set the parameters of ``module``, each in its own dtype, to the arrays ``state``. Return ``module``.
 
-    Parameters keep their dtypes. A parameter that is committed to the devices of a mesh keeps its sharding. Raise ValueError if
-    arrays are missing, unexpected or of another shape. The message lists them, and nothing changes.
+    ``state``: arrays from ``to_numpy`` of the JAX or the PyTorch package. A parameter that is committed to the devices of a mesh
+    keeps its sharding. Raise ValueError if weights are missing, unexpected or of another shape. The error lists them, and nothing
+    changes.
     """
     parameters = _parameters(module)
     check_state(

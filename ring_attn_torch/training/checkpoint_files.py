@@ -146,7 +146,7 @@ def reason(error: BaseException) -> tuple[int, BaseException]:
 
 
 def _check_header(file: Path) -> None:
-    """Raise ValueError if a file is truncated, or if its header lists shard offsets that are invalid or missing for a tensor."""
+    """Raise ValueError if a file is truncated, or if the entry ``SHARDS`` of its header lacks valid offsets for a tensor."""
     with opened(file) as tensors:  # checks the file's length against its header
         text = (tensors.metadata() or {}).get(SHARDS)
         if text is None:

@@ -36,7 +36,7 @@ class Labels(NamedTuple):
     weights: Tensor | None = None
 
     def weighted(self, x: Tensor, rows: slice) -> Tensor:
-        """Multiply ``x`` [tokens, ...] of the slice ``rows`` in place by the tokens' weights, if there are any. Return ``x``."""
+        """Multiply ``x`` [tokens, ...] in place by the weights of the tokens ``rows``, if there are weights. Return ``x``."""
         return x if self.weights is None else x.mul_(self.weights[rows].view(-1, *[1] * (x.ndim - 1)))
 
     @property

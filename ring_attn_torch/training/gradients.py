@@ -18,11 +18,11 @@ def sum_gradients(module: nn.Module, group: dist.ProcessGroup | DeviceMesh | Non
     """Replace the gradients of ``module``'s trainable parameters by their sum over the ranks of ``group``, in one all-reduce.
 
     ``group``: all ranks that hold different tokens, as in :func:`loss`; None is the default group. The sum is computed in
-    at least float32. A parameter without a gradient counts as zero, so that ranks whose tokens do not use it take part. The
-    result is the gradient that one device would compute from all tokens, also in these three cases:
+    at least float32. A missing gradient counts as zero, because the tokens of a rank may not use every parameter. The result
+    is the gradient that one device would compute from all tokens, also in these three cases:
 
-    - DistributedDataParallel has already averaged each gradient over its ranks. The sum of these equal means over the same ranks
-      is the sum of the gradients.
+    - DistributedDataParallel has already averaged each gradient over its ranks. Each rank then holds the mean, and the sum of
+      these equal means over the ranks is the sum of the gradients.
     - FSDP2 (``fully_shard``) has already summed each gradient over FSDP's ranks, and divided the sum by the number of these ranks
       or by ``set_gradient_divide_factor``. This function multiplies the result by that divisor. It then sums over ``group``,
       unless FSDP has already summed over all ranks of ``group``.
@@ -70,8 +70,8 @@ def _is_summed(name: str, p: nn.Parameter, by_fsdp: GradientReduction | None, ri
     """Return True if the gradient of ``p`` needs no sum over the ring: FSDP has summed it, or the ring has one rank.
 
     ``by_fsdp``: FSDP's reduction of the gradient, or None. Raise ValueError if FSDP has summed the gradient over several ranks
-    of the ring but not all, or over several ranks of the ring and also ranks outside. Raise it too if several ranks of the ring
-    hold copies or shards of ``p`` for the same tokens, as in tensor parallelism.
+    of the ring but not all, or over several ranks of the ring and also ranks outside it. Raise it too if several ranks of the
+    ring hold copies or shards of ``p`` for the same tokens, as in tensor parallelism.
     """
     if ranks_of(ring) == 1:
         return True

@@ -18,7 +18,7 @@ States = dict[str, dict[str, Tensor]]
 """State tensors by parameter name and state name (exp_avg, ...). A parameter without states has no entry."""
 
 StateKinds = dict[str, dict[str, list[Any]]]
-"""By parameter name and state name: the dtype and the whole shape of a DTensor, the dtype and None of a plain tensor."""
+"""[dtype, shape] of each state, by parameter name and state name. Shape: that of the whole DTensor, None for a plain tensor."""
 
 
 STATE = "optimizer.state."
@@ -95,7 +95,10 @@ def kinds(states: States) -> StateKinds:
 
 
 def absent(everybody: Iterable[StateKinds]) -> dict[str, list[str]]:
-    """Return, by rank as str, the parameters that have states on other ranks only. ``everybody``: each rank's ``kinds``."""
+    """Return for each rank (a str) the names of the parameters that have states on other ranks only.
+
+    ``everybody``: each rank's ``kinds``, in rank order.
+    """
     ranks = list(everybody)
     return {str(rank): [name for name in union(ranks) if name not in each] for rank, each in enumerate(ranks)}
 
@@ -177,7 +180,7 @@ def check_optimizer(where: Path, run: dict[str, Any], model: nn.Module, optimize
     """Raise ValueError if ``run``, read from the file ``where``, has no optimizer or one that differs from ``optimizer``.
 
     The check compares the class, the parameters of each group, and the type of each setting in ``run``, such as lr. It does not
-    compare the settings' values. Checkpoints of earlier versions lack the class, and hold only the number of parameters.
+    compare the settings' values. Checkpoints of earlier versions lack the class, and hold only each group's number of parameters.
     """
     found, kind = run.get("optimizer"), run.get("optimizer_class")
     if found is None:

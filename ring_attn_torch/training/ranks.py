@@ -143,8 +143,8 @@ def _part(x: DTensor) -> str:
 def together(call: str, ring: Group) -> Iterator[list[str]]:
     """Run the ``with`` block. If it fails on any rank, every rank of ``ring`` raises the error of the lowest failing rank.
 
-    An OSError stays an OSError. Any other error becomes a ValueError if all ranks failed, else a RankDifference. The block may
-    append texts to the yielded list. If no rank failed but the texts differ between ranks, raise RankDifference. In a ring of
+    An OSError stays an OSError. Any other error becomes a ValueError: a RankDifference if another rank had no error. The block
+    may append texts to the yielded list. If no rank failed but the texts differ between ranks, raise RankDifference. In a ring of
     one rank an error stays as it is.
 
     Every rank of ``ring`` must enter the block with the same name ``call``. A failing rank waits 5 seconds for the other ranks,
@@ -178,7 +178,7 @@ def together(call: str, ring: Group) -> Iterator[list[str]]:
 def check_kinds(call: str, tensors: Mapping[str, Tensor], ring: Group) -> None:
     """Raise ValueError on every rank if names, dtypes, shapes or placements of tensors differ between ranks.
 
-    Every rank of ``ring`` must call it with the same ``call``. Values are not read.
+    Every rank of ``ring`` must call this function with the same name ``call``. Values are not read.
     """
     if ring is None or ranks_of(ring) == 1:
         return

@@ -33,7 +33,7 @@ from .ranks import agreed, check_kinds, together
 from .weights import named_parameters
 
 LOADING, SAVING = "loading weights", "saving weights"
-"""The call names under which ranks exchange their errors, for our folders and Hugging Face's alike."""
+"""The names of the calls in which ranks exchange errors, for folders of ``save_weights`` and of Hugging Face alike."""
 
 PAUSES = 0.5, 1.5, 3.0, 5.0
 """Pauses in seconds between retries while ranks find different weights."""

@@ -13,7 +13,10 @@ from ..ring.groups import is_dtensor
 
 
 class GradientReduction(NamedTuple):
-    """FSDP's sum of a gradient over ``ranks``, a tuple of ranks for each dim of FSDP's mesh, and its division by ``divisor``."""
+    """FSDP's reduction of a gradient: the sum over ``ranks``, divided by ``divisor``.
+
+    ``ranks``: a tuple of ranks for each dim of FSDP's mesh.
+    """
 
     ranks: list[tuple[int, ...]]
     divisor: float
