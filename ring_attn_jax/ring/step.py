@@ -8,7 +8,7 @@
     Step.settle          return the results so far; the next step must not begin before they are computed
     Step.send_home       in the backward: send the keys' gradients on, with this rank's contribution
     Step.home            after the last step of the backward: return the gradients of this rank's own keys
-    collect              after the last step of the forward: move out, lse and lse's rounding error to the ranks that own q
+    collect              after the last step of the forward: move the results (out, lse, lse's rounding error) to the owners of q
     collect_gradients    after the last step of the backward: move the gradients to the ranks that own q and the keys
 
 In ``strategies/ring.py`` only the keys travel, so spread and collect do nothing. In ``strategies/ulysses.py`` both move arrays.
@@ -44,7 +44,10 @@ class Step(Protocol):
 
     keys: Keys
     rows: jax.Array
-    """A ``Row`` for each pair of runs, int32 [q_runs, k_runs, fields]: the part of ``keys`` that this rank may see."""
+    """For each query run and key run a ``Row`` (``runs.py`` of the core): which of the keys the queries may see.
+
+    An array, int32 [q_runs, k_runs, fields].
+    """
     last: bool
     shift: int
     """Number of ranks from the keys' owner to this rank, for the step's name (``plan/step_names.py``); 0 at the first step."""
@@ -56,8 +59,8 @@ class Step(Protocol):
     def arrived(self) -> jax.Array | None:
         """Return the gradients that came with ``keys``, summed over the ranks that ``keys`` have visited so far.
 
-        Return None if no gradients came with ``keys``: at the first step of a ring, of a direction or of an inner ring, or at
-        every step if each rank sends its gradients straight to the rank that owns ``keys``.
+        Return None if no gradients came with ``keys``. This is so at the first step of a ring, of a direction of "two_way", and
+        of an inner ring of "two_level". It is so at every step if each rank sends its gradients straight to the keys' owner.
         """
         ...
 

@@ -15,7 +15,7 @@ Groups = list[list[int]] | None
 
 
 def send(x: T, hop: int, axis: str, ranks: int) -> T:
-    """Send ``x``, an array or a tree of arrays, ``hop`` ranks onward by ppermute. Return the ``x`` from ``hop`` ranks back."""
+    """Send ``x``, an array or a tree of arrays, to rank + ``hop`` by ppermute. Return the ``x`` that rank - ``hop`` sends."""
     return send_from(x, range(ranks), hop, axis, ranks)
 
 

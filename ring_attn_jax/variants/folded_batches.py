@@ -7,7 +7,7 @@ lse_i) of all patterns i back into the token order of the shard, and sums the ou
 
     lse = log sum_i exp(lse_i)          alpha_i = exp(lse_i - lse)          out = sum_i alpha_i out_i
 
-Sums over the patterns, of outs and of the gradients of an array, are in at least float32 and in the order of the patterns.
+The results out_i, and the gradients of an array, are summed over the patterns in at least float32, in the patterns' order.
 """
 
 from __future__ import annotations

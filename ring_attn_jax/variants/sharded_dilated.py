@@ -94,7 +94,7 @@ def _compiled(
     return_lse: bool,
     mapped: bool,
 ) -> Any:
-    """Return the compiled program from a cache, because outside jit JAX would compile a new function at each call."""
+    """Return the jitted program from a cache, because otherwise each call outside jit would compile a new function."""
 
     def on_shards(inputs: dict[str, Any]) -> Any:
         q, k, v = (inputs[name] for name in "qkv")

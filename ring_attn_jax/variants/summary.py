@@ -74,18 +74,18 @@ def summary_attention(
             cast to k's dtype. Its gradient is summed over the ranks; inside ``shard_map(check_vma=False)`` it is partial.
         block: number of tokens summarized together; blocks need not end where shards do, and may be longer than shards.
         summaries: the number of summaries of a block.
-        window: the minimum number of previous tokens that a query sees exactly; the first one is the first token of a block.
+        window: a query sees at least this many previous tokens exactly; the exact tokens begin at the first token of a block.
         pooling: "attention" (above), or "mean" (without ``pool``): a block is cut into ``summaries`` equal parts, and summary u
             is the mean of part u. ``block`` must then be a multiple of ``summaries``.
         key_mask: bool ``[batch, seq_local]``, True if a key may be attended. Masked keys are left out of the pooling. The
             logarithm above is then log(n / summaries), where n is the number of unmasked keys in the block. For "mean" it is
             log n, where n is the number of unmasked keys in the summary's part. A summary with n = 0 is masked. To apply this
-            logarithm, each summary's values are multiplied by its fraction of unmasked tokens, and this fraction is appended as
-            one more column of values. The column's out divides the other columns, and the logarithm of its out is added to lse.
+            logarithm, each summary's values are multiplied by f, its fraction of unmasked tokens, and f is appended as one more
+            column of values. The last column of the output then divides the other columns, and its logarithm is added to lse.
         axis_name, scale, softcap, length, strategy, backend, deterministic, return_lse: as in :func:`ring_attention`. softcap
             is applied before a summary's logarithm is added.
 
-    Returns out, and with ``return_lse`` (out, lse), as ring_attention does. One all-gather sends the partial summaries in float32
+    Returns ``out``; with ``return_lse`` (out, lse), as ring_attention does. One all-gather sends the partial summaries in float32
     (float64 for float64 inputs). If a block spans several ranks, its partial summaries are merged. Merged summaries are rounded
     to k's dtype. ``ring_attn_core.variants.summary.SummaryPlan.bytes_sent`` counts the bytes sent.
 
@@ -289,7 +289,7 @@ def sharded(inputs: SummaryInputs, options: SummaryOptions, where: ShardedAxes, 
 def _compiled(
     where: ShardedAxes, specs: tuple[tuple[str, PartitionSpec], ...], options: SummaryOptions, return_lse: bool, mapped: bool
 ) -> Any:
-    """Return the compiled program from a cache, because outside jit JAX would compile a new function at each call."""
+    """Return the jitted program from a cache, because otherwise each call outside jit would compile a new function."""
 
     def on_shards(named: dict[str, jax.Array]) -> Any:
         inputs = SummaryInputs(named["q"], named["k"], named["v"], named.get("pool"), named.get("key_mask"))

@@ -57,8 +57,8 @@ class _History:
     """One rank's record of a process group: the number of calls, the problems agreed on, and the store keys to delete.
 
     ``era``: a number that distinguishes the group from destroyed groups of the same name on the same store. ``written``: the
-    store keys that this rank has written in calls and not deleted yet. ``checks``: how often ``check_every_call`` was entered.
-    ``checked``: the number of exchanges since the current ``check_every_call`` was entered; None outside of one.
+    store keys of this rank's verdicts that are not deleted yet. ``checks``: how often ``check_every_call`` was entered.
+    ``checked``: the number of exchanges inside the current ``check_every_call``; None outside of ``check_every_call``.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -87,10 +87,10 @@ _histories: WeakKeyDictionary[dist.ProcessGroup, _History] = WeakKeyDictionary()
 def agree(problem: Problem | AgreedCall, group: Group, again: bool = False, value: Any = None) -> list[Any]:
     """Check by an exchange of verdicts that all ranks of ``group`` run ``problem``. If not, raise the same error on all ranks.
 
-    The ranks exchange verdicts at the problem's first call, inside ``check_every_call``, if the problem has ``each_time``, or if
-    all ranks pass ``again``. Return the ``value`` (JSON) of each rank, by rank, or [] without an exchange. Raise the error of
-    the lowest failing rank. If the problems differ, raise a ValueError that names the difference. If ranks do not come
-    within the group's timeout, raise a RuntimeError that names these ranks.
+    The ranks exchange verdicts in four cases: the problem is new; the problem has ``each_time``; ``check_every_call`` is active;
+    or all ranks pass ``again``. Return the ``value`` (JSON) of each rank, by rank, or [] without an exchange. Raise the error of
+    the lowest failing rank. If the problems differ, raise a ValueError that names the difference. If ranks do not come within
+    the group's timeout, raise a RuntimeError that names these ranks.
     """
     each_time = isinstance(problem, AgreedCall) and problem.each_time
     if group is None or ranks_of(group) == 1 or capturing(problem.device):
@@ -138,7 +138,7 @@ class same_error:
 def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
     """Run ``check``, then check that every rank of ``group`` makes the same ``call``. Raise errors as ``agree`` does.
 
-    Compare a call only the first time, unless it has ``each_time`` or is in ``check_every_call``; under torch.compile never.
+    Compare a call the first time; with ``each_time`` or inside ``check_every_call`` each time; under torch.compile never.
     """
     with same_error(group):
         check()
@@ -149,7 +149,7 @@ def agree_on(call: AgreedCall, group: Group, check: Callable[[], None]) -> None:
 def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
     """Return True if the ranks have agreed on ``problem`` before, or if a CUDA graph is being captured, which permits no check.
 
-    A ring of one rank agrees on ``problem`` by running it. A call with ``each_time`` is never recorded as agreed on.
+    In a ring of one rank a problem is agreed on after its first run. A call with ``each_time`` is never recorded as agreed on.
     """
     if group is None or ranks_of(group) == 1:
         return problem in _checked_alone or capturing(problem.device)
@@ -158,16 +158,15 @@ def agreed(problem: Problem | AgreedCall, group: Group) -> bool:
 
 @contextmanager
 def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Iterator[None]:
-    """Compare every call inside the ``with`` between the group's ranks, of ``ring_attention`` and the package's other functions.
+    """Check inside the ``with`` that the group's ranks make equal calls of this package's functions, such as ``ring_attention``.
 
     Use it to find a call that differs between ranks. By default ranks compare a call only if its shapes, dtypes and options are
-    new. So ranks that repeat different earlier calls go undetected: different masks give wrong results, a skipped call makes each
-    later call meet another call of the other ranks, and different shard sizes make gloo hang or end the process. Inside the
-    ``with`` all ranks raise the same ValueError, naming the difference, before any tensor is sent. If a rank skips a call, this
-    is detected at the latest when that rank leaves the ``with``.
+    new. So ranks that repeat different earlier calls go undetected. Different masks then give wrong results. Different shard
+    sizes make gloo hang or end the process. After a skipped call, a rank's later calls meet wrong calls of the other ranks.
+    Inside the ``with`` all ranks raise the same ValueError, naming the difference, before any tensor is sent. If a rank skips a
+    call, this is detected at the latest when that rank leaves the ``with``.
 
     Every rank of the group must enter. Raise RuntimeError after the group's timeout if a rank does not enter or reach a call.
-
     Each call costs one exchange through the group's store: 4 ms (at best 1.1) between 4 gloo ranks on a busy CPU of 2 cores,
     where a barrier takes 3 ms. Calls outside of the ``with`` pay nothing. Backward passes are not compared.
     """
@@ -192,8 +191,8 @@ def check_every_call(group: dist.ProcessGroup | DeviceMesh | None = None) -> Ite
 def exchange(call: str | dict[str, Any], what: Any, group: dist.ProcessGroup, patience: timedelta | None = None) -> list[Any]:
     """Gather ``what``, a JSON-serializable value, from all ranks through the group's store. Return the values by rank.
 
-    ``call``: its name, or a dict of its name (key "call") and other values, equal on all ranks. ``patience``: the longest time to
-    wait, None for the group's timeout. If a rank fails, makes another call, or makes no call, raise errors as ``agree`` does.
+    ``call``: the exchange's name, or a dict of this name (key "call") and other values; equal on all ranks. ``patience``: the
+    longest wait, None for the group's timeout. If a rank fails, makes another call or makes none, raise errors as ``agree`` does.
     """
     history = history_of(group)
     patience = patience or timeout(group, dist.get_backend_config(group).split(":")[0])
@@ -221,8 +220,9 @@ def _exchange(
 ) -> list[dict[str, Any] | None]:
     """Write this rank's verdict to the store. Return the verdict of each rank, or None for a rank that did not write in time.
 
-    ``written``: the keys of this rank's earlier verdicts. Delete them once all ranks have written, and so have read the earlier
-    verdicts. The store keeps at most two verdicts per rank, if no rank misses a call and the store can delete keys.
+    ``written``: the store keys of this rank's earlier verdicts. Delete these keys once all ranks have written new verdicts,
+    because each rank reads the earlier verdicts before it writes a new one. So the store keeps at most two verdicts per rank, if
+    no rank misses a call and the store can delete keys.
     """
     store = store_of(group)
     keys = [f"{call}/{rank}" for rank in range(ranks_of(group))]

@@ -21,8 +21,8 @@ def forward(q: Tensor, keys: Keys, score: Score, ring: Ring, backend: Backend, t
     """Attend from this rank's queries to all visible keys. Return out [b s h e] in q's dtype, lse and its rounding error [b s h].
 
     lse and its rounding error are float32, or float64 for float64 q; the error is None for 16-bit q. ``q`` [b s h d],
-    ``keys`` [b t g d+e]: this rank's shards. ``total``: the state from which to continue, over other keys and the sinks, with
-    its out in lse's dtype. None: start from the sinks alone.
+    ``keys`` [b t g d+e]: this rank's shards. ``total``: the results so far, over other keys and the sinks, with out in
+    lse's dtype; attention continues from them. None: start from the sinks alone.
     """
     with RingPass(ring, "forward") as this:
         strategy = STRATEGIES[ring.strategy]

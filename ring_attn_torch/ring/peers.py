@@ -56,7 +56,7 @@ LONGEST_NAP = 0.2
 """The longest time between two queries of an event, in seconds."""
 
 LAST_WORDS = 10.0
-"""The longest time, in seconds, for which a process that must end waits to read from its GPU which ranks are missing."""
+"""The longest time, in seconds, from the decision to end a process to its end. Meanwhile it asks its GPU which ranks are late."""
 
 
 class Peers:
@@ -131,7 +131,7 @@ class Peers:
         driver.write_value(self._stream(side), address, value & 0xFFFFFFFF)
 
     def await_flag(self, kind: int, of: int, value: int, side: bool = False) -> None:
-        """Let the main stream wait until a flag of this rank is at least ``value``. For the arguments see ``raise_flag``."""
+        """Let the main or second stream wait until a flag of this rank is at least ``value``. Arguments: see ``raise_flag``."""
         address = self._flags_at[self.rank] + 4 * self._flag(kind, of)
         driver.wait_value(self._stream(side), address, value & 0xFFFFFFFF)
 
@@ -149,7 +149,7 @@ class Peers:
         torch.cuda.current_stream(self.device).wait_event(mark)
 
     def keep_alive(self, x: Tensor) -> None:
-        """After ``x`` is freed, keep its memory from other tensors until the second stream has done all work queued before."""
+        """Reserve the memory of a freed ``x`` until the second stream has done all work queued before ``x`` was freed."""
         x.record_stream(self.side)
 
     def read_flags(self) -> list[int]:

@@ -19,7 +19,10 @@ NOT_PROFILED = nullcontext()
 
 
 class RingPass:
-    """A pass over a ring. As a context manager it adds ``name``, "forward" or "backward", and the step to a LostRank message."""
+    """A pass over a ring. ``name``: "forward" or "backward".
+
+    As a context manager it adds two facts to the message of a LostRank: the name of the pass, and the step.
+    """
 
     def __init__(self, ring: Ring, name: str) -> None:
         self._ring, self._name, self._number = ring, name, 0

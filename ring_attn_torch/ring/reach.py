@@ -1,6 +1,6 @@
 """The GPUs whose memory each rank can copy.
 
-The strategies "pull" and "push" need this access; strategy="auto" checks it before it selects one of them.
+The strategies "pull" and "push" need this access; strategy="auto" selects one of them only if the ranks have it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def reach(device: torch.device) -> Reach:
 
 
 def shared(ranks: Sequence[Reach]) -> bool:
-    """Return True if all ranks are on one host, each with its own GPU and ``index``, and each GPU can copy the others' memory."""
+    """Return True if all ranks are on one host, no two share a GPU or an ``index``, and each GPU can copy the others' memory."""
     gpus = {each.gpu for each in ranks}
     apart = len(gpus) == len({each.index for each in ranks}) == len(ranks)
     return apart and not cut_off(ranks) and all(gpus <= {*each.reached} for each in ranks)

@@ -56,7 +56,10 @@ class Direct(OneWay):
     def collect_gradients(
         self, dq: jax.Array, dkv: Gradients, of_q: BackwardInputs, ring: Ring
     ) -> tuple[jax.Array, Gradients, jax.Array | None]:
-        """Return the gradients. In a balanced layout first send those of received keys to the keys' owners, which add them."""
+        """Return the gradients of this rank's own q, keys and sinks (None without sinks).
+
+        Only in a balanced layout ``dkv`` still has gradients of received keys: send them to the keys' owners, which add them.
+        """
         if isinstance(ring.plan, NeededPlan):
             assert not isinstance(dkv, tuple), "what travels is packed"
             dkv = gradients_home(dkv, ring.plan, ring.axis)
@@ -90,7 +93,10 @@ class DirectStep:
         """Return None: no sum travels with the keys, because each rank sends its gradients straight to the keys' owner."""
 
     def send_home(self, dkv: Gradients) -> None:
-        """Send the gradients of received slices to the keys' owner, and add those that arrive. At the first step keep ``dkv``."""
+        """Send the gradients of received slices to the keys' owner. Add the arriving gradients of this rank's keys to the sum.
+
+        At the first step ``dkv`` has the gradients of this rank's own keys: keep it as the first summand, and send nothing.
+        """
         assert not isinstance(dkv, tuple), "what travels is packed"
         if self._before is None:
             self.total = dkv

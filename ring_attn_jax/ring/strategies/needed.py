@@ -58,9 +58,9 @@ def _places(plan: NeededPlan, axis: str) -> Places:
 
 
 def _indices(stretches: jax.Array, count: int) -> jax.Array:
-    """Expand ``stretches`` [... n 2] to an array of ``count`` indices.
+    """Expand ``stretches`` [... n 2] to indices [... count].
 
-    A stretch (base, first) sets the elements from ``base`` up to the next stretch's base to first, first + 1, ...
+    A stretch (base, first) fills the elements from ``base`` up to the next stretch's base with first, first + 1, ...
     """
     base, first = jnp.unstack(stretches, axis=-1)
     place = jnp.arange(count, dtype=jnp.int32)
@@ -100,7 +100,7 @@ def _tables(plan: NeededPlan) -> tuple[np.ndarray, ...]:
 
 
 def _own(plan: NeededPlan, rank: int) -> list[tuple[int, int]]:
-    """Return ``Places.own`` of a rank, the index in the step's shard of each of its keys, as stretches for ``_indices``.
+    """Return ``Places.own`` of a rank as stretches for ``_indices``: where each key of the rank's shard is in the step's shard.
 
     A stretch (first, base) maps key ``first`` of the rank's shard to index ``base``, the next key to ``base + 1``, and so on up
     to the next stretch. It maps padding to ``plan.most_capacity`` and beyond.

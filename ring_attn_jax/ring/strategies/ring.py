@@ -107,6 +107,7 @@ def rows(ring: Ring, shift: int | jax.Array) -> jax.Array:
 def _runs(table: Sequence[Sequence[tuple[int, int, int, int]]], rank: jax.Array) -> jax.Array:
     """Return the runs of the traced rank ``rank`` from ``table``, which lists the runs of each rank: int32 [4, runs].
 
-    The four rows are base, the index of the run's first token in the shard; length; start, this token's position; and stride.
+    The four rows hold ``base``, the index in the shard of the run's first token; ``length``; ``start``, the position of that
+    token; and ``stride``.
     """
     return jnp.asarray(table, dtype=jnp.int32)[rank].T

@@ -42,9 +42,9 @@ class TwoWay(OneWay):
 
 
 class Way:
-    """The keys that travel in one direction. ``shifts``: for each visit, the visited rank minus the owner's, modulo the ranks.
+    """The keys that travel in one direction. They visit the ranks ``owner + shift``, for each of the ``shifts`` in turn.
 
-    ``step``: the latest step of this direction.
+    ``owner + shift`` is taken modulo the number of ranks. ``step``: the latest step of this direction.
     """
 
     def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
@@ -61,9 +61,9 @@ class Way:
 class TwoWayStep(RingStep):
     """A ``Step`` on keys that travel in one of the directions, or on this rank's own keys.
 
-    ``parts``: in the last step of all, the steps from which ``home`` adds gradients: the step on the own keys, and the last step
-    of each direction. In all other steps ``parts`` is empty. ``following``: the step whose ``next_keys`` are the keys of the
-    step after this one; None in the last step.
+    ``parts``: the steps from which ``home`` adds gradients: the step on this rank's own keys, and the last step of each
+    direction. Only the last step of the pass has ``parts``; in other steps it is empty. ``following``: the step whose
+    ``next_keys`` the rank's next step computes on; None in the last step.
     """
 
     def __init__(self, keys: Keys, travelling: Gradients | None, ring: Ring, shift: int, hop: int) -> None:

@@ -2,7 +2,7 @@
 
     before     each rank holds the tokens of its shard, with all heads
     inside     each rank holds the tokens of all shards of its group, with the heads that ``HeadSplit`` assigns to it
-    after      an all-to-all sends out, lse, rest (the rounding error of lse) and the gradients back to the tokens' ranks
+    after      an all-to-all returns results and gradients to the tokens' ranks; results: out, lse, rest (lse's rounding error)
 
 Ulysses is from DeepSpeed (arXiv:2309.14509). Its combination with a ring is from USP (arXiv:2405.07719). The backward swaps
 tokens for heads in q, k, v, out, lse, rest and the gradients of out and lse. All ranks of a group get the extents, the key mask

@@ -3,8 +3,10 @@
 A pass, forward or backward, has a number n, equal on all ranks. Its step i computes on the keys of rank - shifts[i]. M is the
 main stream of a rank, S its second one. READ, BEGUN etc. are flags; to raise one is to write it on another rank (``peers.py``):
 
-    1  M  waits until all readers of the last pass's keys have raised READ, copies its own keys into its buffer, raises BEGUN = n
-    2  S  before step i: waits for the owner's BEGUN = n, copies the owner's keys into one of two local slots, raises its READ = n
+    1  M  waits until all readers of the last pass's keys have raised READ, copies the rank's keys into the rank's buffer, raises
+          BEGUN = n at the ranks that read its keys, and at the ranks whose keys it reads
+    2  S  before step i: waits for the owner's BEGUN = n, copies the owner's keys into one of two local slots, raises READ = n at
+          the owner
     3  M  waits for the copy of step i and computes; when step i is computed, S starts the copy of step i + 2
     4  S  in the backward, after step i: copies the gradients into a slot of their owner's inbox, raises GRADIENTS = (n, i) there
     5  M  in the backward, after step i + 1: waits for GRADIENTS = (n, i), adds the slot to the rank's gradients, raises
@@ -52,7 +54,7 @@ class Pull(OneWay):
         run.end()
 
     def begin(self, keys: Keys, ring: Ring) -> PullPass:
-        """Begin a pass with this rank's keys, and return it."""
+        """Begin a pass with this rank's keys. Return the pass."""
         return PullPass(keys, ring)
 
 
@@ -152,7 +154,7 @@ class PeerStep(OwnerStep):
         self._run, self._i = run, i
 
     def home(self) -> Tensor:
-        """Return the gradients of this rank's own keys, summed in step order up to this step. The last step ends the pass."""
+        """Return the gradients of this rank's own keys, summed in step order up to this step. In the last step end the pass."""
         total = super().home()
         if self.last:
             self._run.end()

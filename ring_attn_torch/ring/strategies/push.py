@@ -22,7 +22,7 @@ class Push(Pull):
     """The strategy "push": each rank copies its keys to the ranks that read them."""
 
     def begin(self, keys: Keys, ring: Ring) -> PullPass:
-        """Begin a pass with this rank's keys, and return it."""
+        """Begin a pass with this rank's keys. Return the pass."""
         return PushPass(keys, ring)
 
 

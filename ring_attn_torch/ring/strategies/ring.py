@@ -114,5 +114,8 @@ class RingStep:
 
 
 def rows(ring: Ring, shift: int) -> Rows:
-    """Return a ``Row`` for each pair of a query run of this rank and a key run of rank - ``shift``: tuples [q_runs][k_runs]."""
+    """Return a ``Row`` (``runs.py`` of the core) for each pair of a query run of this rank and a key run of rank - ``shift``.
+
+    The result is a tuple of tuples, [q_runs][k_runs].
+    """
     return ring.plan.rows(rank_in(ring.group), shift)

@@ -2,7 +2,8 @@
 
 An inner ring sums the gradients of its keys, and returns the sum to the rank at which the keys entered the host. That rank adds
 the sum that arrived from the hosts visited before, and sends the total to the next host during the next inner ring. So a transfer
-between hosts may take as long as all steps of one host. The sums of the hosts are added in the order in which keys visit them.
+between hosts may take as long as all steps of one host. The sums of the hosts are added in the order in which the keys visit
+the hosts.
 """
 
 from __future__ import annotations

@@ -41,9 +41,9 @@ class TwoWay(OneWay):
 
 
 class Way:
-    """The keys that travel in one direction. ``shifts``: for each visit, the visited rank minus the owner's, modulo the ranks.
+    """The keys that travel in one direction. They visit the ranks ``owner + shift``, for each of the ``shifts`` in turn.
 
-    ``step``: the latest step of this direction.
+    ``owner + shift`` is taken modulo the number of ranks. ``step``: the latest step of this direction.
     """
 
     def __init__(self, keys: Keys, shifts: tuple[int, ...], ring: Ring) -> None:
@@ -60,8 +60,8 @@ class Way:
 class TwoWayStep(RingStep):
     """A ``Step`` on keys that travel in one of the directions, or on this rank's own keys.
 
-    ``parts``: in the last step of all, the steps from which ``home`` adds gradients: the step on the own keys, and the last step
-    of each direction. In all other steps ``parts`` is empty.
+    ``parts``: the steps from which ``home`` adds gradients: the step on this rank's own keys, and the last step of each
+    direction. Only the last step of the pass has ``parts``; in other steps it is empty.
     """
 
     def __init__(self, keys: Keys, travelling: Transfer | None, ring: Ring, shift: int, hop: int) -> None:
