@@ -58,7 +58,10 @@ class HostState:
                 self.counts[row] = [a + b for a, b in zip(self.counts[row], more, strict=True)]
 
     def cut(self, lengths: Sequence[int]) -> None:
-        """Lower the length bound of each request ``i`` to ``lengths[i]`` if that is less. Then mark ``counts`` as unknown."""
+        """Lower the length bound of each request ``i`` to ``lengths[i]`` if that is less.
+
+        If any bound is lowered, mark ``counts`` as unknown.
+        """
         if any(new < old for new, old in zip(lengths, self.lengths, strict=True)):
             self.counts = None
         self.lengths = [min(pair) for pair in zip(lengths, self.lengths, strict=True)]

@@ -62,7 +62,7 @@ def positions(layout: str, ranks: int, local: int) -> list[list[int]]:
 
 
 def _runs(layout: str, ranks: int, local: int) -> list[tuple[Run, ...]]:
-    """Return each rank's runs (ranges of positions). Raise ValueError if the layout has no shards of ``local`` tokens."""
+    """Return each rank's runs (progressions of positions). Raise ValueError if the layout has no shards of ``local`` tokens."""
     check_ranks(ranks)
     runs = [named(layout)(rank, ranks, local) for rank in range(ranks)]
     if len(runs[0]) * runs[0][0].length != local:

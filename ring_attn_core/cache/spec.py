@@ -74,11 +74,13 @@ class CacheSpec:
         """Return the spec of a cache.
 
         Without a window, ``capacity`` is a request's largest number of tokens. Each rank gets ``capacity / ranks`` slots, rounded
-        up, on several ranks to an even number. So a prompt of ``capacity`` tokens fits in every layout. If ``page`` is set, this
-        number is rounded up to whole pages. With a window, ``capacity`` is the number of slots of each rank, by default
-        ``window + room``, and ``room`` is by default ``window``. ``config``: a TransformerConfig or CacheSizes. ``options``: the
-        other fields of the spec. A ``dtype`` of None means the config's ``compute_dtype``, else its ``param_dtype``; for
-        CacheSizes it means bfloat16. Raise ValueError if a value is invalid.
+        up; if there are several ranks, up to an even number. So a prompt of ``capacity`` tokens fits in every layout. With a
+        window, ``capacity`` is the number of slots of each rank, by default ``window + room``, and ``room`` is by default
+        ``window``. If ``page`` is set, which excludes a window, the number of slots is rounded up to whole pages.
+
+        ``config``: a TransformerConfig or CacheSizes. ``options``: the other fields of the spec. A ``dtype`` of None means the
+        config's ``compute_dtype``, else its ``param_dtype``; for CacheSizes it means bfloat16. Raise ValueError if a value is
+        invalid.
         """
         check_ranks(ranks)
         if options.get("dtype") is None:
@@ -128,7 +130,7 @@ class CacheSpec:
 
     @property
     def remembered(self) -> int:
-        """The number of newest tokens of a request with a recorded owner rank. A rollback removes at most this number."""
+        """The number of a request's newest tokens whose rank is recorded. A rollback removes at most this number of tokens."""
         return self.ranks * self.slots if self.room is None else self.room
 
     def fingerprint(self) -> tuple[tuple[str, Any], ...]:

@@ -15,7 +15,8 @@ A query costs one visible (query, key) pair for each token on its path from the 
 subtree see the subtree's keys. So each subtree that fits into a shard is one *item*, which one rank holds if possible. A larger
 subtree is divided into its first segment and the subtrees below. ``plan/balanced.py`` assigns items to ranks, as it assigns
 documents. It expects the cost of a query to rise within an item. The cost does rise within a segment, but not always within a
-subtree. If the largest cost of a rank then exceeds the mean by more than 1 %, each segment is tried as an item.
+subtree. If the largest cost of a rank then exceeds the mean by more than 1 %, a second layout is made, with each segment as an
+item, and the more even of the two layouts is returned.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ..runs import Run
 from .trees import Tree, trees_of
 
 MOST_UNEVEN = 1.01
-"""The largest accepted ratio of a rank's cost to the mean cost. If it is exceeded, each segment is tried as an item."""
+"""The largest ratio of a rank's cost to the mean cost that is accepted without making a second layout."""
 
 Runs = tuple[tuple[tuple[int, int], ...], ...]
 
@@ -69,7 +70,10 @@ def balanced_tree_layout(parents: Any, lengths: Any, ranks: int, *, length: int 
 
 
 def tree_work(tree: Tree, runs: tuple[Run, ...]) -> RankWork:
-    """Return the work of a rank that holds ``runs``: the number of visible pairs, and the number of keys from other ranks."""
+    """Return the work of a rank that holds ``runs`` of a tree.
+
+    It counts the visible pairs of the rank's queries, and the keys that the rank reads from other ranks.
+    """
     pairs, remote, begin = 0, 0, 0
     for length, depth, reach in zip(tree.lengths, tree.depths(), tree.ends(), strict=True):
         end, newest = begin + length, -1

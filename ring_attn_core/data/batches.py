@@ -72,7 +72,7 @@ class BatchArrays(NamedTuple):
     labels: np.ndarray
     """int32 [batch, tokens]: the target of each token, which is the next token, or ``ignore_index`` if it has no target."""
     positions: np.ndarray
-    """int32 [batch, tokens]: positions in the packed row; with ``restart_positions`` from 0 in each document of the row."""
+    """int32 [batch, tokens]: positions in the packed row; with ``restart_positions``, within the token's document in this row."""
     extents: np.ndarray
     """int32 [batch, tokens, 2]: first and end (exclusive) position of each token's document in the packed row; 0 in padding."""
     layout: BalancedLayout | None = None
@@ -88,7 +88,8 @@ class Batches:
         self.reader = Reader(data.documents)
         self.index = Index([document.tokens for document in data.documents], settings)
         self.start = self.yielded = 0
-        """Batch numbers. ``start``: the first of the next iteration. ``yielded``: the last yielded + 1, at first ``start``."""
+        """``start``: number of the batch with which the next iteration begins. ``yielded``: number of the last yielded batch + 1;
+        equal to ``start`` until a batch is yielded."""
 
     def iterate(self, offset: int = 0, every: int = 1) -> Iterator[BatchArrays]:
         """Yield every ``every``-th batch of all epochs, from batch ``self.start + offset`` on; endlessly if ``epochs`` is None.
@@ -131,7 +132,7 @@ class Batches:
         return state_of(self.yielded if batches is None else batches, self._digest, self.index, self.settings)
 
     def resume(self, state: object) -> None:
-        """Start the next iteration at the batch where ``state`` was taken.
+        """Start every later iteration at the batch where ``state`` was taken.
 
         Raise ValueError if ``state`` is not a result of :meth:`state`, or belongs to other documents or to
         settings that give other batches.

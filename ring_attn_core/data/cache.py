@@ -10,10 +10,10 @@ The cache is a folder, by default ``.ring-attn`` in the folder of the data, with
                        of each file. A file with another ctime, such as a copy with the old name, size and modification
                        time, is read again, and the index is used only if the hash is the same
 
-Both files are written under temporary names in the folder and then renamed: first the tokens, after an fsync, then the index. So
-the tokens of an index are always complete. If several processes start at once, one locks the folder and tokenises while the
-others wait; the system releases the lock if that process dies. On Windows or a file system without locks each process tokenises,
-and all write equal files. Files of older versions of the texts may be deleted when no run reads them.
+Both files are written under temporary names in the folder and then renamed. The index is written after fsync and renaming of the
+tokens, so the tokens of an index are always complete. If several processes start at once, one locks the folder and tokenises
+while the others wait; the system releases the lock if that process dies. On Windows or a file system without locks each process
+tokenises, and all write equal files. Files of older versions of the texts may be deleted when no run reads them.
 """
 
 from __future__ import annotations

@@ -164,11 +164,12 @@ class ChatTemplate:
                 )
 
     def _added(self, chat: ChatRow, text: str, where: str) -> list[Span]:
-        """Return the span of each assistant message in ``text``, the text of the whole chat, without its generation prompt.
+        """Return the span of each assistant message in ``text``, the text of the whole chat.
 
-        For each such message two texts are rendered: the earlier messages with the generation prompt, and the messages up to
-        and including this message, without a prompt. The span lies between the ends of the two texts. Raise ValueError unless
-        the first text is a prefix of the second, and the second is a prefix of ``text``.
+        A span does not contain the generation prompt. For each such message two texts are rendered: the earlier messages with
+        the generation prompt, and the messages up to and including this message, without a prompt. The span lies between the
+        ends of the two texts. Raise ValueError if the first text is not a prefix of the second, or the second text is not a
+        prefix of ``text``.
         """
         spans = []
         for i, message in enumerate(chat.messages):
@@ -187,7 +188,7 @@ class ChatTemplate:
 
 
 def _checked(row: ChatRow, where: str) -> ChatRow:
-    """Return a chat in the form that templates read, without null fields of messages and empty lists of tool calls.
+    """Return a chat in the form that templates read. Leave out null fields of messages, and empty lists of tool calls.
 
     Raise ValueError if the chat is not a list of messages, its tools or tool calls are invalid, or it holds U+FDD0 or U+FDD1,
     the marks BEGIN and END.
@@ -224,8 +225,8 @@ def _unmarked(text: str) -> tuple[str, list[Span]]:
 def inside(offsets: list[Span], spans: list[Span]) -> list[bool]:
     """Return for each token whether any of its characters lies in one of ``spans``.
 
-    ``offsets``: the span of each token's characters. Both lists are sorted by position in the text. A message without text has
-    an empty span. It contains no character, so no token counts as inside, even if the span lies in the middle of a token.
+    ``offsets``: the span of each token's characters. Both lists are sorted by position in the text. The span of a message without
+    text is empty and contains no character. So a token around such a span is not inside it.
     """
     spans = [(begin, end) for begin, end in spans if begin < end]
     found, at = [], 0

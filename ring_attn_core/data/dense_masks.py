@@ -17,9 +17,10 @@ The *hull* of a query is the tightest interval around the keys that it sees; the
 the queries that see it. A hull around no keys or queries is empty. If a mask is an intersection of such intervals at all, then
 it is the intersection of its hulls. So no other intervals are tried.
 
-``Hulls.parts`` tries a band, extents, each of these with a key mask, key extents, and extents with key extents. A band is limited
-by the least lag (query - key) of the visible pairs, by the greatest, by both or by neither. Each candidate permits all visible
-pairs, so it equals the mask if both permit equally many pairs. numpy is imported on first use.
+``Hulls.parts`` tries six candidates in this order: a band; extents; a band with a key mask; extents with a key mask; key extents;
+extents with key extents. A band is limited by the least lag (query - key) of the visible pairs, by the greatest, by both or by
+neither. Each candidate permits all visible pairs, so it equals the mask if both permit equally many pairs. numpy is imported on
+first use.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..masks import full
 from ..runs import Band
 
 BLOCK = 2**24
-"""Largest number of (query, key) pairs of a block: several queries with all keys, or one query even if it has more pairs."""
+"""Largest number of (query, key) pairs of a block of several queries. A block of one query may have more pairs."""
 
 
 NEITHER = (
@@ -125,9 +126,10 @@ class Hulls:
         return None
 
     def _fits(self, key_mask: Any, first: Any, end: Any) -> bool:
-        """Return whether each query sees all keys in its interval ``first .. end - 1`` that ``key_mask`` permits.
+        """Return whether each query sees all keys in its interval that ``key_mask`` permits.
 
-        Comparing their number with ``counts`` is enough, because a query sees only such keys.
+        ``first``, ``end`` (exclusive): the intervals, int [rows, queries] or [queries]; they contain all keys that a query sees.
+        So it is enough to compare the number of permitted keys with ``counts``.
         """
         import numpy as np
 

@@ -58,7 +58,7 @@ def reads(spans: Iterable[DocumentSpan], runs: Sequence[Run]) -> Iterator[ShardS
 
 
 class Index:
-    """The batches of all epochs, each given as spans of documents."""
+    """The batches of all epochs. Each batch is given as the spans of documents in its packed rows."""
 
     def __init__(self, lengths: Sequence[int], settings: DatasetSettings) -> None:
         """Count the batches. ``lengths``: tokens of each document. Raise ValueError if there is not even one batch."""
@@ -87,7 +87,10 @@ class Index:
         return [packed_rows.spans(order[row] if row < len(order) else row) for row in wanted]
 
     def _packed_rows(self, epoch: int) -> tuple[PackedRows, Sequence[int]]:
-        """Return the packed rows of an epoch, and the order in which batches take full rows. A row that is not full is last."""
+        """Return the packed rows of an epoch, and the order in which batches take the full rows.
+
+        If the last packed row is not full, batches take it after all others.
+        """
         if self._epoch is None or self._epoch[0] != epoch:
             of, key = self._settings, (self._settings.seed, epoch)
             documents = shuffled(len(self._lengths), "documents", *key) if of.shuffle else None
@@ -109,8 +112,8 @@ def batches_of(state: object, data: Sequence[str | None], index: Index, settings
     Raise ValueError if ``state`` is not a result of :func:`state_of` in this format, belongs to other documents, or differs from
     ``settings`` in a value that ``_decides`` returns.
 
-    ``data``: two digests of this dataset's documents, either of which ``state`` may hold: the present one, and the one that an
-    older release computed, or None if the two are equal.
+    ``data``: the digest of this dataset's documents, and the digest that an older release computed for them; None in place of the
+    second if both are equal. ``state`` may hold either digest.
     """
     found: Any = state
     if isinstance(state, str | bytes):

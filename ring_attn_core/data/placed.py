@@ -1,4 +1,4 @@
-"""The check that each token of a shard is at a position that its extent allows. It finds calls with a wrong layout.
+"""The check that each token of a shard is at a position that its extent allows. The check finds calls with a wrong layout.
 
 A query sees keys of its own document, so under a causal mask the extent of a query begins at or before the query. An example:
 documents of 3 and 5 tokens are sharded over 2 ranks in a balanced layout, but the call says that the layout is zigzag:
@@ -7,8 +7,8 @@ documents of 3 and 5 tokens are sharded over 2 ranks in a balanced layout, but t
     extents begin     0  0  0  3         extents begin     3  3  3  3
     zigzag says       0  1  6  7         zigzag says       2  3  4  5        an extent begins at 3, its query would be at 2
 
-The check does not notice if tokens of one document exchange their positions. In a prefix tree at least one rank notices every
-exchange, because the key extent of a token begins at the token.
+The check does not notice if tokens of one document exchange their positions. If tokens of a prefix tree exchange theirs, at least
+one rank notices, because the key extent of a token begins at the token.
 """
 
 from __future__ import annotations

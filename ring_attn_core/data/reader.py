@@ -1,10 +1,11 @@
 """A reader of documents' tokens that detects changed files and counts the bytes that a rank reads (``bytes_read``).
 
-A rank reads the tokens of its shard, and for each piece of a span at most one token more, the label of the piece's last token.
-An id takes the bytes of its array's dtype; in the cache that is 1, 2 or 4. In a striped layout the tokens of all ranks alternate,
-so the rank reads them all, once for ids and once for labels; ``bytes_read`` counts the ids and labels of its shard only. At the
-first read of a file of the cache, and if a file's ``stat`` has changed (see ``Reader``), the reader also reads at most 16 blocks
-of 4,096 bytes (``sample`` of files.py). Their digest shows if the content has changed. numpy is imported on first use.
+A rank reads the tokens of its shard as parts of documents (``ShardSpan`` of index.py). After each part it reads at most one token
+more, the label of the part's last token. An id takes the bytes of its array's dtype; in the cache that is 1, 2 or 4. In a
+striped layout the tokens of all ranks alternate, so the rank reads them all, once for ids and once for labels; ``bytes_read``
+counts the ids and labels of its shard only. At the first read of a file of the cache, and if a file's ``stat`` has changed (see
+``Reader``), the reader also reads at most 16 blocks of 4,096 bytes (``sample`` of files.py). Their digest shows if the content
+has changed. numpy is imported on first use.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ class Reader:
     """A reader of documents' tokens. An unpickled copy opens the files again.
 
     After each read the file's ``stat`` is checked. ValueError is raised if the size or the modification time has changed since
-    the dataset was made. Only a file of the cache may have another time, if a new file has replaced it. After such a replacement,
-    after any other change (a rename, link or chmod, or a time that was reset) and at the first read of a file of the cache, the
-    digest of sampled blocks is compared. ValueError is raised if it differs.
+    the dataset was made. Only a file of the cache may have another modification time, if a new file has replaced it. The digest
+    of sampled blocks is compared after such a replacement, after any other change (a rename, link or chmod, or a time that was
+    reset), and at the first read of a file of the cache. ValueError is raised if the digest differs.
     """
 
     def __init__(self, documents: tuple[Document, ...]) -> None:
@@ -82,7 +83,8 @@ class Reader:
     def read(self, read: ShardSpan) -> tuple[np.ndarray, np.ndarray]:
         """Return the ids [read.count] and the labels [read.labelled] of the tokens in a span.
 
-        The label of a token is the id of the next token, or -1 if ``Document.marked`` is True and the next id has its mark.
+        The label of a token is the id of the next token. If ``Document.marked`` is True and the highest bit of that id is set,
+        the label is -1.
         """
         if read.stride == 1:
             tokens = self._tokens(read.span.document, read.first, max(read.count, read.labelled + 1), 1)
@@ -97,8 +99,9 @@ class Reader:
     def _tokens(self, document: int, first: int, count: int, stride: int) -> np.ndarray:
         """Return the ids of ``count`` tokens as int64: the tokens ``first``, ``first + stride`` and so on of a document.
 
-        If ``Document.marked`` is True, an id that is marked as having no label is returned as its bitwise complement, a negative
-        number. If it is False, raise ValueError if an id is outside 0 .. LARGEST. Raise ValueError if the file has changed.
+        If ``Document.marked`` is True, the id of a token without a label is returned as the id's bitwise complement, a negative
+        number. Raise ValueError if the file has changed. If ``Document.marked`` is False, raise it also if an id is outside
+        0 .. LARGEST.
         """
         import numpy as np
 

@@ -60,7 +60,7 @@ class Rollouts:
 
     @property
     def saved_tokens(self) -> int:
-        """Return the number of tokens that sharing saves: tokens of all rollouts minus tokens of all rows."""
+        """Return the number of tokens that sharing saves: tokens of all rollouts minus tokens of all segments."""
         return sum(self.counts) + len(self.counts) - sum(map(sum, self.lengths))
 
     @property
@@ -85,7 +85,7 @@ class _Row:
         self.last = np.zeros(0, np.int64)
         """The tokens of the last rollout."""
         self.parents: list[np.ndarray] = []
-        """The parent slot of each new slot, -1 for a root: one array for each rollout."""
+        """For each added rollout an array: the parent slot of each slot that the rollout added, -1 for a root."""
 
     def shared(self, tokens: np.ndarray) -> int:
         """Return the number of slots that a rollout with these tokens would share with the last added rollout."""
@@ -158,10 +158,10 @@ def pack_rollouts(rollouts: Any, loss_masks: Any = None, weights: Any = None, le
 
 
 def check_values(shape: tuple[int, ...], rollouts: Any, layout: Any, ranks: int) -> None:
-    """Raise ValueError if ``rollouts`` is not a result of ``pack_rollouts``, or an array of this shape does not fit its rows.
+    """Raise ValueError if ``rollouts`` is not a result of ``pack_rollouts``, or an array does not fit the rows of the rollouts.
 
-    ``shape``: [rows, tokens, ...]. ``layout``: None if the array covers whole rows. If it covers one rank's shard of each row,
-    ``layout`` is the layout of the shards, and ``ranks`` their number.
+    ``shape``: the array's shape, [rows, tokens, ...]. ``layout``: None if the array holds whole rows. If the array holds one
+    rank's shard of each row, ``layout`` is the layout of the shards, and ``ranks`` their number.
     """
     if not isinstance(rollouts, Rollouts):
         raise ValueError(f"rollouts must be the result of pack_rollouts, got {in_words(rollouts)}")

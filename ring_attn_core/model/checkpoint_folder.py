@@ -156,8 +156,9 @@ def check_files(where: Path, run: dict[str, Any], suffix: str | None, part: int 
     """Raise ValueError, naming the file, if a checkpoint's file is missing, unexpected or changed, or its run.json is invalid.
 
     ``where``: the checkpoint's folder. ``run``: the contents of its run.json. Check all sizes, but only the digests of files
-    number ``part``, ``part + parts``, ... in order of name, so that ``parts`` ranks share the reading. A file that run.json lacks
-    is unexpected if its name ends in ``suffix`` (None: never). A checkpoint of an earlier version, without digests, passes.
+    number ``part``, ``part + parts``, ... in order of name, so that ``parts`` ranks share the reading. A file that run.json does
+    not list is unexpected if its name ends in ``suffix``. With ``suffix=None`` no file is unexpected. A checkpoint of an earlier
+    version, without digests, passes.
     """
     saved = run.get("files")
     if saved is None:

@@ -31,7 +31,7 @@ def even_chunk(tokens: int, chunk: int) -> int:
 def check_loss(logits: Shape, labels: Shape, head: Shape | None, chunk: Any, reduction: Any) -> None:
     """Raise ValueError if shapes do not fit together, ``chunk`` is not an int of at least 1, or ``reduction`` is unknown.
 
-    ``logits``: shape of the logits; or shape of the hidden states if ``head``, the shape of the head's weight, is not None.
+    ``head``: shape of the head's weight, or None. ``logits``: shape of the logits; if ``head`` is passed, of the hidden states.
     """
     what = "logits" if head is None else "hidden states"
     if len(logits) < 2:

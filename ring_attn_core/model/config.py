@@ -72,7 +72,7 @@ class AttentionConfig(AttentionFields):
 
 @dataclass(frozen=True, kw_only=True)
 class SparseConfig(AttentionConfig):
-    """The config of a dilated or summary attention layer. It fixes the fields of RingAttention that such a layer cannot use."""
+    """The config of a dilated or summary attention layer. Fields that such a layer does not support keep their defaults."""
 
     o_bias: bool = field(default=False, init=False)
     sinks: bool = field(default=False, init=False)

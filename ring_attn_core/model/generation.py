@@ -85,7 +85,7 @@ class Generation:
 
     @property
     def ends(self) -> list[int]:
-        """Return each request's maximum number of cached tokens: prompt and new tokens, except the last: it is never cached."""
+        """Return each request's maximum number of cached tokens: prompt and new tokens but the last, which is never cached."""
         return [length + new - 1 for length, new in zip(self.lengths, self.new, strict=True)]
 
     def chunks(self) -> list[tuple[int, list[int]]]:
@@ -102,9 +102,9 @@ class Generation:
     def cache(self, layout: str, ranks: int, shards: Sequence[int]) -> dict[str, Any]:
         """Return the arguments ``capacity``, ``window`` and ``room`` of ``KVCache.make``.
 
-        ``shards``: tokens of a rank in each chunk, padding included. Let n be the widest window of a layer plus the tokens of the
-        largest chunk on all ranks. The cache has a window, and n slots per rank, if every layer has a window and a cache without
-        one would need more than n slots per rank. The number of slots per rank is rounded up to a multiple of ``SLOTS``.
+        ``shards``: tokens of a rank in each chunk, padding included. A cache with a window needs n slots per rank: the widest
+        window of a layer plus the tokens of the largest chunk, over all ranks. The cache has a window if every layer has one and
+        a cache without a window needs more than n slots. The number of slots per rank is rounded up to a multiple of ``SLOTS``.
         """
         slots = max(self._slots(layout, ranks, shards, row) for row in range(len(self.prompts)))
         windows = windows_of(self.config)
@@ -160,7 +160,7 @@ class Answers:
 
 @lru_cache(maxsize=64)
 def windows_of(config: TransformerConfig) -> tuple[int | None, ...]:
-    """Return each layer's window: how many earlier tokens a query sees, None for all.
+    """Return each layer's window: the number of earlier tokens that a query sees, or None if it sees all of them.
 
     Raise ValueError if a layer's mask hides a token from itself or shows later tokens.
     """
@@ -202,7 +202,7 @@ def _rounded(slots: int) -> int:
 
 
 def _most(new: Any, prompts: int) -> tuple[int, ...]:
-    """Return the largest number of new tokens of each prompt.
+    """Return, for each prompt, the largest number of new tokens that the request may get.
 
     Raise ValueError if ``new`` is not an int from 1 to MOST, or one such int per prompt.
     """

@@ -215,7 +215,7 @@ def _kind(config: TransformerConfig, windows: list[int | None]) -> str:
 
 
 def _windows(kind: str, theirs: Theirs, window: int | None, first: int | None) -> tuple[int | None, ...] | None:
-    """Return each layer's window: how many earlier tokens a query sees, None for all. Return only None if no layer has a window.
+    """Return each layer's window (earlier tokens that a query sees; None: all). If no layer has one, return None, not a tuple.
 
     ``window``: tokens that a query sees, itself included. ``first``: the first layer with a window if ``layer_types`` is missing.
     """
@@ -288,7 +288,7 @@ def _their_rotary(rotary: Rotary | None) -> dict[str, Any]:
 
 
 def _checked_windows(config: TransformerConfig) -> list[int | None]:
-    """Return how many earlier tokens a query sees in each layer (None: all). Raise ValueError if transformers lacks a setting."""
+    """Return each layer's window, as in ``_windows``. Raise ValueError if ``config`` has a setting that transformers lacks."""
     layers = [config.attention(layer) for layer in range(config.depth)]
     refused = [name for name in ("softcap", "sinks", "alibi") if getattr(config, name)]
     refused += ["mask"] * any(x.mask.lo != 0 for x in layers) + ["rotaries"] * any(x.rotary != config.rotary for x in layers)

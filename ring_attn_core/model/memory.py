@@ -103,9 +103,9 @@ def _ends(config: TransformerConfig) -> int:
 
 
 def block_kept(config: TransformerConfig, tokens: int) -> tuple[Term, ...]:
-    """Return the terms of the activations that a block stores until its backward with every setting in ``ACTIVATIONS``.
+    """Return the terms of the activations that a block stores until its backward, whatever the setting ``activations``.
 
-    With "recompute" and "offload" a block stores no others. With "keep" it also stores the activations in ``block_saved``.
+    With "recompute" and "offload" a block stores only these. With "keep" it also stores the activations in ``block_saved``.
     """
     c = compute_bytes(config)
     return (

@@ -16,7 +16,7 @@ MAY_CHANGE = "compute_dtype", "dropout_rate", "published"
 
 
 ITEMS = "(keys and values)"
-"""The JSON key of a dict's items, for a dict with keys that are not texts, such as MultiStepLR's milestones."""
+"""The key under which JSON stores the items of a dict whose keys are not all texts, such as MultiStepLR's milestones."""
 
 
 Kinds = dict[str, tuple[str, tuple[int, ...]]]

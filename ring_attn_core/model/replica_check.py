@@ -16,7 +16,7 @@ from ..runs import Band, Run
 from ..validation import in_words
 
 MOST_ENTRIES, MOST_CONTENTS, MOST_OWNERS = 8, 4, 8
-"""The most items that a message lists: named values, contents of a value, and owners of a content. It counts the other items."""
+"""The most named values, contents of a value, and owners of a content that a message lists. The message counts the others."""
 
 LONGEST = 48
 """The most characters of a value that a message quotes."""
@@ -106,7 +106,7 @@ def array_kind(kind: str, dtype: Any, shape: Iterable[int]) -> str:
 
 
 def array_content(data: Any, value: Any = None) -> str:
-    """Return the digest of an array's bytes ``data``, after the text of the array's only element if passed as ``value``."""
+    """Return the digest of an array's bytes ``data``. If ``value``, the array's only element, is passed, its text comes first."""
     return digest(data) if value is None else f"{str(value)[:LONGEST]} {digest(data)}"
 
 

@@ -33,7 +33,7 @@ from ..validation import as_number, hold_numbers
 from .checks import check_flags, check_sizes, is_number
 
 MOST = 1e30
-"""The largest number of a scaling, so that no power or product of two in a frequency leaves the range of floats."""
+"""The largest value of a number in a scaling. It keeps the powers and products of such numbers in the range of floats."""
 
 
 def _check_numbers(record: Any, least: float, *names: str) -> None:

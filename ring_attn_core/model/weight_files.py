@@ -23,7 +23,7 @@ from .weight_names import check_state
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
 SAVING, REPLACED = ".{}.saving", ".{}.replaced"
-"""Names of two folders beside the folder ``{}`` during a save: the new one until it is complete, and the old one."""
+"""Names of two folders that a save of the folder ``{}`` makes beside it: the incomplete new one, and the old one moved aside."""
 
 DTYPES = "F32", "BF16", "F16", "F64"
 """safetensors' names of the dtypes that weights may be stored in."""

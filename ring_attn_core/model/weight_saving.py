@@ -43,7 +43,8 @@ def replacing(folder: str | Path, files: Collection[str] = (CONFIG,)) -> Iterato
     """Yield an empty folder that replaces ``folder`` when the block ends; after an error the previous folder stays.
 
     ``files``: the names of the files that the block writes beside the weights. Wait while another process saves to ``folder``
-    (see ``_alone``). If the process is killed, ``current`` finds the previous folder, or the new folder after its rename.
+    (see ``_alone``). If the process is killed, ``current`` of weight_files.py finds the previous folder, or the new folder after
+    its rename.
 
     Raise ValueError, before the block, if ``folder`` is a file, or holds anything but weight files, config.json and ``files``.
     Raise OSError if writing or renaming fails; the previous folder is then intact. If only the last fsync fails, raise OSError
