@@ -38,8 +38,8 @@ def document_extents(
 
     The result is int32 [batch, length, 2], or [1, length, 2] for ``cu_seqlens``.
 
-    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, before, between
-    or after documents but not inside one. Its extent is [0, 0), and no query sees it.
+    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id marks padding. Padding may
+    lie before, between or after documents, but not inside one; its extent is [0, 0), and no query sees it.
 
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
     positions, by default the end of the last document; required under jit. Tokens beyond that end are padding.

@@ -35,8 +35,8 @@ def document_extents(
 
     The result is int32 [batch, length, 2], or [1, length, 2] for ``cu_seqlens``.
 
-    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id is padding, before, between
-    or after documents but not inside one. Its extent is [0, 0), and no query sees it.
+    ``ids`` int [batch, length]: the document of each token, not decreasing along a row. A negative id marks padding. Padding may
+    lie before, between or after documents, but not inside one; its extent is [0, 0), and no query sees it.
 
     ``cu_seqlens`` int [documents + 1], instead of ``ids``: 0, then the end of each document. ``length``: the total number of
     positions, by default the end of the last document; required under torch.compile. Tokens beyond that end are padding.
@@ -70,7 +70,11 @@ def prefix_extents(prefix: int | Int[Tensor, " batch"], length: int) -> Int[Tens
 
 
 def integers(name: str, x: Any, *dims: str) -> Tensor:
-    """Return ``x`` as int64. Raise ValueError if it does not hold integers with one dimension for each name in ``dims``."""
+    """Return ``x`` as int64.
+
+    ``dims``: the names of the dimensions that ``x`` must have. Raise ValueError if ``x`` does not hold integers or has another
+    number of dimensions.
+    """
     array = converted(name, x)
     if array.dtype == torch.bool or array.is_floating_point() or array.is_complex() or array.ndim != len(dims):
         raise ValueError(f"{name} must be integers [{', '.join(dims)}], got {array.dtype} {list(array.shape)}")

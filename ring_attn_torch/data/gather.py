@@ -107,8 +107,8 @@ def _check(call: str, x: Any, ring: Group, layout: str | BalancedLayout, length:
     """Raise ValueError if an argument is invalid or differs between ranks.
 
     ``call``: the public function's name. Ranks compare the shape and dtype of x, ``layout``, ``length`` and ``position``, but not
-    the values of a tensor ``position``. They compare a call if these are new, and every call inside ``check_every_call``. In a
-    compared call all ranks raise the error.
+    the values of a tensor ``position``. They compare a call if these values are new, and every call inside ``check_every_call``.
+    In a compared call all ranks raise the error.
     """
 
     def check() -> None:
