@@ -42,7 +42,8 @@ class Candidate:
 def _balanced(problem: Problem) -> str | None:
     """Return why the Triton kernels cannot run a balanced layout; None if they can, or if the problem has another layout.
 
-    The kernels take a shard of a balanced layout as one run. So its positions must ascend, and ALiBi and dropout are excluded.
+    The kernels take a shard of a balanced layout as one run of local indices, so the shard's positions must ascend. ALiBi and
+    dropout need the positions themselves, so they are excluded.
     """
     layout = problem.options.layout
     if not isinstance(layout, BalancedLayout) and not problem.traced_layout:
@@ -116,11 +117,16 @@ def _untried() -> str | None:
 
 
 def _slower_than_portable(problem: Problem) -> str | None:
-    """Return why Hopper's backward is slower than the portable one, which "auto" then runs; None if it is not slower.
+    """Return why Hopper's backward is slower than the portable backward; None if it is not slower.
 
-    Milliseconds on one H200, with 2 x 8,192 tokens, a causal mask and 16 heads of 64: with softcap Hopper's backward took 1.79 on
-    Triton 3.6 and 3.34 on 3.9, the portable one 3.53 and 3.05; with dropout Hopper's took 2.18 and 3.67, the portable one 3.13
-    and 3.58. With heads of 128 Hopper's backward is faster on both releases.
+    If it is slower, "auto" runs the portable backward. Milliseconds of the backward on one H200, with 2 x 8,192 tokens, a causal
+    mask and 16 heads of 64:
+
+                      softcap: Hopper    portable    dropout: Hopper    portable
+        Triton 3.6               1.79        3.53               2.18        3.13
+        Triton 3.9               3.34        3.05               3.67        3.58
+
+    With heads of 128 Hopper's backward is faster on both releases.
     """
     softcap, dropout_rate = problem.options.softcap, problem.options.dropout_rate
     if triton_release() >= (3, 9) and problem.q_shape[-1] <= 64 and (softcap is not None or dropout_rate > 0):
@@ -221,8 +227,8 @@ def runnable(problem: Problem, anywhere: bool = False, passes: Collection[str] =
 
     ``anywhere``: the runs of tokens may start at any position, as in the public ``attend_block``. ``passes``: compile the kernels
     of these passes only. If a kernel cannot run, or spills more registers than obstacles.py allows, "auto" warns and takes the
-    next backend. If only one pass of "hopper" has such a kernel, "auto" replaces the kernels of this pass only. Raise ValueError
-    if a backend requested by name cannot run, or its name is unknown.
+    next backend. If only one pass of "hopper" has such a kernel, "auto" keeps "hopper" for the other pass and runs this one by
+    the portable kernels. Raise ValueError if a backend requested by name cannot run, or its name is unknown.
     """
     from .call import call_of
 
@@ -272,7 +278,10 @@ def _obstacles(call: RingCall, problem: Problem, passes: Collection[str]) -> dic
 
 
 def _launches(call: RingCall, problem: Problem, name: str) -> list[Launch]:
-    """Return the launches of the pass ``name``, "forward" or "backward". The backward also uses results of the forward."""
+    """Return the launches of the pass ``name``, "forward" or "backward".
+
+    The backward also uses results of the forward's launches, but its list does not repeat these launches.
+    """
     from . import steps
 
     return list({"forward": steps.of_forward, "backward": steps.of_backward}[name](call, len(problem.steps.shifts)))

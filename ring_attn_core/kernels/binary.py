@@ -6,9 +6,10 @@ import struct
 from collections.abc import Iterator
 
 FRAME_SIZE = 0x11
-"""The code of the attribute in section `.nv.info` that holds a kernel's index and stack bytes (name as in `cuobjdump -elf`)."""
+"""The code of the attribute that holds a kernel's index and its stack size in bytes. It is an attribute of the section
+`.nv.info`, and `cuobjdump -elf` prints it under this name."""
 WITH_SIZE = 0x04
-"""The format code of attributes whose third field is the number of bytes that follow it."""
+"""The format code of attributes whose third field is a size: the number of bytes that follow this field."""
 
 
 def stack_bytes(cubin: bytes) -> int:

@@ -15,7 +15,7 @@ from .driver import TENSOR_MAP, DescriptorFormat, LaunchBuffer, encode, load, st
 from .launch import Descriptor, Launch, Scalar, encodings
 
 MOST_ADDRESSES = 1024
-"""Largest number of addresses of one array whose descriptors are cached."""
+"""Largest number of TMA descriptors in a ``DescriptorCache``. A full cache is emptied before it stores another descriptor."""
 
 ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 

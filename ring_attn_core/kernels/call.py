@@ -28,9 +28,9 @@ class RingCall:
     ``seq_local``, ``kv_local``: number of queries and of keys in the shards of one step; a strategy may join the shards of
     several ranks into one. ``q_runs``, ``k_runs``: number of equally long runs in a shard of queries and of keys. A run is an
     arithmetic progression of token positions. A balanced layout's shard counts as one run, of local indices instead of positions.
-    ``packed``: k and v are one array [batch, tokens, kv_heads, head_dim + v_dim] with float32 gradients, as whenever keys travel
-    between ranks; else they are two arrays. With ``values_in_keys`` (forward only) the one array is k, and the values are the
-    first ``v_dim`` columns of k.
+    ``packed``: k and v are one array [batch, tokens, kv_heads, head_dim + v_dim] with float32 gradients; if False, two arrays. It
+    is True whenever keys travel between ranks. It is also True with ``values_in_keys`` (forward only); then the one array is k,
+    and the values are its first ``v_dim`` columns.
 
     ``aligned``: all runs have stride 1 and start at multiples of 16, so one call of Philox serves several probabilities.
     ``zero_masked``: some keys may be unused (visible to no query) and hold NaN. ``fully_masked``: some queries, padding included,
@@ -93,7 +93,10 @@ class RingCall:
 
     @property
     def by_extents(self) -> bool:
-        """Return whether the call has extents or key extents, which decide the tiles that a program visits."""
+        """Return whether the call has extents or key extents; with the band, they decide which tiles a program visits.
+
+        An extent is the interval of keys that a query may see, a key extent the interval of queries that may see a key.
+        """
         return not self.array_names.isdisjoint({"extents", "key_extents"})
 
     def tiles(self, kernel: str) -> TileConfig:

@@ -78,9 +78,9 @@ def decode_tiles(rows: int, width: int, dtype: str, fp8: bool, capability: int) 
     """Return the tiles of the kernel ``decode`` for ``rows`` query rows per kv head and heads padded to ``width``.
 
     A tile has at least 16 rows, the fewest that a matrix product takes. The bytes in flight decide the speed: an H200 reads at
-    full speed if each of its 132 multiprocessors has some 50 KB in flight (4.2 TB/s times a latency of 1.5 us, over 132). A tile
-    of 64 slots, with k and v of 128 two-byte elements each, is 32 KiB. k and v depend on a tile's positions, so Triton
-    divides the stages between the two loads: 4 stages keep one tile in flight, and 6 stages keep two.
+    full speed if each of its 132 multiprocessors has some 50 KB in flight (4.2 TB/s times a latency of 1.5 us, divided by 132). A
+    tile of 64 slots, with k and v of 128 two-byte elements each, is 32 KiB. The loads of k and v wait for the load of the tile's
+    positions, so Triton divides the stages between positions and keys: 4 stages keep one tile of keys in flight, 6 keep two.
 
     With 16 rows, an H200 is fastest if a multiprocessor runs four programs with one tile in flight each: 3 % faster than with
     three programs of two tiles each (``benchmarks.decode --part tiles``). In FP8, two warps per program are faster than four by
@@ -112,11 +112,12 @@ def residents(call: DecodeCall) -> int:
 def count_splits(programs: int, tiles: int, at_once: int, least: int) -> int:
     """Return the number of splits at which decoding a cache of ``tiles`` key tiles takes the least time.
 
-    ``programs``: programs per split. ``at_once``: programs that the GPU runs at the same time. ``least``: key tiles that each of
-    several splits must have on average, so there are at most ``tiles / least`` splits, but at least one. All programs read the
-    same number of tiles at the same rate, so they run in waves. A wave takes about 3 us per tile, plus about 10 us, counted as 4
-    tiles, to start and end its programs. Among equal times this function takes the fewest splits, because splits are merged
-    afterwards. Without programs the result is 1.
+    ``programs``: programs per split. ``at_once``: programs that the GPU runs at the same time. ``least``: the fewest key tiles
+    that a split may have on average, if there are several splits.
+
+    All programs read the same number of tiles at the same rate, so they run in waves. A wave takes about 3 us per tile, plus
+    about 10 us, counted as 4 tiles, to start and end its programs. If several numbers of splits take the same time, return the
+    smallest, because splits are merged afterwards. Without programs the result is 1.
     """
     if programs == 0:
         return 1

@@ -29,7 +29,7 @@ def of_forward(call: RingCall, steps: int) -> Iterator[Launch]:
 def of_backward(call: RingCall, steps: int) -> Iterator[Launch]:
     """Yield the launches in the backward of a ring of ``steps`` steps; some occur repeatedly.
 
-    The backward also uses results of the forward's launches, such as the unpacked key mask.
+    The backward also uses results of the forward's launches, such as the unpacked key mask; these launches are not yielded again.
     """
     yield portable.delta(call, call.dtype)
     if "extents" in call.array_names:

@@ -61,8 +61,9 @@ def shared_memory(capability: int) -> int:
 def padded(width: int) -> int:
     """Return the number of columns to which a tile pads heads of ``width``: the next power of two, but at least 64.
 
-    A matrix product needs only 16 columns. But on Hopper, Triton 3.6 computes wrong numbers if the right operand is a 16-bit tile
-    with rows shorter than 128 bytes, and Triton copies it from registers to shared memory. A masked v is such an operand.
+    A matrix product needs only 16 columns. But on Hopper, products of Triton 3.6 are wrong if two conditions hold: the right
+    operand is a 16-bit tile with rows shorter than 128 bytes; and Triton copies this tile from registers to shared memory, as it
+    does with a masked v.
     """
     return max(64, 1 << (width - 1).bit_length())
 
@@ -252,9 +253,11 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, exte
     ``head_dim``, ``v_dim``: padded. ``query_heads``: query heads per key head. ``tokens``: keys of a shard. ``extents``: True if
     the call limits the keys of each query by extents; its batch rows then probably hold several documents.
 
-    One pass computes 5 products. But the programs of its key tiles must add to dq one after the other, and for wide heads its
-    sums do not fit into registers. Two passes compute 7 products, and no program waits for another. TFLOP/s in one pass / two
-    passes, with bf16, a causal mask and head_dim 128; Q/K means Q query heads and K key heads. One H200, by sequences x tokens:
+    One pass computes 5 products. But in one pass the programs of different key tiles must add to dq one after the other, and for
+    wide heads the sums dk and dv do not fit into registers. Two passes compute 7 products, and no program waits for another.
+
+    The tables have TFLOP/s in one pass / two passes, with bf16, a causal mask and head_dim 128. Q/K means Q query heads and K key
+    heads. On one H200, by sequences x tokens:
 
         heads    16 x 1,024   8 x 2,048   4 x 4,096   2 x 8,192   1 x 8,192   1 x 16,384
         32/8     285 / 355    320 / 419   402 / 443   480 / 460               522 / 459
@@ -262,7 +265,7 @@ def hopper_passes(head_dim: int, v_dim: int, query_heads: int, tokens: int, exte
         16/16    306 / 309                478 / 410
         32/8                              354 / 324   (head_dim 64)
 
-    One H100, by tokens per document, in rows of 16,384 tokens. The last column has 65,536 tokens in documents of log-normal
+    On one H100, by tokens per document, in rows of 16,384 tokens. The last column has 65,536 tokens in documents of log-normal
     lengths with a median of 1,340:
 
         heads    1,024       2,048       4,096       16,384      log-normal

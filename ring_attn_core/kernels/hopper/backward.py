@@ -8,8 +8,8 @@ instead of 7. The products take p^T and ds^T from registers. ds also passes thro
 computes one half of dq.
 
 Shapes     as in the portable kernels, and dq_RX (see Sums); q, dout, k and v are read through TMA descriptors
-Program    each has one (tile of 128 keys, key head, batch row), and visits the queries that see these keys, in every query head
-           of the group. Two warpgroups of 64 keys each compute. These 8 warps are the first partition, because other partitions
+Program    one per (tile of 128 keys, key head, batch row). It visits the queries that see these keys, in every query head of
+           the key head. Two warpgroups of 64 keys each compute. These 8 warps are the first partition, because other partitions
            get shared-memory addresses as numbers, which take registers. The other partitions are three single warps: the scout
            and the producer load k, v, q, dout, lse2 and delta (backward_producer.py), the adder adds dq by TMA to float32 sums
 Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumulators' registers. After the sums of all tiles it
@@ -17,11 +17,12 @@ Sums       dq_RX holds 8192 sums for each query tile, in the order of the accumu
            (backward_dq.py). ``hopper_dq`` computes dq from the sums, once per ring
 Order      key tiles add to a query tile in ascending order: each waits until the turn equals the number of key tiles before it.
            So two runs give the same bits. Programs start in the same order, so none waits for a later program. All programs walk
-           from the last queries to the first, each behind the one before, and only the adder warps wait for turns
+           from the last queries to the first, so each follows the program that started before it. Only adder warps wait for turns
 Extents    a query tile may skip key tiles, by its bounds (backward_sums.extent_bounds) or, with key extents, by its intervals
            (extent_lists.py). With extents the scout stores the visible keys of each query as an int32; every score is masked
 ALiBi      the scout subtracts the queries' part of the bias from lse2; the keys' part is one number per key
-Dropout    the sign of p holds the mask for dv and ds: 20 % slower (heads of 128), not 30 % as with bools, which ptxas packs
+Dropout    the sign of p holds the mask for dv and ds. With heads of 128, dropout makes the kernel 20 % slower. If bools held the
+           mask, dropout would make it 30 % slower, because ptxas packs bools
 Tiles      BLOCK_Q comes from ``queries`` of launches.py, the stages from ``backward`` there
 Precision  products in the input dtype, sums in f32; p and ds are rounded once to the input dtype
 
@@ -280,9 +281,10 @@ def consumer(args, shared, work, sizes: gl.constexpr):
 class RunOfQueries(NamedTuple):
     """A run of queries, with the interval of queries that see each key of the program.
 
-    ``begin``, ``width``: the band lets queries ``begin .. begin + width`` see a key; but with extents, ``begin`` is the key's
-    index in the key tile. ``first_query``, ``queries``: with key extents, the first query that may see a key, and the number of
-    such queries. ``bias``: the keys' part of the ALiBi bias, in base 2. ``stream``: the Philox key of the head's dropout mask.
+    ``begin``, ``width``: without extents, the band lets the queries ``begin .. begin + width`` see a key. With extents, ``begin``
+    is the key's index in the key tile, and ``width`` is not used. ``first_query``, ``queries``: with key extents, the first query
+    that may see a key, and the number of queries that may. ``bias``: the keys' part of the ALiBi bias, in base 2. ``stream``: the
+    Philox key of the head's dropout mask.
     """
 
     begin: Any
@@ -326,11 +328,11 @@ def run_of(args, work, sizes: gl.constexpr, q_run, head, j, seen):
 def visit_queries(
     at, s, dk, dv, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Visit one query tile: add to dk and dv, hand dq to the adder warp, and return the next tile's position, s, dk and dv.
+    """Add one query tile to dk and dv, and hand its dq to the adder warp.
 
-    ``at``: this tile's position (stage of q, phase of its mbarrier, step). ``s``: k q^T of this tile; the returned s is k q^T of
-    the next tile, a product that runs together with those for dq and dk. No product stays in flight between two calls, because
-    ptxas serializes products that cross the edge of a loop.
+    Return (``at`` of the next tile, ``s`` of the next tile, dk, dv). ``at``: position of a tile (stage of q, phase of its
+    mbarrier, step). ``s``: k q^T of a tile; the product for the next tile runs together with the products for dq and dk. No
+    product stays in flight between two calls, because ptxas serializes products that cross the edge of a loop.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     BLOCK_K: gl.constexpr = sizes.BLOCK_K
@@ -412,7 +414,10 @@ def visit_queries(
 
 @gluon.jit
 def visible(m0, run, shared, number, args, sizes: gl.constexpr):
-    """Return the mask, bool [keys, queries], of visible pairs in the query tile from ``m0`` on, tile ``number`` of ``Steps``."""
+    """Return the mask, bool [keys, queries], of the visible pairs of a query tile.
+
+    ``m0``: local index of the tile's first query. ``number``: index of the tile in ``Steps``.
+    """
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_Q, gl.num_warps())
     i = m0 + gl.arange(0, sizes.BLOCK_Q, gl.SliceLayout(0, S_LAYOUT))
     i = gl.expand_dims(gl.where(i < run.q_len, i, NOTHING_BEGINS), 0)

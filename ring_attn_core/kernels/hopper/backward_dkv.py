@@ -1,10 +1,10 @@
 """The key side of the Hopper backward, in Gluon: zeroing keys and values that no query sees, and storing dk and dv.
 
-    dk, dv = gradients of this step + dk_in, dv_in        without dk_in, dv_in if FIRST
+    dk, dv = gradients of this step of the ring + dk_in, dv_in        without dk_in, dv_in if FIRST
 
-Shapes     a tile of 128 keys in 8 warps, or of 64 in 4; dk_BTGD, dv_BTGE, or both packed in one array
-State      FIRST, at the first step and in the one-pass backward at every step: dk and dv start at 0. Else they start at dk_in and
-           dv_in (f32), which they may overwrite in place
+Shapes     a tile of 128 keys in 8 warps, or of 64 keys in 4 warps; dk_BTGD, dv_BTGE, or both packed in one array
+State      with FIRST, dk and dv start at 0; else at dk_in and dv_in (f32), which they may overwrite in place. FIRST is set at the
+           ring's first step; the one-pass backward sets it at every step
 Precision  f32; if the keys do not travel along the ring, their only step (FIRST) completes dk and dv and rounds them to 16 bits
 """
 
@@ -37,8 +37,8 @@ def keys_seen_by_some(args, work, sizes: gl.constexpr, j):
 def hide_unseen(tile, args, work, sizes: gl.constexpr):
     """Zero the keys or values in ``tile`` that no query sees: they may hold NaN, and 0 times NaN is NaN.
 
-    With extents or key extents, zero every other element that is not finite too. Either way the out of a query that sees a NaN
-    is NaN. All gradients of this query are NaN without extents; some may be finite with extents.
+    With extents or key extents, also zero all elements that are not finite, even if a query sees them. The out of a query that
+    sees a NaN is NaN with and without extents. Its gradients are all NaN without extents; with extents some may be finite.
     """
     LINES: gl.constexpr = rows_by_lines(tile.shape[1], gl.num_warps())
     j = work.n0 + gl.arange(0, sizes.BLOCK_K, gl.SliceLayout(1, LINES))
@@ -57,7 +57,7 @@ def finish(
 ):  # fmt: skip
     """Store the gradients ``x`` in WIDTH columns of ``to``, from COLUMN on.
 
-    If not FIRST, add ``before``, the gradients of earlier steps. Results in 16 bits pass through the shared-memory ``tile``.
+    If not FIRST, add ``before``, the gradients of earlier ring steps. Results in 16 bits pass through the shared-memory ``tile``.
     """
     COLUMNS: gl.constexpr = x.shape[1]
     WARPS: gl.constexpr = gl.num_warps()
@@ -82,7 +82,11 @@ def finish(
 
 @gluon.jit
 def elements(start, row, column, args, work, sizes: gl.constexpr, STRIDE: gl.constexpr, WIDTH: gl.constexpr):
-    """Return pointers to elements (row, column) of the program's keys, and the mask of the elements inside the array."""
+    """Return pointers to elements of the program's key tile in an array, and the mask of the elements inside the array.
+
+    ``start``: pointer to the tile's first column in the array's first token and key head. ``row``, ``column``: indices within the
+    tile. STRIDE: number of columns of a key head in the array. WIDTH: number of columns of the tile without padding.
+    """
     token = work.batch.to(gl.int64) * args.T + work.k_run * work.k_slot + work.n0
     start += (token * sizes.G + work.group) * STRIDE
     return start + (row * (sizes.G * STRIDE) + column), (work.n0 + row < work.k_slot) & (column < WIDTH)

@@ -118,7 +118,10 @@ def walk_of(work, q_run):
 
 @gluon.jit
 def visits(args, work, sizes: gl.constexpr, q_run, tile, gaps):
-    """Return whether the program visits a query tile: always without ``gaps``; else if the tile's extents meet the key tile."""
+    """Return whether the program visits a query tile.
+
+    Without ``gaps`` (``walk_of``) it visits every tile. With ``gaps`` it visits a tile if the tile's extents meet the key tile.
+    """
     if args.query_tiles is None:
         some = True
     else:

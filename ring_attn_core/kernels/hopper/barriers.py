@@ -11,8 +11,9 @@ An mbarrier signals a full buffer; its phase flips at each use. ``a -> b``: a ar
                full [4]              numbers of a step are stored        scout         -> producer
                free [4]              these numbers have been read        producer      -> scout
 
-Named barriers signal that a buffer is free, or order warps. ``arrive`` does not wait; ``sync`` waits until the number of threads
-in the last column have arrived. ``groups``: consumer warpgroups, each a group: 2 or 3 in the forward, 2 in the backward.
+Named barriers signal that a buffer is free, or let warps wait for each other. ``arrive`` does not wait; ``sync`` waits until the
+number of threads in the last column have arrived. A group is a consumer warpgroup. ``groups``: the number of groups, 2 or 3 in
+the forward, 2 in the backward.
 
     forward    K_FREE + stage        a stage of keys has been read       consumers arrive, producer syncs     128 groups + 32
                V_FREE + stage        a stage of values has been read     consumers arrive, producer syncs     128 groups + 32

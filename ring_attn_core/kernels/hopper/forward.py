@@ -10,14 +10,14 @@ Program    at most 132 persistent programs (one per multiprocessor of an H200). 
            these heads the last q tiles come first, or with extents the q tiles with the most key tiles (scheduler.py). The
            prologue and epilogue of one warpgroup overlap with the products of the others
 Producer   takes tickets, and loads the next tile's q and first k while the consumers finish this tile. It fills ring buffers of
-           STAGES tiles, the k of each step before the v of the previous step (forward_producer.py)
+           STAGES tiles, the k of each step (one key tile) before the v of the previous step (forward_producer.py)
 Consumers  keep the probabilities in registers, and q too if ``HopperConfig.q_in_registers``. S = q k^T of this tile and P v of
            the previous tile are in flight together. The softmax overlaps with P v (FlashAttention-3, arXiv:2407.08608, sec. 3.2)
 K tiles    the runs of keys are visited one after the other, and the pipeline never drains between runs. If a tile extends beyond
            the end of its run, the keys there are masked or zeroed
 State      as in portable/forward.py. The (out, lse) of earlier shards are read during the last product (forward_epilogue.py)
 Tiles      BLOCK_Q, BLOCK_K, STAGES and registers come from tile_sizes.hopper_tiles
-Precision  as in portable/forward.py, except softcap: its tanh has an error of 1.2e-5
+Precision  as in portable/forward.py, except softcap: its tanh has a relative error of at most 1.2e-5
 
 README.md has the timeline, the predictions, the measurements and the failed attempts.
 """
@@ -256,7 +256,8 @@ def hopper_forward(
 
 
 class WarpgroupQueries(NamedTuple):
-    """A warpgroup's 64 queries: ``q`` in registers or shared memory, local indices ``i``. ``end``: the step after their last."""
+    """A warpgroup's 64 queries: ``q`` in registers or shared memory, local indices ``i``. ``end``: number of the step (key tile)
+    after the queries' last step."""
 
     q: Any
     i: Any
@@ -266,8 +267,8 @@ class WarpgroupQueries(NamedTuple):
 class WarpgroupState(NamedTuple):
     """The state that a warpgroup carries from key tile to key tile.
 
-    ``step``: number of the next step, which is one key tile. ``acc``: sums of p v. ``p``: the last tile's probabilities, not yet
-    multiplied with the values. ``m``: row max in base 2. ``l``: row sum of exponentials.
+    ``step``: number of the next step, which is one key tile. ``acc``: sums of p v. ``p``: probabilities of the previous key tile,
+    not yet multiplied with the values. ``m``: row max in base 2. ``l``: row sum of exponentials.
     """
 
     step: Any
@@ -352,7 +353,8 @@ def attend(step, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.const
 
 @gluon.jit
 def leave(shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Store out and lse of 64 queries that see no key of this shard, at the first or last step. Other steps leave both as is."""
+    """Store out and lse of 64 queries that see no key of this shard, if this is the ring's first or last step. In the other steps
+    of the ring out and lse stay as they are."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     if sizes.FIRST or sizes.LAST:
         i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))

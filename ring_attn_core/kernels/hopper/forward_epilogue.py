@@ -22,8 +22,8 @@ from .register_layouts import accumulator, by_eights, column, matrix, rows_and_c
 def seen_before(i, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
     """Load the out of the earlier shards, in the layout ``by_eights``, and their lse.
 
-    The first step has no earlier out, and its lse is the sink; without sinks it has no lse either. A missing value is 0 in the
-    result, and ``finish`` does not read it.
+    The ring's first step has no earlier out, and its earlier lse is the sink; without sinks it has no earlier lse either. A
+    missing value is 0 in the result, and ``finish`` does not read it.
     """
     out, lse = 0.0, 0.0
     if not sizes.FIRST:

@@ -53,7 +53,10 @@ meet: Any = getattr(gl, "barrier", None) or getattr(gl, "thread_barrier")  # noq
 
 @cache
 def shared_layout(block: tuple[int, ...], dtype: str, swizzled: bool = True) -> Any:
-    """Return the shared-memory layout of a tile, swizzled for wgmma or row-major. ``dtype``: "bf16", "fp16" or "fp32"."""
+    """Return the shared-memory layout of a tile: swizzled, as wgmma needs it, or row-major if not ``swizzled``.
+
+    ``dtype``: "bf16", "fp16" or "fp32".
+    """
     if not swizzled:
         return gl.NVMMASharedLayout(0, {"bf16": 16, "fp16": 16, "fp32": 32}[dtype], len(block))
     layout_for: Any = gl.NVMMASharedLayout.get_default_for  # typed as Any, because Triton 3.9's types forbid the call

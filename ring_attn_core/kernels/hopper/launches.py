@@ -25,7 +25,7 @@ TFLOP/s on one H200, causal, by this bound; in the first column with one key hea
 PROGRAMS = 132
 """Largest number of programs of a forward or a pass of dq: one for each multiprocessor of an H100 SXM or an H200.
 
-If a GPU has fewer, or other kernels occupy some, then programs that start late may find no tile left.
+If a GPU has fewer multiprocessors, or other kernels occupy some, programs that start late may find no tile left. They then end.
 """
 
 

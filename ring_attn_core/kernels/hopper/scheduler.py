@@ -243,7 +243,10 @@ def start_of(args, batch, pair, m0, sizes: gl.constexpr):
 
 @gluon.jit
 def next_place(place, t, tiles, args):
-    """Return the ``Place`` of the t-th key tile from the previous ``place``; an interval is walked from last tile to first."""
+    """Return the ``Place`` of the t-th key tile of a run; an interval is walked from its last tile to its first.
+
+    ``place``: the result of the previous call; in the first call that of ``start_of``.
+    """
     if args.intervals is None:
         place = Place(tile_at(t, tiles), 0, 0)
     else:

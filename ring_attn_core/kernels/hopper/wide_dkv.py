@@ -257,9 +257,10 @@ def sum_values(args, shared, work, sizes: gl.constexpr):
 def visit_queries(
     step, s, dv, k, m0, run, args, shared, work, sizes: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """Add one query tile to dv and send its p to ``sum_keys``; return the next step, the next tile's k q^T, and dv.
+    """Add one query tile to dv and send its p to ``sum_keys``; return (number of the next step, ``s`` of the next tile, dv).
 
-    ``s`` is this tile's k q^T. No tile follows the last one, so the last call computes k q^T of its own tile again, unused.
+    A step is one query tile, and ``s`` is the k q^T of a tile. No tile follows the last one, so the last call computes k q^T of
+    its own tile again, and this product is not used.
     """
     BLOCK_Q: gl.constexpr = sizes.BLOCK_Q
     STAGES: gl.constexpr = sizes.STAGES

@@ -300,7 +300,7 @@ def consumer(args, shared, sizes: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def sum_of_keys(step, dq, loads, shared, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Add the products ds k of all key tiles of the query tile to dq; return the number of the next step, and dq."""
+    """Add ds k of all key tiles of the query tile to dq; return the number of the next step (key tile), and dq."""
     S_LAYOUT: gl.constexpr = accumulator(sizes.BLOCK_K)
     i = work.m0 + GROUP * 64 + gl.arange(0, 64, gl.SliceLayout(1, S_LAYOUT))
     mbarrier.wait(shared.q_full.index(GROUP), loads & 1)
@@ -423,7 +423,7 @@ def visit_keys(
 
 @gluon.jit
 def finish(x, tile, COLUMN: gl.constexpr, args, work, sizes: gl.constexpr, GROUP: gl.constexpr):
-    """Scale the sums ``x``, add the dq of earlier steps unless FIRST, and store the result in the columns of dq from COLUMN on.
+    """Store scale times the sums ``x``, plus the dq of earlier ring steps unless FIRST, in the columns of dq from COLUMN on.
 
     If FIRST, results in 16 bits pass through the shared-memory ``tile``.
     """

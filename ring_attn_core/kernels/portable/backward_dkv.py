@@ -168,7 +168,10 @@ def dkv(
 
 @triton.jit
 def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexpr, MASKED: tl.constexpr):
-    """Add the terms of the query tile at ``m0`` to dk and dv, sums that still lack the factors scale and rescale. Return both."""
+    """Add the terms of the query tile at ``m0`` to the sums dk and dv, and return the sums.
+
+    The caller multiplies dk by scale and dv by rescale at the end.
+    """
     ACCURATE: tl.constexpr = tile.k.dtype == tl.float32
     i = m0 + tl.arange(0, sizes.BLOCK_Q)
     j = tile.n0 + tl.arange(0, sizes.BLOCK_K)
@@ -209,12 +212,13 @@ def visit_queries(dk, dv, queries, m0, head, row, tile, args, sizes: tl.constexp
 
 @triton.jit
 def tiles_in_bounds(tiles, bounds_ptr, batch, q_run, tiles_of_run, k_first, k_last, Q_RUNS: tl.constexpr):
-    """Return query ``tiles`` without leading and trailing tiles that see no key of the key tile by the bounds of their extents.
+    """Return query ``tiles`` without the tiles at either end that see no key of the key tile.
 
-    ``k_first``, ``k_last``: positions of the key tile's first and last key. ``bounds_ptr``: the result of ``extent_bounds``.
+    A query tile sees no key if the bounds of its queries' extents exclude all positions ``k_first .. k_last``, those of the key
+    tile's first to last key. ``bounds_ptr``: the result of ``extent_bounds``.
 
-    A query tile needs no mask if ``tiles`` counts it as such, and if the extent of each of its queries contains the whole key
-    tile. If the tiles that need no mask are not consecutive, all tiles are masked.
+    A query tile needs no mask if two conditions hold: ``tiles`` has it in ``whole_first .. whole_last - 1``; and the extent of
+    each of its queries contains the key tile. If the tiles that need no mask are not consecutive, all tiles are masked.
     """
     first, last = tiles.first, tiles.last
     lowest, highest = last, first

@@ -73,11 +73,11 @@ def extent_bounds(
 ):  # fmt: skip
     """Store four bounds of a tile's extents (first, end): the least first, greatest end, greatest first, and least end.
 
-    A tile holds queries and their extents, or keys and their key extents. ROW: distance from one run to the next in the array
-    ``rows``, in records ``runs.Row``. LENGTH: index of the ``runs.Row`` field with the run's length.
+    A tile holds queries and their extents, or keys and their key extents. ROW: number of ``runs.Row`` records
+    from one run to the next in the array ``rows``. LENGTH: index of the ``runs.Row`` field with the run's length.
 
-    An empty extent counts as first = NOTHING_BEGINS, end = 0. Then the first two bounds do not change, and by the last two
-    bounds no key is visible to all queries of the tile.
+    An empty extent counts as first = NOTHING_BEGINS, end = 0. So it does not change the least first and the greatest end, and the
+    other two bounds show that no key is visible to all queries of the tile.
     """
     slot = S // RUNS
     tiles = tl.cdiv(slot, BLOCK)

@@ -20,9 +20,9 @@ Program    ``decode``: one (kv head, tile of rows, split, batch row), kv heads f
            memory run together. Row m of a kv head is query m // (H / G) with query head m % (H / G) of that kv head.
            ``merge_pairs``: one row of [B, N, H]
 Precision  products in q's dtype, sums and softmax in f32, in base 2. One-byte keys and values become float16, which holds them
-           exactly. From sm_89 on, this conversion takes one instruction (to bfloat16, four). Queries in bfloat16 then become
-           float16 too, each row divided by a power of two. k_scale multiplies the scores, v_scale the sums. Probabilities in
-           float16 are multiplied by LIFT, because otherwise the many small probabilities of a long cache would become 0
+           exactly; from sm_89 on, this conversion takes one instruction (to bfloat16, four). With one-byte keys, queries in
+           bfloat16 become float16 too, each row divided by a power of two. k_scale multiplies the scores, v_scale the sums.
+           Probabilities in float16 are multiplied by LIFT, because otherwise the many small ones of a long cache would become 0
 """
 
 from __future__ import annotations

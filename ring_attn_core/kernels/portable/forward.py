@@ -15,9 +15,9 @@ Shapes     q_BSHD, k_BTGD, v_BTGE, rows int32 [q_runs, k_runs, fields], extents 
            B batch, S/T tokens in the q/k shard, H/G query/key heads (G divides H), D/E head dim of q, k / of v
 Program    one per (q tile, query head, batch row); a q tile lies within one run. As program ids increase, the q tile varies
            fastest, from the last of a shard to the first, because under a causal mask the last q tile has the most work
-K tiles    by band and extent, a query sees one interval of each run of keys (rows.keys_seen). K tiles before the first or after
-           the last interval of a q tile are not visited; k tiles inside all of its intervals need no mask. Key extents are tested
-           for each k tile (rows.some_query_sees)
+K tiles    by band and extent, a query sees one interval of each run of keys (rows.keys_seen). K tiles before or after the
+           intervals of all queries of a q tile are not visited; k tiles inside each of these intervals need no mask. Key extents
+           are tested for each k tile (rows.some_query_sees)
 State      FIRST: no keys have been seen yet. Else out_in (f32), lse_in and rest_in hold the result for the keys seen so far, and
            out, lse and rest may overwrite them in place. If no k tile lies in the band and extents of a q tile, the program
            writes only in the FIRST and the LAST step. In the LAST step, out gets the input's dtype

@@ -314,7 +314,8 @@ def _count(value: int) -> Scalar:
 def tma_fits(call: RingCall) -> bool:
     """Return whether the call may use TMA.
 
-    The launcher must support TMA. Tiles must have no padded columns and rows of a multiple of 16 bytes. No array may be empty.
+    The launcher must support TMA. Tiles must have no padded columns, and the bytes of a row must be a multiple of 16. No array
+    may be empty.
     """
     itemsize = 4 if call.dtype == "float32" else 2
     widths = call.head_dim, call.v_dim
@@ -360,9 +361,9 @@ def _constants(call: RingCall, tiles: TileConfig) -> dict[str, Any]:
 
 
 def _zero_masked(call: RingCall) -> int:
-    """Return the method that sets unused keys, which may hold NaN, to 0: 0 (none), 1 (``tl.where``) or 2 (bitwise AND).
+    """Return the number of the method by which ``loads.keep_seen`` zeroes unused keys, which may hold NaN.
 
-    ``loads.keep_seen`` applies the method. GPUs older than Hopper need method 2.
+    Method 0 zeroes nothing. Method 1 is ``tl.where``. Method 2 is a bitwise AND, which GPUs older than Hopper need.
     """
     return 0 if not call.zero_masked else 1 if call.capability >= 90 else 2
 

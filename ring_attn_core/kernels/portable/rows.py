@@ -6,8 +6,9 @@
 
 A query that sees no key at all is *blank* (plan/ring.py).
 
-Shapes     rows int32 [q_runs, k_runs, fields]: one ``runs.Row`` for each pair of runs; extents int32 [B, S, 2] and key_extents
-           int32 [B, T, 2] in token positions
+Shapes     rows int32 [q_runs, k_runs, fields]: one ``runs.Row`` for each pair of runs; extents int32 [B, S, 2]: first and end of
+           the key positions that a query may see; key_extents int32 [B, T, 2]: first and end of the query positions that may
+           see a key
            query indices i and key indices j broadcast against each other, so the functions serve tiles of scores in both
            orientations, [queries, keys] and [keys, queries]
 Tiles      a program visits the tiles ``first .. last - 1`` of a run; those in ``whole_first .. whole_last - 1`` need no mask
@@ -136,7 +137,7 @@ def every_query_sees(n0, run, tile, args, sizes: tl.constexpr):
 
 @triton.jit
 def tiles_in_band(x0, x1, lo, hi, others, BLOCK: tl.constexpr):
-    """Return the ``Tiles`` of the indices y in the band, lo <= x - y <= hi, of at least one index x.
+    """Return the ``Tiles`` that hold the indices y with lo <= x - y <= hi for at least one index x.
 
     Index x lies in x0 .. x1 - 1, y in 0 .. others - 1. A tile holds BLOCK indices y. To find the key tiles of queries, let x be
     queries and y keys. To find the query tiles of keys, let x be keys and y queries, and pass (-hi, -lo) for (lo, hi).

@@ -25,9 +25,10 @@ LN2 = tl.constexpr(0.6931471805599453)
 def tanh(x, ACCURATE: tl.constexpr):
     """Return tanh with an absolute error of at most 5e-7, or with ACCURATE a relative error of a few roundings, also near 0.
 
-    A multiprocessor computes only 16 special functions per cycle. So if eight arguments are all at most 0.625 in magnitude, as
-    usual under a softcap, a polynomial computes their tanh, else an exponential and a reciprocal. The bound 5e-7 assumes relative
-    errors of 2^-22 in ex2.approx and 2^-23 in rcp.approx; with exact functions it is 1.9e-7. The polynomial's error is 8e-8.
+    A multiprocessor computes only 16 special functions per cycle, so a polynomial replaces them for small arguments. A thread
+    takes eight arguments at a time. If all are at most 0.625 in magnitude, as usual under a softcap, it computes the polynomial;
+    else an exponential and a reciprocal. The bound 5e-7 assumes relative errors of 2^-22 in ex2.approx and 2^-23 in rcp.approx;
+    with exact functions it is 1.9e-7. The polynomial's error is 8e-8.
     """
     if ACCURATE:
         e = tl.exp2(tl.abs(x) * -2.8853900817779268)
